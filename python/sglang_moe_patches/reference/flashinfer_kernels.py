@@ -1,0 +1,502 @@
+"""FlashInfer's NVFP4 kernels in plain PyTorch, at FlashInfer's own signatures.
+
+They read what the real kernels read, in the layout the real kernels read it: weights whose rows are permuted for the
+tensor cores and block scales that are interleaved on top. A wrong preparation of the weights gives wrong answers here
+as it would there. What a stand-in does not do is refused by the name of the argument, never ignored; arguments that
+only tune the real kernels (``enable_pdl``, ``tune_max_num_tokens``) have no effect.
+
+**A token's result does not depend on the rest of the batch, to the last bit.** NVFP4 values without their
+whole-tensor scale are multiples of 2**-10 no larger than 2688, so that every partial sum of a matrix product over up
+to 1,188 elements fits in the 53 bits of a float64: the product is exact, whatever order, blocking or number of threads
+the BLAS chooses. (With longer rows only sums beyond 2**33 round, in a bit that the following conversion to float32
+all but never shows.) The activation is evaluated in float64 for the same reason, and the experts of a token are added
+in the order of their numbers.
+
+Differences from the real kernels, all in the rounding: they accumulate in float32, use approximate reciprocals, and
+round each expert's output to bfloat16 before the weighted sum.
+
+Nothing is installed by importing this module.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from sglang_moe_patches.reference import nvfp4
+
+# FlashInfer's enum values (flashinfer.tllm_enums), spelled out so that importing this module does not import it.
+ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3 = 0, 1, 2
+ACTIVATION_SWIGLU, ACTIVATION_RELU2 = 3, 6
+
+# The tile the engine and FlashInfer shuffle for; neither makes it configurable.
+_EPILOGUE_TILE_M = 128
+
+# Block scales are interleaved in tiles of 128 rows by 4 columns: within a tile, rows 32 apart are neighbours.
+_TILE_ROWS, _TILE_COLS = 128, 4
+
+
+def fp4_quantize(
+    input: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    sf_vec_size: int = 16,
+    sf_use_ue8m0: bool = False,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    is_global_scale_inversed: bool = False,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand-in for ``flashinfer.fp4_quantize``, NVFP4 only.
+
+    Args:
+        input: bfloat16 or float16 [M, K], row-major, K a multiple of 16.
+        global_scale: one float32 value, the multiplier 448 * 6 / amax; None is 1.
+        is_sf_swizzled_layout: interleave the scales (see ``nvfp4_block_scale_interleave``).
+        is_global_scale_inversed: ``global_scale`` is amax / (448 * 6) instead.
+
+    Returns:
+        packed: uint8 [M, K // 2], first element in the low nibble.
+        scales: the bytes of the E4M3 block scales as uint8, [M, K // 16] linear, or swizzled with M rounded up to a
+            multiple of 128 and K // 16 to a multiple of 4.
+
+    Raises:
+        NotImplementedError: naming the argument that is not supported.
+        ValueError: K is not a multiple of 16, or ``global_scale`` is more than one value.
+    """
+    if sf_vec_size != nvfp4.BLOCK_SIZE:
+        raise NotImplementedError(f"sf_vec_size={sf_vec_size}: only {nvfp4.BLOCK_SIZE} (NVFP4)")
+    if sf_use_ue8m0:
+        raise NotImplementedError("sf_use_ue8m0: only E4M3 block scales (NVFP4)")
+    if is_sf_8x4_layout:
+        raise NotImplementedError("is_sf_8x4_layout: only the linear and the 128x4 layouts")
+    if backend != "cuda":
+        raise NotImplementedError(f"backend={backend!r}: only 'cuda'")
+    if input.dtype not in (torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"input of {input.dtype}: only bfloat16 and float16")
+    if input.dim() != 2 or input.stride(-1) != 1:
+        raise NotImplementedError("input: only a row-major matrix")
+    multiplier: torch.Tensor | float = 1.0 if global_scale is None else global_scale
+    packed, block_scale = nvfp4.quantize(input, 1 / multiplier if is_global_scale_inversed else multiplier)
+    scales = block_scale.view(torch.uint8)
+    if is_sf_swizzled_layout:
+        scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
+    return packed, scales
+
+
+def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
+    """Stand-in for ``flashinfer.nvfp4_block_scale_interleave`` (``block_scale_interleave``).
+
+    The byte at row r, column c goes to tile (r // 128, c // 4), and in it to (r % 32, r % 128 // 32, c % 4).
+
+    Args:
+        unswizzled_sf: uint8 [M, K] or [B, M, K].
+
+    Returns:
+        uint8, flat: B times M rounded up to a multiple of 128 times K rounded up to a multiple of 4, zeros where
+        there was nothing.
+
+    Raises:
+        NotImplementedError: another dtype (the real kernel takes bfloat16 too).
+        ValueError: another number of dimensions.
+    """
+    if unswizzled_sf.dtype != torch.uint8:
+        raise NotImplementedError(f"unswizzled_sf of {unswizzled_sf.dtype}: only uint8")
+    if unswizzled_sf.dim() not in (2, 3):
+        raise ValueError(f"unswizzled_sf must have 2 or 3 dimensions, got shape {tuple(unswizzled_sf.shape)}")
+    rows, cols = unswizzled_sf.shape[-2:]
+    padded = F.pad(unswizzled_sf, (0, -cols % _TILE_COLS, 0, -rows % _TILE_ROWS))
+    rows, cols = padded.shape[-2:]
+    tiles = padded.reshape(-1, rows // _TILE_ROWS, 4, _TILE_ROWS // 4, cols // _TILE_COLS, _TILE_COLS)
+    return tiles.transpose(2, 4).flatten()
+
+
+def trtllm_fp4_block_scale_routed_moe(
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = ROUTING_DEFAULT,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ACTIVATION_SWIGLU,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+) -> list[torch.Tensor]:
+    """Stand-in for FlashInfer's NVFP4 MoE kernel with the routing decided by the caller.
+
+    Args:
+        topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
+            newer releases, a tuple (ids int [tokens, top_k], weights float [tokens, top_k]). An id that is not
+            a local expert's contributes nothing.
+        routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type: have no effect here, the
+            routing is done.
+
+    The other arguments, the result and the errors are those of ``trtllm_fp4_block_scale_moe``.
+    """
+    _refuse(
+        gemm1_bias=gemm1_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+        gemm2_bias=gemm2_bias,
+        per_token_scale=per_token_scale,
+    )
+    if not do_finalize:
+        raise NotImplementedError("do_finalize=False")
+    if isinstance(topk_ids, torch.Tensor):
+        ids, weights = _unpack_topk(topk_ids)
+    else:
+        ids, weights = topk_ids[0].long(), topk_ids[1].float()
+    if ids.shape != (hidden_states.shape[0], top_k):
+        raise ValueError(f"topk_ids must be [{hidden_states.shape[0]}, {top_k}], got {tuple(ids.shape)}")
+    return _run_experts(
+        ids,
+        weights,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+        output1_scale_scalar,
+        output1_scale_gate_scalar,
+        output2_scale_scalar,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        activation_type,
+        output,
+    )
+
+
+def trtllm_fp4_block_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = ROUTING_DEFAULT,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ACTIVATION_SWIGLU,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Stand-in for FlashInfer's NVFP4 MoE kernel that routes by itself.
+
+    Gated (SwiGLU): intermediate = silu(gate * output1_scale_gate_scalar) * up * output1_scale_scalar.
+    Not gated (ReLU^2): intermediate = relu(x * output1_scale_gate_scalar)^2 * output1_scale_scalar.
+    The intermediate is quantized to NVFP4, its multiplier being part of output1_scale_scalar already, multiplied with
+    gemm2_weights and output2_scale_scalar, and summed over the token's experts with the routing weights.
+
+    Args:
+        routing_logits: float [tokens, num_experts].
+        routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3 routing).
+        hidden_states: uint8 [tokens, hidden // 2], NVFP4.
+        hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
+        gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
+            shuffled rows; up (w3) before gate (w1) before the shuffle.
+        gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
+        gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
+        gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
+        output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
+        num_experts: of the whole layer; this rank holds ``local_num_experts`` of them from ``local_expert_offset`` on,
+            and the others contribute nothing.
+        n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
+        routed_scaling_factor: on the routing weights, DeepSeekV3 routing only; None is 1.
+        routing_method_type: 0 Default, 1 Renormalize, 2 DeepSeekV3.
+        activation_type: 3 SwiGLU (gated) or 6 ReLU^2 (not gated).
+        output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated.
+        norm_topk_prob: has no effect with these routing methods.
+
+    Returns:
+        [output], bfloat16 [tokens, hidden].
+
+    Raises:
+        NotImplementedError: naming the argument that is not supported.
+        ValueError: shapes or dtypes that do not fit together.
+    """
+    _refuse(
+        gemm1_bias=gemm1_bias,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_beta=gemm1_beta,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+        gemm2_bias=gemm2_bias,
+        per_token_scale=per_token_scale,
+        routing_replay_out=routing_replay_out,
+    )
+    if not do_finalize:
+        raise NotImplementedError("do_finalize=False")
+    if routing_logits.shape != (hidden_states.shape[0], num_experts):
+        raise ValueError(
+            f"routing_logits must be [{hidden_states.shape[0]}, {num_experts}], got {tuple(routing_logits.shape)}"
+        )
+    ids, weights = _route(
+        routing_logits, routing_bias, top_k, n_group, topk_group, routed_scaling_factor, routing_method_type
+    )
+    return _run_experts(
+        ids,
+        weights,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+        output1_scale_scalar,
+        output1_scale_gate_scalar,
+        output2_scale_scalar,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        activation_type,
+        output,
+    )
+
+
+def _refuse(**arguments: torch.Tensor | None) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(name)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return n + -n % multiple
+
+
+def _unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 (id << 16 | bfloat16 bits) to ids (int64) and weights (float32). An id of -1 stays -1."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"packed topk_ids must be int32, got {packed.dtype}")
+    return (packed >> 16).long(), packed.to(torch.int16).view(torch.bfloat16).float()
+
+
+def _route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    routed_scaling_factor: float | None,
+    method: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts as the kernel does: ids int64 and weights float32, both [tokens, top_k].
+
+    Equal scores go to the lower expert id, and bias and weights are rounded to bfloat16, as in the kernel.
+    """
+    if bias is not None and method != ROUTING_DEEPSEEK_V3:
+        raise NotImplementedError(f"routing_bias with routing_method_type={method}")
+    # Vectorized and scalar exponentials differ in the last bit, and which of them an element meets depends on its
+    # place in the batch; evaluated in float64, that bit is gone after the rounding to float32.
+    logits = logits.double()
+    if method == ROUTING_DEFAULT:  # softmax over all experts, then the best
+        scores = logits.softmax(-1).float()
+        ids = _best(scores, top_k)
+        weights = scores.gather(-1, ids)
+    elif method == ROUTING_RENORMALIZE:  # the best, then softmax over them
+        ids = _best(logits, top_k)
+        weights = logits.gather(-1, ids).softmax(-1).float()
+    elif method == ROUTING_DEEPSEEK_V3:
+        scores = logits.sigmoid().float()
+        biased = scores if bias is None else scores + bias.bfloat16().float()
+        if n_group is not None and n_group > 1:
+            biased = _limit_to_groups(biased, n_group, topk_group)
+        ids = _best(biased, top_k)
+        weights = scores.gather(-1, ids)
+        weights = weights * (1.0 if routed_scaling_factor is None else routed_scaling_factor) / _row_sum(weights)
+    else:
+        raise NotImplementedError(f"routing_method_type={method}: only 0 Default, 1 Renormalize and 2 DeepSeekV3")
+    return ids, weights.bfloat16().float()
+
+
+def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest of each row, best first, the lower index first among equals."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum of each row, [n, k] to [n, 1], always in the same order: ``sum`` may choose another for another n."""
+    return sum((x[:, i : i + 1] for i in range(1, x.shape[1])), x[:, :1])
+
+
+def _limit_to_groups(biased: torch.Tensor, n_group: int, topk_group: int | None) -> torch.Tensor:
+    """Rule out the experts outside the topk_group groups whose two best experts have the largest sum."""
+    if not topk_group or biased.shape[-1] % n_group:
+        raise ValueError(f"n_group={n_group} needs topk_group and a number of experts that it divides")
+    grouped = biased.unflatten(-1, (n_group, -1))
+    group_score = grouped.topk(2, dim=-1).values
+    chosen = _best(group_score[..., 0] + group_score[..., 1], topk_group)
+    keep = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, chosen, True)
+    return grouped.masked_fill(~keep.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@cache
+def _unshuffle_orders(
+    helper_name: str, rows: int, k: int, gated: bool | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row orders that undo FlashInfer's shuffle of one expert's weights and block scales.
+
+    Only shapes decide them, so they are kept; the weights, which may be reloaded, are never.
+    """
+    from flashinfer.fused_moe import core
+
+    helper: Callable[..., torch.Tensor] = getattr(core, helper_name)
+    options = {} if gated is None else {"is_gated_act_gemm": gated}
+    weights = torch.empty(rows, k // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, k // nvfp4.BLOCK_SIZE, dtype=torch.uint8)
+    order = helper({}, weights, _EPILOGUE_TILE_M, **options)
+    scale_order = helper({}, scales, _EPILOGUE_TILE_M, num_elts_per_sf=nvfp4.BLOCK_SIZE, **options)
+    return order.argsort().to(device), scale_order.argsort().to(device)
+
+
+def _load_weights(
+    packed: torch.Tensor, interleaved_scale: torch.Tensor, orders: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out."""
+    rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
+    tiles = interleaved_scale.view(torch.uint8).reshape(
+        rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
+    )
+    scales = tiles.transpose(1, 3).reshape(rows, cols)
+    order, scale_order = orders
+    return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
+
+
+def _run_experts(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    activation_type: int,
+    output: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The layer once the routing is known: ids int64 (global) and weights float32, both [tokens, top_k]."""
+    if activation_type not in (ACTIVATION_SWIGLU, ACTIVATION_RELU2):
+        raise NotImplementedError(f"activation_type={activation_type}: only 3 Swiglu and 6 Relu2")
+    if hidden_states.dtype != torch.uint8:
+        raise NotImplementedError(f"hidden_states of {hidden_states.dtype}: only NVFP4 packed in uint8")
+    if (
+        hidden_states_scale is None
+        or output1_scale_scalar is None
+        or output1_scale_gate_scalar is None
+        or output2_scale_scalar is None
+    ):
+        raise ValueError("NVFP4 needs hidden_states_scale and the three output scales")
+    gated = activation_type == ACTIVATION_SWIGLU
+    tokens, hidden = hidden_states.shape[0], hidden_states.shape[1] * 2
+    rows = intermediate_size * (2 if gated else 1)
+    experts = local_num_experts
+    _check_shape("gemm1_weights", gemm1_weights, (experts, rows, hidden // 2))
+    _check_shape("gemm1_weights_scale", gemm1_weights_scale, (experts, rows, hidden // nvfp4.BLOCK_SIZE))
+    _check_shape("gemm2_weights", gemm2_weights, (experts, hidden, intermediate_size // 2))
+    _check_shape("gemm2_weights_scale", gemm2_weights_scale, (experts, hidden, intermediate_size // nvfp4.BLOCK_SIZE))
+    for name, scale in (
+        ("output1_scale_scalar", output1_scale_scalar),
+        ("output1_scale_gate_scalar", output1_scale_gate_scalar),
+        ("output2_scale_scalar", output2_scale_scalar),
+    ):
+        _check_shape(name, scale, (experts,))
+    if output is None:
+        output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=hidden_states.device)
+    elif (
+        output.dtype != torch.bfloat16
+        or output.dim() != 2
+        or output.shape[0] != tokens
+        or output.shape[1] > hidden
+        or not output.is_contiguous()
+    ):
+        # The real kernel takes the address and assumes the rest.
+        raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
+    if tokens == 0:
+        return [output]
+
+    device = hidden_states.device
+    w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device)
+    w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, intermediate_size, None, device)
+    block_scale = hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
+    x = nvfp4.decode(hidden_states, block_scale).double()
+    local_ids = ids - local_expert_offset
+    total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
+    for expert in local_ids[(local_ids >= 0) & (local_ids < experts)].unique().tolist():
+        token, slot = (local_ids == expert).nonzero(as_tuple=True)
+        w13 = _load_weights(gemm1_weights[expert], gemm1_weights_scale[expert], w13_orders)
+        gemm1 = x[token] @ w13.T
+        gate_scale, scale = output1_scale_gate_scalar[expert].double(), output1_scale_scalar[expert].double()
+        if gated:
+            up, gate = gemm1.chunk(2, dim=-1)
+            intermediate = F.silu(gate * gate_scale) * (up * scale)
+        else:
+            intermediate = F.relu(gemm1 * gate_scale).square() * scale
+        # The multiplier for the intermediate is in `scale`, so 1 here.
+        packed, intermediate_scale = nvfp4.quantize(intermediate, 1.0)
+        w2 = _load_weights(gemm2_weights[expert], gemm2_weights_scale[expert], w2_orders)
+        gemm2 = nvfp4.decode(packed, intermediate_scale).double() @ w2.T
+        expert_output = (gemm2 * output2_scale_scalar[expert].double()).float()
+        total.index_add_(0, token, expert_output * weights[token, slot].unsqueeze(-1))
+    output.copy_(total[:, : output.shape[1]])
+    return [output]
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    contiguous = "" if tensor.is_contiguous() else "non-contiguous "
+    return f"{contiguous}{tensor.dtype} {list(tensor.shape)}"

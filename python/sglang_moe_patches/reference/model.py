@@ -1,0 +1,509 @@
+"""A tiny DeepSeek-V3 checkpoint with NVFP4 routed experts, for the real engine on small machines.
+
+The architecture is DeepSeek-V3's own (multi-head latent attention, sigmoid routing with a correction bias, shared
+experts), only the sizes are small. The weights are random numbers drawn from a seed, so the model talks nonsense, but
+always the same nonsense, and nonsense that depends on every part of the model: a wrong expert, a wrong scale or an
+overwritten activation changes the answer. That is what comparing two servers needs; it says nothing about accuracy on
+real questions.
+
+Quantization follows ModelOpt's layout: the routed experts of the main model are NVFP4, everything else is bfloat16.
+The NextN (multi-token prediction) layer is bfloat16 altogether, because the engine turns ``modelopt_fp4`` off there.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch takes seconds to import, and the command line imports this module for --help
+    import torch
+
+# Attention sizes that the engine's MLA path is known to work with; not worth an option each.
+KV_LORA_RANK = 512
+Q_LORA_RANK = 128
+QK_ROPE_HEAD_DIM = 64
+QK_NOPE_HEAD_DIM = 128
+V_HEAD_DIM = 128
+
+ROUTED_SCALING_FACTOR = 2.5
+ROW_MULTIPLE = 128
+"""Rows of a weight that the TRT-LLM kernel's block scale layout comes in."""
+
+MARKER = "sglang_moe_patches_tiny_model"
+"""Key of config.json by which ``make_model`` knows a directory that it wrote itself and may replace."""
+
+# Standard deviations are gain / sqrt(fan_in). Chosen by generating from GSM8K prompts: the text depends on all of the
+# prompt (a gain of 1 makes attention nearly a plain average) and falls into no loop, yet rounding every activation to
+# bfloat16 changes only about 3 % of the greedy choices (a smaller embedding lets a flip in the routing change more).
+GAINS = {
+    "embed_tokens": 2.0,  # of the standard deviation itself: an embedding has no fan-in
+    "q_b_proj": 1.5,
+    "lm_head": 3.0,
+}
+NORM_SPREAD = 0.1
+"""RMSNorm weights are 1 + 0.1 * N(0, 1): a norm that is skipped or applied twice shows."""
+CORRECTION_BIAS_STD = 0.02
+CALIBRATION_TOKENS = 256
+CALIBRATION_MARGIN = 1.5
+
+SPECIAL_TOKENS = ("<|begin_of_sentence|>", "<|end_of_sentence|>", "<|pad|>")
+BOS_ID, EOS_ID, PAD_ID = range(3)
+
+# Words of school arithmetic problems. A GSM8K prompt has 1.7 times fewer tokens than bytes.
+WORDS = """
+a about after all also an and another answer apples are as at bag bags be before between books bought box boxes buy by
+buys cake can cards cars cents children cookies cost costs day days does dollars each earn earns eat eats eggs every
+finally first five for four friends from gave get gets give gives had half has have he her him his hour hours house how
+if in is it its job left less long made make makes many miles minutes money month months more morning much needs new
+nine number of off on one only or other out over paid pay pays people per pieces pounds price rest same school second
+sell sells seven she six sold some spend spends students takes ten than that the their them then there they third this
+three time times to total twice two up us was water week weeks were what when which while will with work worked works
+year years Answer Each How If In It Question She So The Then There They This What
+"""
+
+
+def _require(condition: bool, field: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{field} must be {rule}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of the tiny model; the defaults make a checkpoint of about 11 MB.
+
+    Raises:
+        ValueError: a field breaks its rule; the message names both.
+    """
+
+    layers: int = 4
+    """Decoder layers, not counting the NextN layer."""
+    dense_layers: int = 1
+    """Leading layers with a dense MLP instead of experts (``first_k_dense_replace``)."""
+    experts: int = 8
+    """Routed experts per MoE layer."""
+    top_k: int = 2
+    """Routed experts per token."""
+    hidden: int = 256
+    moe_intermediate: int = 128
+    heads: int = 4
+    shared_experts: int = 1
+    seed: int = 0
+    nextn: bool = False
+    """Also write a NextN layer, for speculative decoding."""
+    max_position: int = 8192
+    """Longest sequence in tokens."""
+
+    def __post_init__(self) -> None:
+        for field, value in asdict(self).items():
+            kind = bool if field == "nextn" else int
+            _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
+        _require(self.layers >= 1, "layers", "at least 1", self.layers)
+        _require(
+            0 <= self.dense_layers <= self.layers, "dense_layers", f"0 to layers ({self.layers})", self.dense_layers
+        )
+        _require(self.experts >= 2, "experts", "at least 2", self.experts)
+        _require(1 <= self.top_k <= self.experts, "top_k", f"1 to experts ({self.experts})", self.top_k)
+        for field in ("hidden", "moe_intermediate"):
+            value = getattr(self, field)
+            _require(value > 0 and value % ROW_MULTIPLE == 0, field, f"a positive multiple of {ROW_MULTIPLE}", value)
+        _require(self.heads >= 1, "heads", "at least 1", self.heads)
+        _require(self.shared_experts >= 0, "shared_experts", "at least 0", self.shared_experts)
+        _require(self.seed >= 0, "seed", "at least 0", self.seed)
+        _require(
+            self.max_position >= 256 and self.max_position % 2 == 0,
+            "max_position",
+            "even and at least 256",
+            self.max_position,
+        )
+        # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
+        _require(not self.nextn or self.layers >= 2, "nextn", "false when there is one layer", self.nextn)
+
+    @property
+    def expert_groups(self) -> tuple[int, int]:
+        """(n_group, topk_group) of DeepSeek-V3's grouped routing.
+
+        A group is scored by its two best experts, so it needs two, and the chosen groups together need top_k.
+        """
+        grouped = self.experts % 4 == 0 and self.experts >= 8 and self.experts // 2 >= self.top_k
+        return (4, 2) if grouped else (1, 1)
+
+
+def config(spec: ModelSpec) -> dict[str, Any]:
+    """What config.json holds for a spec."""
+    n_group, topk_group = spec.expert_groups
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        MARKER: asdict(spec),
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size(),
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "tie_word_embeddings": False,
+        "hidden_size": spec.hidden,
+        "hidden_act": "silu",
+        "intermediate_size": 2 * spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_nextn_predict_layers": int(spec.nextn),
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": spec.max_position,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": spec.max_position // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "attention_bias": False,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.heads,
+        "q_lora_rank": Q_LORA_RANK,
+        "kv_lora_rank": KV_LORA_RANK,
+        "qk_nope_head_dim": QK_NOPE_HEAD_DIM,
+        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "v_head_dim": V_HEAD_DIM,
+        "first_k_dense_replace": spec.dense_layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": spec.moe_intermediate,
+        "n_routed_experts": spec.experts,
+        "n_shared_experts": spec.shared_experts,
+        "num_experts_per_tok": spec.top_k,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": ROUTED_SCALING_FACTOR,
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": [
+                "*self_attn*",
+                "*shared_experts*",
+                "lm_head",
+                *(f"model.layers.{layer}.mlp.*" for layer in range(spec.dense_layers)),
+                *([f"model.layers.{spec.layers}.*"] if spec.nextn else []),
+            ],
+        },
+    }
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _generator(spec: ModelSpec, name: str) -> "torch.Generator":
+    """A random stream per tensor, so that a tensor depends on the seed, its name and its shape, and not on the rest."""
+    import torch
+
+    digest = hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
+    """float32 N(0, 1) of the given shape."""
+    import torch
+
+    return torch.randn(shape, generator=_generator(spec, name))
+
+
+def _linear_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear layer of one decoder layer, by its name below ``model.layers.N.``."""
+    hidden, heads = spec.hidden, spec.heads
+    shapes = {
+        "self_attn.q_a_proj": (Q_LORA_RANK, hidden),
+        "self_attn.q_b_proj": (heads * (QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM), Q_LORA_RANK),
+        "self_attn.kv_a_proj_with_mqa": (KV_LORA_RANK + QK_ROPE_HEAD_DIM, hidden),
+        "self_attn.kv_b_proj": (heads * (QK_NOPE_HEAD_DIM + V_HEAD_DIM), KV_LORA_RANK),
+        "self_attn.o_proj": (hidden, heads * V_HEAD_DIM),
+    }
+
+    def mlp(prefix: str, intermediate: int) -> None:
+        shapes[f"{prefix}.gate_proj"] = (intermediate, hidden)
+        shapes[f"{prefix}.up_proj"] = (intermediate, hidden)
+        shapes[f"{prefix}.down_proj"] = (hidden, intermediate)
+
+    if layer < spec.dense_layers:
+        mlp("mlp", 2 * hidden)
+        return shapes
+    shapes["mlp.gate"] = (spec.experts, hidden)
+    for expert in range(spec.experts):
+        mlp(f"mlp.experts.{expert}", spec.moe_intermediate)
+    if spec.shared_experts:
+        mlp("mlp.shared_experts", spec.shared_experts * spec.moe_intermediate)
+    return shapes
+
+
+def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
+    """The model before quantization, by DeepSeek-V3's checkpoint names.
+
+    Returns:
+        bfloat16 tensors on the CPU (the router's ``e_score_correction_bias`` float32, as in DeepSeek-V3). Linear
+        weights are [out_features, in_features].
+    """
+    import torch
+
+    weights: dict[str, torch.Tensor] = {}
+
+    def linear(name: str, out_features: int, in_features: int) -> None:
+        gain = GAINS.get(name.rsplit(".", 1)[-1], 1.0)
+        weight = _normal(spec, name, (out_features, in_features)) * (gain / math.sqrt(in_features))
+        weights[f"{name}.weight"] = weight.bfloat16()
+
+    def norm(name: str, size: int) -> None:
+        weights[f"{name}.weight"] = (1 + NORM_SPREAD * _normal(spec, name, (size,))).bfloat16()
+
+    vocab = vocab_size()
+    embedding = _normal(spec, "model.embed_tokens", (vocab, spec.hidden)) * GAINS["embed_tokens"]
+    weights["model.embed_tokens.weight"] = embedding.bfloat16()
+    norm("model.norm", spec.hidden)
+    linear("lm_head", vocab, spec.hidden)
+    # A row of zeros makes a logit of exactly 0, which the best of several hundred always beats: the model never says
+    # what cannot be printed, and reports stay legible.
+    weights["lm_head.weight"][_unprintable_ids()] = 0
+
+    for layer in range(spec.layers + spec.nextn):
+        prefix = f"model.layers.{layer}"
+        norm(f"{prefix}.input_layernorm", spec.hidden)
+        norm(f"{prefix}.post_attention_layernorm", spec.hidden)
+        norm(f"{prefix}.self_attn.q_a_layernorm", Q_LORA_RANK)
+        norm(f"{prefix}.self_attn.kv_a_layernorm", KV_LORA_RANK)
+        for name, shape in _linear_shapes(spec, layer).items():
+            linear(f"{prefix}.{name}", *shape)
+        if layer >= spec.dense_layers:
+            name = f"{prefix}.mlp.gate.e_score_correction_bias"
+            # Through bfloat16, because one of the engine's two TRT-LLM paths keeps it so: both must route alike.
+            weights[name] = (CORRECTION_BIAS_STD * _normal(spec, name, (spec.experts,))).bfloat16().float()
+    if spec.nextn:
+        prefix = f"model.layers.{spec.layers}"
+        norm(f"{prefix}.enorm", spec.hidden)
+        norm(f"{prefix}.hnorm", spec.hidden)
+        linear(f"{prefix}.eh_proj", spec.hidden, 2 * spec.hidden)
+        norm(f"{prefix}.shared_head.norm", spec.hidden)
+        # The embedding and the head of the NextN layer are the main model's; the engine shares them.
+    return weights
+
+
+def _input_scale(activations: "torch.Tensor") -> "torch.Tensor":
+    """float32 scalar amax / (448 * 6) with a margin.
+
+    The amax is rounded up to a quarter, which hides the last bits of a matrix product: those depend on the machine.
+    """
+    import torch
+
+    from sglang_moe_patches.reference.nvfp4 import E2M1_MAX, E4M3_MAX
+
+    amax = math.ceil(float(activations.abs().max()) * CALIBRATION_MARGIN * 4) / 4
+    return torch.tensor(amax / (E4M3_MAX * E2M1_MAX), dtype=torch.float32)
+
+
+def _quantize_expert(
+    gate: "torch.Tensor", up: "torch.Tensor", down: "torch.Tensor", tokens: "torch.Tensor"
+) -> "dict[str, torch.Tensor]":
+    """ModelOpt's four tensors for each projection of one expert.
+
+    Args:
+        gate, up: bfloat16 [intermediate, hidden].
+        down: bfloat16 [hidden, intermediate].
+        tokens: float32 [n, hidden], what the expert sees in calibration.
+    """
+    import torch
+
+    from sglang_moe_patches.reference.nvfp4 import global_scale_for, quantize
+
+    # One GEMM computes gate and up together, so they must share their scale.
+    gate_up_scale = global_scale_for(torch.cat((gate, up)))
+    intermediate = torch.nn.functional.silu(tokens @ gate.float().T) * (tokens @ up.float().T)
+    tensors = {}
+    for name, weight, scale, activations in (
+        ("gate_proj", gate, gate_up_scale, tokens),
+        ("up_proj", up, gate_up_scale, tokens),
+        ("down_proj", down, global_scale_for(down), intermediate),
+    ):
+        packed, block_scale = quantize(weight, scale)
+        tensors[f"{name}.weight"] = packed
+        tensors[f"{name}.weight_scale"] = block_scale
+        tensors[f"{name}.weight_scale_2"] = (1 / scale).reshape(())
+        tensors[f"{name}.input_scale"] = _input_scale(activations)
+    return tensors
+
+
+def checkpoint_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
+    """The model as model.safetensors stores it: ``original_weights`` with the routed experts in ModelOpt NVFP4.
+
+    Returns:
+        CPU tensors by name. Each projection ``model.layers.N.mlp.experts.E.{gate,up,down}_proj`` of [rows, K] has
+        ``.weight`` uint8 [rows, K/2], ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and
+        ``.input_scale``, float32 scalars.
+    """
+    weights = original_weights(spec)
+    # What an RMSNorm puts out is close to a normal distribution with standard deviation one; the margin does the rest.
+    tokens = _normal(spec, "calibration", (CALIBRATION_TOKENS, spec.hidden))
+    for layer in range(spec.dense_layers, spec.layers):
+        for expert in range(spec.experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            gate, up, down = (weights.pop(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
+            for name, tensor in _quantize_expert(gate, up, down, tokens).items():
+                weights[f"{prefix}.{name}"] = tensor
+    return weights
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """(token -> id, merges) of a byte-level BPE: special tokens, the 256 bytes, and every prefix of " word".
+
+    Merging a word from its start on, one byte at a time, needs no training and has no ambiguity: each token can be
+    reached in one way only.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())])}
+    merges = []
+    for word in WORDS.split():
+        token = "Ġ"  # byte-level BPE's letter for the space
+        for letter in word:
+            if token + letter not in vocabulary:
+                vocabulary[token + letter] = len(vocabulary)
+                merges.append((token, letter))
+            token += letter
+    return vocabulary, merges
+
+
+def vocab_size() -> int:
+    """Tokens of the tokenizer; every id below it is one."""
+    return len(_vocabulary()[0])
+
+
+def _unprintable_ids() -> list[int]:
+    """Ids that decode to no ASCII text: control and non-ASCII bytes, and the special tokens but end of sentence."""
+    readable = {chr(byte) for byte in range(0x21, 0x7F)} | {"Ġ", "Ċ", SPECIAL_TOKENS[EOS_ID]}
+    return [index for token, index in _vocabulary()[0].items() if token not in readable and len(token) == 1] + [
+        BOS_ID,
+        PAD_ID,
+    ]
+
+
+def _tokenizer_json() -> str:
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocabulary, merges = _vocabulary()
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return str(tokenizer.to_str(pretty=True))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _json_files(spec: ModelSpec) -> Mapping[str, dict[str, Any]]:
+    bos, eos, pad = SPECIAL_TOKENS
+    special = {"bos_token": bos, "eos_token": eos, "pad_token": pad}
+    return {
+        "config.json": config(spec),
+        "generation_config.json": {
+            "bos_token_id": BOS_ID,
+            "eos_token_id": EOS_ID,
+            "pad_token_id": PAD_ID,
+            "do_sample": False,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": spec.max_position,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n"
+            "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+            **special,
+        },
+        "special_tokens_map.json": special,
+    }
+
+
+FILES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+)
+"""Everything that a model directory holds."""
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Raise FileExistsError unless the directory is absent, empty, or a model that ``make_model`` wrote."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file; name a directory for the model")
+    names = {path.name for path in directory.iterdir()}
+    if not names:
+        return
+    try:
+        ours = MARKER in json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        ours = False
+    if not ours or not names <= FILES:
+        foreign = sorted(names - FILES) or ["config.json"]
+        raise FileExistsError(
+            f"{directory} is not empty and not a tiny model of ours ({', '.join(foreign[:3])}); "
+            "name another directory, or empty this one"
+        )
+
+
+def make_model(directory: Path, spec: ModelSpec) -> None:
+    """Write a checkpoint that the stock engine loads with ``--quantization modelopt_fp4``.
+
+    The directory appears complete or not at all. The same spec gives the same bytes.
+
+    Args:
+        directory: created if need be, with its parents; replaced if an earlier call wrote it.
+        spec: the sizes and the seed.
+
+    Raises:
+        FileExistsError: the directory holds anything else. Nothing is changed then.
+    """
+    from safetensors.torch import save_file
+
+    directory = Path(directory).resolve()  # a link keeps pointing at the model
+    _check_replaceable(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because only a rename within one file system is atomic.
+    work = directory.parent / f".{directory.name}.{os.getpid()}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    new, old = work / "new", work / "old"
+    try:
+        new.mkdir(parents=True)
+        for name, content in _json_files(spec).items():
+            (new / name).write_text(json.dumps(content, indent=2) + "\n")
+        (new / "tokenizer.json").write_text(_tokenizer_json())
+        save_file(checkpoint_weights(spec), str(new / "model.safetensors"), metadata={"format": "pt"})
+        if directory.exists():
+            directory.rename(old)
+        try:
+            new.rename(directory)
+        except BaseException:
+            if old.exists():
+                old.rename(directory)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,447 @@
+"""MoRI's expert-parallel dispatch and AITER's fused MoE in plain PyTorch, at the vendors' own signatures.
+
+:class:`Network` moves real rows between simulated ranks. :class:`EpDispatchCombineOp` puts MoRI's Python interface in
+front of it, for ranks that are threads of one process; :func:`fused_moe` is ``aiter.fused_moe.fused_moe``. Both are as
+unhelpful as the hardware: rows beyond the received ones hold valid-looking expert ids and NaN, rows arrive in no
+particular order, outputs for rows that the kernel was not given do not exist, and combine reads every received row.
+
+Signatures: ``mori/ops/dispatch_combine.py`` of ROCm/mori, ``aiter/fused_moe.py`` of ROCm/aiter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+# --- The network -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sent:
+    """What one rank sends.
+
+    :param rows: [n, ...] of any dtype. :param ids: experts of all ranks, [n, top-k]; -1: none (a padding row).
+    :param weights: [n, top-k] or ``None``. :param scales: [n, ...] or ``None``.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
+@dataclass
+class Received:
+    """One rank's receive buffer after a dispatch, and where its rows came from.
+
+    ``rows``, ``scales`` [buffer, ...], ``ids`` int32 and ``weights`` float32 [buffer, top-k], ``count`` int32 [1];
+    ``sources``: (rank, row) of each of the first ``count`` rows, int64 [count, 2].
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+    count: torch.Tensor
+    sources: torch.Tensor
+
+
+class Network:
+    """The ranks of one expert-parallel group.
+
+    :param ranks: how many.
+    :param experts_per_rank: expert ``e`` lives on rank ``e // experts_per_rank``.
+    :param buffer_rows: rows of each receive buffer; by default the worst case, ``ranks * max_rows_per_rank``.
+    :param seed: for the order in which rows arrive.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        experts_per_rank: int,
+        max_rows_per_rank: int,
+        buffer_rows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.ranks = ranks
+        self.experts_per_rank = experts_per_rank
+        self.max_rows_per_rank = max_rows_per_rank
+        self.buffer_rows = buffer_rows or ranks * max_rows_per_rank
+        self.lost_rows = 0
+        """Received rows for which :meth:`combine` found no output."""
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def dispatch(self, sent: Sequence[Sent]) -> list[Received]:
+        """Send every rank's rows to the ranks of their experts, each row to a rank at most once.
+
+        :raises RuntimeError: a rank sends or receives more than its buffer holds, as MoRI does.
+        """
+        if too_many := [len(s.rows) for s in sent if len(s.rows) > self.max_rows_per_rank]:
+            raise RuntimeError(f"a rank sends {too_many[0]} rows, its buffer holds {self.max_rows_per_rank}")
+        origins = [
+            torch.stack([torch.full((len(s.rows),), i), torch.arange(len(s.rows))], 1) for i, s in enumerate(sent)
+        ]
+        everything = {
+            "sources": torch.cat(origins),
+            "rows": _gathered([s.rows for s in sent]),
+            "ids": _gathered([s.ids for s in sent], torch.int32),
+            "weights": _gathered([s.weights for s in sent], torch.float32),
+            "scales": _gathered([s.scales for s in sent]),
+        }
+        home = torch.cat([torch.where(s.ids >= 0, s.ids // self.experts_per_rank, -1) for s in sent])
+        return [self._receive(rank, (home == rank).any(dim=1), everything) for rank in range(self.ranks)]
+
+    def _receive(self, rank: int, arrives: torch.Tensor, everything: dict[str, Any]) -> Received:
+        arrived = arrives.nonzero()[:, 0]
+        if len(arrived) > self.buffer_rows:
+            raise RuntimeError(f"rank {rank} receives {len(arrived)} rows, its buffer holds {self.buffer_rows}")
+        arrived = arrived[torch.randperm(len(arrived), generator=self.generator)]
+
+        def buffer(name: str) -> Any:
+            if everything[name] is None:
+                return None
+            data, dtype = everything[name]
+            # All bits set: NaN in every float type that has one.
+            filled = torch.full((self.buffer_rows, data.shape[1]), 0xFF, dtype=torch.uint8)
+            filled[: len(arrived)] = data[arrived]
+            return filled.view(dtype)
+
+        ids, weights = buffer("ids"), buffer("weights")
+        ids[len(arrived) :] = rank * self.experts_per_rank
+        return Received(
+            rows=buffer("rows"),
+            ids=ids,
+            weights=torch.full(ids.shape, float("nan")) if weights is None else weights,
+            scales=buffer("scales"),
+            count=torch.tensor([len(arrived)], dtype=torch.int32),
+            sources=everything["sources"][arrived],
+        )
+
+    def combine(self, outputs: Sequence[torch.Tensor], received: Sequence[Received]) -> list[torch.Tensor]:
+        """Send every received row's output back and add up what belongs to one row.
+
+        :param outputs: each rank's, [at least the received rows, hidden]. Rows that are missing are counted in
+            :attr:`lost_rows` and contribute nothing; on the hardware, what lies behind the tensor would be read.
+        :returns: [``max_rows_per_rank``, hidden] for each rank, NaN where nothing came back.
+        """
+        places = self.ranks * self.max_rows_per_rank
+        combined = torch.zeros(places, outputs[0].shape[1], dtype=outputs[0].dtype)
+        returned = torch.zeros(places, dtype=torch.bool)
+        for output, buffer in zip(outputs, received, strict=True):
+            place = buffer.sources[:, 0] * self.max_rows_per_rank + buffer.sources[:, 1]
+            returned[place] = True
+            there = min(len(place), len(output))
+            self.lost_rows += len(place) - there
+            combined.index_add_(0, place[:there], output[:there])
+        combined[~returned] = float("nan")
+        return list(combined.view(self.ranks, self.max_rows_per_rank, -1))
+
+
+def _gathered(tensors: list[Any], dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.dtype] | None:
+    """The ranks' tensors below one another as bytes, and their type: some types cannot be indexed."""
+    if any(tensor is None for tensor in tensors):
+        return None
+    typed = [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
+    parts = [t.contiguous().view(torch.uint8).reshape(t.shape[0], t.shape[1] * t.element_size()) for t in typed]
+    return torch.cat(parts), typed[0].dtype
+
+
+# --- MoRI's interface ------------------------------------------------------------------------------------------------
+
+
+class EpDispatchCombineKernelType(Enum):
+    IntraNode = 0
+    InterNode = 1
+    InterNodeV1 = 2
+    InterNodeV1LL = 3
+    AsyncLL = 4
+
+
+@dataclass
+class EpDispatchCombineConfig:
+    """``mori.ops.EpDispatchCombineConfig``; the fields that the reference ignores are there to be passed."""
+
+    data_type: torch.dtype
+    rank: int
+    world_size: int
+    hidden_dim: int
+    scale_dim: int
+    scale_type_size: int
+    max_token_type_size: int
+    max_num_inp_token_per_rank: int
+    num_experts_per_rank: int
+    num_experts_per_token: int
+    warp_num_per_block: int = 8
+    block_num: int = 80
+    max_total_recv_tokens: int = 0
+    use_external_inp_buf: bool = True
+    kernel_type: EpDispatchCombineKernelType = EpDispatchCombineKernelType.IntraNode
+    gpu_per_node: int = 8
+    rdma_block_num: int = 0
+    num_qp_per_pe: int = 1
+    quant_type: str = "none"
+
+
+class EpDispatchCombineOp:
+    """``mori.ops.EpDispatchCombineOp`` of one rank. Every rank is a thread; they meet in :class:`_Meeting`."""
+
+    def __init__(self, config: EpDispatchCombineConfig) -> None:
+        self.config = config
+        self._meeting = _Meeting.of(config)
+        self._received: Received | None = None
+        self._pending: torch.Tensor | None = None
+
+    def dispatch(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """:returns: rows, weights, scales, ids and the received count, the first four of buffer size."""
+        mine = self._received = self._meeting.dispatch(self.config.rank, Sent(input, indices, weights, scales))
+        return mine.rows, mine.weights, mine.scales, mine.ids, mine.count
+
+    dispatch_send = dispatch
+
+    def dispatch_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
+        pass
+
+    def combine(
+        self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor, *args: int, **kwargs: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """:returns: [``max_num_inp_token_per_rank``, hidden], and ``None`` for the weights."""
+        assert self._received is not None
+        return self._meeting.combine(self.config.rank, input, self._received), None
+
+    combine_send = combine
+
+    def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
+        pass
+
+
+class _Meeting:
+    """Where the threads that play the ranks exchange what they have."""
+
+    _all: dict[tuple[int, int, int], _Meeting] = {}  # noqa: RUF012
+    _lock = threading.Lock()
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._barrier = threading.Barrier(network.ranks, timeout=60)
+        self._given: list[Any] = [None] * network.ranks
+        self._result: list[Any] = []
+
+    @classmethod
+    def of(cls, config: EpDispatchCombineConfig) -> _Meeting:
+        key = (config.world_size, config.num_experts_per_rank, config.max_num_inp_token_per_rank)
+        with cls._lock:
+            if key not in cls._all:
+                cls._all[key] = cls(Network(*key, buffer_rows=config.max_total_recv_tokens or None))
+            return cls._all[key]
+
+    def _meet(self, rank: int, mine: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
+        self._given[rank] = mine
+        if self._barrier.wait() == 0:
+            self._result = together(list(self._given))
+        self._barrier.wait()
+        return self._result[rank]
+
+    def abandon(self) -> None:
+        self._barrier.abort()
+
+    def dispatch(self, rank: int, sent: Sent) -> Received:
+        return self._meet(rank, sent, self.network.dispatch)
+
+    def combine(self, rank: int, output: torch.Tensor, received: Received) -> torch.Tensor:
+        return self._meet(
+            rank, (output, received), lambda all: self.network.combine([o for o, _ in all], [r for _, r in all])
+        )
+
+
+def networks() -> list[Network]:
+    """The networks that operations were made for since :func:`forget_networks`."""
+    return [meeting.network for meeting in _Meeting._all.values()]
+
+
+def forget_networks() -> None:
+    """Operations made from now on meet anew."""
+    _Meeting._all.clear()
+
+
+def leave() -> None:
+    """A rank has failed: the others shall not wait for it.
+
+    They get a :class:`threading.BrokenBarrierError`, and their operations are of no use any more.
+    """
+    for meeting in _Meeting._all.values():
+        meeting.abandon()
+
+
+# --- AITER's interface ------------------------------------------------------------------------------------------------
+
+
+class QuantType(IntEnum):
+    No = 0
+    per_Tensor = 1
+    per_Token = 2
+    per_1x32 = 3
+    per_1x128 = 4
+    per_128x128 = 5
+
+
+class ActivationType(IntEnum):
+    Silu = 0
+    Gelu = 1
+    Swiglu = 2
+
+
+def get_hip_quant(quant_type: QuantType) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """``aiter.get_hip_quant`` for the two ways in which MoRI's rows are quantized before they are sent."""
+    return {QuantType.per_1x128: _quantize_fp8, QuantType.per_1x32: _quantize_fp4}[quant_type]
+
+
+def _quantize_fp8(x: torch.Tensor, quant_dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.float().view(x.shape[0], -1, 128)
+    scale = blocks.abs().amax(dim=-1).clamp_min(1e-12) / torch.finfo(quant_dtype).max
+    return (blocks / scale[..., None]).view(x.shape).to(quant_dtype), scale
+
+
+def _quantize_fp4(x: torch.Tensor, shuffle: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    assert not shuffle
+    blocks = x.float().view(x.shape[0], -1, 32)
+    exponent = (blocks.abs().amax(dim=-1).clamp_min(1e-12) / 6.0).log2().ceil()
+    scaled = (blocks / exponent.exp2()[..., None]).view(x.shape)
+    code = (scaled.abs()[..., None] - torch.tensor(_FP4_VALUES)).abs().argmin(dim=-1) + 8 * (scaled < 0)
+    packed = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
+    return packed.view(torch.float4_e2m1fn_x2), (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def dequantize(rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rows as they were before :func:`get_hip_quant`'s functions, [n, hidden] in ``dtype``."""
+    if rows.dtype == torch.float4_e2m1fn_x2:
+        assert scales is not None
+        packed = rows.view(torch.uint8).long()
+        code = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        values = torch.tensor(_FP4_VALUES, dtype=dtype)[code & 7] * torch.where(code > 7, -1, 1)
+        scale = (scales.view(torch.uint8).to(dtype) - 127).exp2()
+        return values * scale.repeat_interleave(32, dim=1)
+    if scales is not None:
+        return rows.to(dtype) * scales.to(dtype).repeat_interleave(128, dim=1)
+    return rows.to(dtype)
+
+
+def fused_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_mask: torch.Tensor | None = None,
+    activation: ActivationType = ActivationType.Silu,
+    quant_type: QuantType = QuantType.No,
+    doweight_stage1: bool = False,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_size_M: int | None = None,
+    num_local_tokens: torch.Tensor | None = None,
+    moe_sorting_dispatch_policy: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``aiter.fused_moe.fused_moe`` with unquantized weights.
+
+    :param hidden_states: [M, hidden]; FP8 and packed FP4 rows with their block scales in ``a1_scale``.
+    :param w1: gate and up, [local experts, 2 * intermediate, hidden]. :param w2: [local experts, hidden, intermediate].
+    :param topk_ids: experts of all ranks, [M, top-k].
+    :param expert_mask: [experts of all ranks], 1 for the local ones.
+    :param num_local_tokens: only that many rows are computed, int32 [1].
+    :returns: [M, hidden] in ``dtype``; NaN in the rows that are not computed.
+    """
+    assert w1_scale is w2_scale is a2_scale is None
+    assert not doweight_stage1
+    rows, dtype = topk_ids.shape[0], dtype or hidden_states.dtype
+    assert hidden_states.shape[0] == topk_weight.shape[0] == rows
+    assert a1_scale is None or a1_scale.shape[0] == rows
+    output = torch.full((rows, w2.shape[1]), float("nan"), dtype=dtype)
+    valid = rows if num_local_tokens is None else min(rows, int(num_local_tokens))
+    if not valid:
+        return output
+    exact = torch.float64
+    x = dequantize(hidden_states[:valid], None if a1_scale is None else a1_scale[:valid], exact)
+    ids, weights = topk_ids[:valid].long(), topk_weight[:valid].to(exact)
+    mask = torch.ones(w1.shape[0], dtype=torch.int32) if expert_mask is None else expert_mask
+    local = torch.where(mask.bool(), mask.cumsum(0) - 1, -1)[ids.clamp_min(0)].masked_fill(ids < 0, -1)
+    act = torch.nn.functional.silu if activation == ActivationType.Silu else torch.nn.functional.gelu
+    result = torch.zeros(valid, w2.shape[1], dtype=exact)
+    for expert in local.unique().tolist():
+        if expert < 0:
+            continue
+        row, slot = (local == expert).nonzero(as_tuple=True)
+        gate, up = (x[row] @ w1[expert].to(exact).T).chunk(2, dim=-1)
+        result.index_add_(0, row, weights[row, slot, None] * (act(gate) * up @ w2[expert].to(exact).T))
+    output[:valid] = result.to(dtype)
+    return output
+
+
+# --- For the engine --------------------------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, ModuleType]:
+    """Modules ``mori``, ``aiter`` and ``aiter.fused_moe``, for ``sys.modules``."""
+    mori, aiter, aiter_fused_moe = (ModuleType(name) for name in ("mori", "aiter", "aiter.fused_moe"))
+    mori.ops = SimpleNamespace(  # type: ignore[attr-defined]
+        EpDispatchCombineConfig=EpDispatchCombineConfig,
+        EpDispatchCombineKernelType=EpDispatchCombineKernelType,
+        EpDispatchCombineOp=EpDispatchCombineOp,
+    )
+    mori.shmem = SimpleNamespace(shmem_torch_process_group_init=lambda name: None)  # type: ignore[attr-defined]
+    for name, value in {
+        "QuantType": QuantType,
+        "ActivationType": ActivationType,
+        "get_hip_quant": get_hip_quant,
+    }.items():
+        setattr(aiter, name, value)
+    aiter_fused_moe.fused_moe = fused_moe  # type: ignore[attr-defined]
+    aiter.fused_moe = aiter_fused_moe  # type: ignore[attr-defined]
+    return {"mori": mori, "aiter": aiter, "aiter.fused_moe": aiter_fused_moe}
+
+
+def stand_in(set_attribute: Callable[[Any, str, Any], None], set_item: Callable[[Any, Any, Any], None]) -> None:
+    """Give the engine's MoRI modules, imported on a machine without ROCm, what they import on one with it.
+
+    :param set_attribute: ``setattr``, or what undoes it later. :param set_item: the same for ``sys.modules``.
+    """
+    from sglang.srt.layers.moe.ep_moe import layer
+    from sglang.srt.layers.moe.token_dispatcher import moriep
+
+    for name, module in modules().items():
+        set_item(sys.modules, name, module)
+    for module, names in {
+        layer: {
+            "_is_hip": True,
+            "_use_aiter": True,
+            "fused_moe": fused_moe,
+            "QuantType": QuantType,
+            "ActivationType": ActivationType,
+        },
+        moriep: {"_use_aiter": True, "QuantType": QuantType, "get_hip_quant": get_hip_quant},
+    }.items():
+        for name, value in names.items():
+            set_attribute(module, name, value)
+    # The engine makes the expert mask on "the current GPU".
+    set_attribute(torch.cuda, "current_device", lambda: "cpu")

@@ -1,0 +1,148 @@
+"""NVFP4 by definition, in plain PyTorch, on any device.
+
+A tensor in NVFP4 is stored as
+
+* E2M1 codes, two to a byte, the first element in the low nibble. The sixteen codes are the eight magnitudes
+  0, 0.5, 1, 1.5, 2, 3, 4, 6 and, with the high bit set, their negatives;
+* one E4M3 block scale for every 16 consecutive elements of the last dimension;
+* one float32 scale for the whole tensor.
+
+The whole-tensor scale appears in two conventions, each the inverse of the other. Quantization takes FlashInfer's
+``global_scale``, the *multiplier* 448 * 6 / amax that makes the largest block scale the largest E4M3 number.
+Dequantization takes the factor that undoes it, which ModelOpt checkpoints store as ``weight_scale_2`` and
+``input_scale``.
+
+Source: NVIDIA's description of NVFP4 and the recipe of FlashInfer's ``fp4_quantize`` (``quantization_utils.cuh``,
+``cvt_warp_fp16_to_fp4``). The device code uses approximate reciprocals; here they are exact, so values within a unit
+in the last place of a rounding boundary may be rounded the other way.
+"""
+
+from functools import cache
+
+import torch
+
+BLOCK_SIZE = 16
+"""Elements that share one block scale."""
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Value of the codes 0 to 7; code 8 + i is the negative of code i."""
+
+
+@cache
+def _byte_values(device: torch.device) -> torch.Tensor:
+    """float32 [256, 2]: the two values that each byte holds."""
+    values = torch.tensor([*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES)], dtype=torch.float32)
+    byte = torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).to(device)
+
+
+@cache
+def _rounding_boundaries(device: torch.device) -> torch.Tensor:
+    """float32 [7]: magnitude m gets code i exactly when boundary[i - 1] < m <= boundary[i].
+
+    Between code i and i + 1 lies their midpoint, and a tie goes to the even code, whose mantissa bit is zero. That is
+    the lower one for even i, as the rule above has it; for odd i the boundary is the float just below the midpoint.
+    """
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
+    midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
+    below = torch.nextafter(midpoints, torch.zeros_like(midpoints))
+    return torch.where(torch.arange(7) % 2 == 0, midpoints, below).to(device)
+
+
+def _as_float32(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest E2M1 value, ties to the even code, saturating at +-6.
+
+    Args:
+        x: float tensor of any shape. NaN becomes the largest magnitude, as in the PTX conversion.
+
+    Returns:
+        uint8 tensor of the same shape, one code (0 to 15) per element.
+    """
+    x = x.float()
+    magnitude = torch.bucketize(x.abs(), _rounding_boundaries(x.device), out_int32=True)
+    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to NVFP4.
+
+    block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale); both
+    saturate, and a block whose scale is zero is all zeros.
+
+    Args:
+        x: float tensor [..., K], K a multiple of 16; computed in float32.
+        global_scale: the multiplier, usually ``global_scale_for`` of the calibration data; one float32 value.
+
+    Returns:
+        packed: uint8 [..., K // 2], first element in the low nibble.
+        block_scale: float8_e4m3fn [..., K // 16].
+
+    Raises:
+        ValueError: K is not a multiple of 16, or global_scale is more than one value.
+    """
+    k = x.shape[-1]
+    if k % BLOCK_SIZE:
+        raise ValueError(f"NVFP4 needs a last dimension that is a multiple of {BLOCK_SIZE}, got {k}")
+    global_scale = _as_float32(global_scale, x.device)
+    if global_scale.numel() != 1:
+        raise ValueError(f"global_scale must be one value, got shape {tuple(global_scale.shape)}")
+    global_scale = global_scale.reshape(())
+    blocks = x.float().unflatten(-1, (k // BLOCK_SIZE, BLOCK_SIZE))
+    # The order of the operations is the device code's. PyTorch's cast to E4M3 does not saturate, so clamp first.
+    wanted = global_scale * (blocks.abs().amax(-1) * (1 / E2M1_MAX))
+    block_scale = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    decoded = block_scale.float()
+    encode_scale = torch.where(decoded == 0, 0.0, 1 / (decoded * (1 / global_scale)))
+    codes = encode_e2m1(blocks * encode_scale.unsqueeze(-1)).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), block_scale
+
+
+def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
+    """e2m1 value * block_scale, without the whole-tensor scale: exact, as the products have at most six bits.
+
+    Args:
+        packed: uint8 [..., K // 2], first element in the low nibble.
+        block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
+
+    Returns:
+        float32 [..., K].
+    """
+    values = torch.embedding(_byte_values(packed.device), packed.int())  # [..., K // 2, 2]
+    blocks = values.flatten(-2).unflatten(-1, (block_scale.shape[-1], BLOCK_SIZE))
+    return blocks.mul_(block_scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def dequantize(packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """The float32 tensor that NVFP4 data stand for: e2m1 value * block_scale * scale.
+
+    Args:
+        packed: uint8 [..., K // 2], first element in the low nibble.
+        block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
+        scale: the inverse of ``quantize``'s global_scale (ModelOpt's ``weight_scale_2``); one float32 value, or a
+            tensor that broadcasts to [..., K], such as [experts, 1, 1].
+
+    Returns:
+        float32 [..., K].
+    """
+    return decode(packed, block_scale).mul_(_as_float32(scale, packed.device))
+
+
+def global_scale_for(x: torch.Tensor) -> torch.Tensor:
+    """FlashInfer's multiplier for a tensor: 448 * 6 / amax, so that the largest block scale is E4M3's maximum.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        float32 scalar, finite; 1 for a tensor that is empty or all zeros.
+    """
+    amax = x.float().abs().amax() if x.numel() else _as_float32(0.0, x.device)
+    multiplier = (E4M3_MAX * E2M1_MAX / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(amax == 0, 1.0, multiplier)

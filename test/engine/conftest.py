@@ -1,0 +1,64 @@
+"""Engine tests: the real engine, on the CPU, with the reference kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The in-process tests patch and restore by hand; servers they start choose for themselves.
+os.environ["SGLANG_MOE_PATCHES"] = "none"
+IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not IN_PROCESS:
+        skip = pytest.mark.skip(reason="needs the environment of the reference kernels: run `make engine-tests`")
+        for item in items:
+            if "engine" in Path(item.path).parts:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a tiny checkpoint, once for each set of options."""
+    from sglang_moe_patches.reference.model import ModelSpec, make_model
+
+    made: dict[tuple, Path] = {}
+
+    def make(**options: Any) -> Path:
+        key = tuple(sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("models") / "tiny"
+            make_model(made[key], ModelSpec(**options))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Callable[..., Path]) -> Any:
+    from harness import InProcess
+
+    return InProcess(checkpoint())
+
+
+@contextmanager
+def installed(*changes: Any) -> Iterator[None]:
+    """Within the block, the engine is patched with ``changes`` (those that apply to it)."""
+    from sglang_moe_patches.patch import Patcher, probe
+
+    patchers = []
+    try:
+        for change in changes:
+            if probe(change).installs:
+                patchers.append(Patcher())
+                change.install(patchers[-1])
+        yield
+    finally:
+        for patcher in reversed(patchers):
+            patcher.undo()

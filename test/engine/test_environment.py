@@ -1,0 +1,31 @@
+"""The environment of the reference kernels: what makes comparisons in it mean something."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+
+def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(engine, checkpoint):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 700) for _ in range(rng.choice([1, 2, 7, 40, 130, 300]))] for _ in range(24)]
+    model = engine.load(checkpoint(dense_layers=0))
+    tokens, logits = engine.generate(model, prompts, 4)
+    for index, prompt in enumerate(prompts):
+        alone_tokens, alone_logits = engine.generate(model, [prompt], 4)
+        assert alone_tokens == [tokens[index]]
+        assert torch.equal(alone_logits[:, 0], logits[:, index])
+
+
+def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(64)
+    hidden, residual = torch.randn(3, 64), torch.randn(3, 64)
+    total = hidden + residual
+    normed, summed = norm(hidden, residual)
+    assert normed is hidden
+    assert summed is residual
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(hidden, total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6))

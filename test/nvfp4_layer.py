@@ -1,0 +1,58 @@
+"""One NVFP4 MoE layer for the engine's own ``create_weights`` and ``process_weights_after_loading``; no model."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+
+class Layer(torch.nn.Module):
+    """What the engine's NVFP4 method needs of a FusedMoE layer."""
+
+    def __init__(self, experts, is_gated):
+        super().__init__()
+        self.num_local_experts = self.num_experts = experts
+        self.moe_ep_size, self.moe_ep_rank = 1, 0
+        self.moe_runner_config = types.SimpleNamespace(is_gated=is_gated)
+        self.dispatcher = types.SimpleNamespace(set_quant_config=lambda config: None)
+
+
+def nvfp4_method(modelopt, trtllm):
+    method = object.__new__(modelopt.ModelOptNvFp4FusedMoEMethod)  # its __init__ wants a Blackwell GPU
+    method.quant_config = types.SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
+    method.enable_flashinfer_trtllm_moe = trtllm
+    return method
+
+
+def create(modelopt, monkeypatch, experts=3, hidden=256, intermediate=128, is_gated=True, trtllm=True):
+    if not torch.cuda.is_available():  # the engine's swizzle moves to the GPU
+        monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
+    layer = Layer(experts, is_gated)
+    method = nvfp4_method(modelopt, trtllm)
+    method.create_weights(layer, experts, hidden, intermediate, torch.bfloat16, weight_loader=lambda *a, **k: None)
+    return layer, method
+
+
+def load(layer, seed):
+    """Write raw weights into the layer's parameters, as a weight loader does."""
+    generator = torch.Generator(device=layer.w13_weight.device).manual_seed(seed)
+    for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
+        data = getattr(layer, name).data.view(torch.uint8)
+        data.copy_(torch.randint(0, 120, data.shape, dtype=torch.uint8, generator=generator, device=data.device))
+    for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w13_input_scale", "w2_input_scale"):
+        getattr(layer, name).data.fill_(0.5)
+
+
+def choose_trtllm(monkeypatch, modelopt):
+    """Make the engine believe that it runs the TRT-LLM backend."""
+    backend = types.SimpleNamespace(
+        is_flashinfer_trtllm=lambda: True,
+        is_flashinfer_cutlass=lambda: False,
+        is_flashinfer_cutedsl=lambda: False,
+    )
+    monkeypatch.setattr(modelopt, "get_moe_runner_backend", lambda: backend)
+    from sglang.srt.layers import moe
+
+    monkeypatch.setattr(moe, "get_moe_runner_backend", lambda: backend)
+    monkeypatch.setattr(modelopt, "should_use_flashinfer_cutlass_moe_fp4_allgather", lambda: False, raising=False)
