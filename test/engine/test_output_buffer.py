@@ -1,0 +1,351 @@
+"""output-buffer on the engine's own model: same answers, one buffer, and every guard seen to matter."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+from sglang_moe_patches.regression import observe
+
+PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
+STEPS = 6
+BACKENDS = ["flashinfer_trtllm_routed", "flashinfer_trtllm"]
+CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
+
+
+class Kernels:
+    """Watches FlashInfer's MoE kernels: poisons their outputs, counts allocations, runs a check at each call."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        import flashinfer.fused_moe
+
+        self.observer = observe.Observer(str(tmp_path), [])
+        self.at_entry = lambda: None
+        self.calls = []
+        self.marked = []
+        for name in observe.KERNELS:
+            monkeypatch.setattr(flashinfer.fused_moe, name, self._watch(getattr(flashinfer.fused_moe, name)))
+
+    def _watch(self, kernel):
+        @functools.wraps(kernel)
+        def run(*args, **kwargs):
+            self.observer.kernel_starts(kwargs["output"])
+            self.calls.append(kwargs["output"].untyped_storage().data_ptr())
+            self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
+            self.at_entry()
+            kwargs["output"].fill_(float("nan"))  # whoever still reads what was there before will show it
+            return kernel(*args, **kwargs)
+
+        return run
+
+    def buffers_of(self, forward):
+        """(MoE kernel calls, distinct output allocations) of one forward."""
+        self.observer.forward_starts(0, cuda=False)
+        forward()
+        return self.observer.kernels, self.observer.buffers
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    return Kernels(monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, engine, monkeypatch):
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    monkeypatch.setattr(engine.server_args, "moe_runner_backend", request.param)
+    initialize_moe_config(engine.server_args)
+    yield request.param
+    monkeypatch.undo()
+    initialize_moe_config(engine.server_args)
+
+
+@pytest.fixture
+def run(engine):
+    """Builds a model, stock or patched, and gives its greedy tokens and logits."""
+
+    def run(path, *changes, prompts=PROMPTS, steps=STEPS):
+        with installed(*changes):
+            return engine.generate(engine.load(path), prompts, steps)
+
+    return run
+
+
+def same(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("dense_layers", [1, 0])
+def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
+    backend, dense_layers, engine, checkpoint, kernels, run
+):
+    path = checkpoint(dense_layers=dense_layers)
+    stock = run(path)
+    assert stock[1].isfinite().all()
+    moe_layers = 4 - dense_layers
+    model = engine.load(path)
+    assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
+
+    assert same(run(path, *CHANGES), stock)
+    with installed(*CHANGES):
+        patched = engine.load(path)
+        assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
+
+
+def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
+    """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
+    path = checkpoint(dense_layers=0)
+    stock = run(path)
+    monkeypatch.setattr(output_buffer, "may_offer", lambda hidden_states, residual: True)
+    first = output_buffer._make_model_init
+
+    def offer_the_first_layer_too(original):
+        initialise = first(original)
+
+        def __init__(self, *args, **kwargs):
+            initialise(self, *args, **kwargs)
+            setattr(self.layers[0], output_buffer._OFFERS, True)
+
+        return __init__
+
+    monkeypatch.setattr(output_buffer, "_make_model_init", offer_the_first_layer_too)
+    assert not same(run(path, *CHANGES), stock)
+
+
+def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
+    """A NextN layer, and any layer whose input becomes the residual."""
+    from sglang.srt.models.deepseek_nextn import DeepseekModelNextN
+
+    with installed(*CHANGES):
+        model = engine.load(checkpoint(dense_layers=0))
+        offered = []
+        kernels.at_entry = lambda: offered.append(output_buffer._buffer.get())
+        for layer in model.model.layers:
+            setattr(layer, output_buffer._OFFERS, True)
+        engine.generate(model, PROMPTS[:1], 0)
+        # Taken offers are withdrawn, so nothing is left at kernel entry; the first layer made none.
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
+        assert offered[0] is None
+        nextn = DeepseekModelNextN(model.config, None)
+        assert not getattr(nextn.decoder, output_buffer._OFFERS, False)
+
+
+def forward_batch_of(engine, monkeypatch, model, prompts):
+    """The arguments with which the engine calls the model for a prefill of ``prompts``."""
+    seen = {}
+    original = type(model).forward
+
+    def spy(self, input_ids, positions, forward_batch, *args, **kwargs):
+        seen["arguments"] = (input_ids, positions, forward_batch)
+        return original(self, input_ids, positions, forward_batch, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", spy)
+        engine.generate(model, prompts, 0)
+    return seen["arguments"]
+
+
+@pytest.mark.parametrize("dense_layers", [1, 0])
+def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpoint, monkeypatch, dense_layers):
+    path = checkpoint(dense_layers=dense_layers)
+
+    def embeds_after():
+        model = engine.load(path)
+        input_ids, positions, batch = forward_batch_of(engine, monkeypatch, model, PROMPTS[:1])
+        embeds = model.model.embed_tokens(input_ids).clone()
+        with torch.no_grad(), in_forward(engine, batch):
+            hidden = model.model(input_ids, positions, batch, input_embeds=embeds)
+        return embeds, hidden
+
+    stock = embeds_after()
+    with installed(*CHANGES):
+        patched = embeds_after()
+    assert torch.equal(patched[0], stock[0])
+    assert torch.equal(patched[1], stock[1])
+
+
+def in_forward(engine, batch):
+    """What the model runner sets up around a model's forward."""
+    engine.runner.attn_backend.init_forward_metadata(batch)
+    return torch.inference_mode()
+
+
+def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoint, monkeypatch):
+    path = checkpoint()
+
+    def captured():
+        model = engine.load(path)
+        arguments = forward_batch_of(engine, monkeypatch, model, PROMPTS[:1])
+        model.set_eagle3_layers_to_capture([0, 1, 2])
+        with torch.no_grad(), in_forward(engine, arguments[2]):
+            hidden, aux = model.model(*arguments)
+        return [hidden, *aux]
+
+    stock = captured()
+    with installed(*CHANGES):
+        patched = captured()
+    assert len(stock) == 4
+    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+
+
+def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):
+    """A layer that the engine does not mark must not inherit the mark of the layer whose storage it writes into."""
+
+    def marks():
+        """The mark on what each layer returns, and on what each kernel is given to write into."""
+        model = engine.load(checkpoint())
+        returned = []
+        for index, layer in enumerate(model.model.layers):
+            fuse = index == 1
+            layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer = lambda batch, fuse=fuse: fuse
+            layer.register_forward_hook(
+                lambda module, args, output: returned.append(hasattr(output[0], "_sglang_needs_allreduce_fusion"))
+            )
+        kernels.marked.clear()
+        engine.generate(model, PROMPTS[:1], 0)
+        return returned, list(kernels.marked)
+
+    stock = marks()
+    assert stock == ([False, True, False, False], [False, False, False])
+    with installed(*CHANGES):
+        assert marks() == stock
+        # The guard removed: the very tensor object is handed out again, and the layer above the marked one gets it.
+        monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: tensor)
+        assert marks()[1] == [False, True, False]
+
+
+def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint, kernels):
+    from sglang.srt.layers.communicator import get_attn_tp_context
+
+    def inputs_alive():
+        alive = []
+        kernels.at_entry = lambda: alive.append(get_attn_tp_context().attn_inputs_ is not None)
+        engine.generate(engine.load(checkpoint()), PROMPTS[:1], 0)
+        return alive
+
+    assert inputs_alive() == [True] * 3
+    with installed(*CHANGES):
+        assert inputs_alive() == [False] * 3
+
+
+def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernels):
+    prompt = [list(range(100, 400)) * 3]
+    hidden_tensor = len(prompt[0]) * 256 * 2
+
+    def live():
+        model = engine.load(checkpoint())
+        found = []
+        before = observe._live_bytes()
+        kernels.at_entry = lambda: found.append(observe._live_bytes() - before)
+        engine.generate(model, prompt, 0)
+        return max(found)
+
+    stock = live()
+    with installed(*CHANGES):
+        patched = live()
+    # The previous output and the attention input go; on 0.5.11 the shared experts' output as well.
+    assert stock - patched >= 1.9 * hidden_tensor
+
+
+class Pool:
+    """Stands in for NCCL's symmetric memory, which needs several GPUs: what is allocated in its context is in it."""
+
+    def __init__(self, monkeypatch, engine):
+        from sglang.srt.distributed.device_communicators import pynccl_allocator
+        from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm
+
+        self.module = pynccl_allocator
+        self.kept = []
+        self.lookups = 0
+        monkeypatch.setattr(flashinfer_trtllm, "use_symmetric_memory", lambda *args, **kwargs: self)
+        monkeypatch.setattr(pynccl_allocator, "is_tensor_in_symmetric_mempool", self.holds)
+        monkeypatch.setattr(torch, "empty", self._remember(torch.empty))
+
+    def __enter__(self):
+        self.module._active_symmetric_memory_context = self
+
+    def __exit__(self, *exception):
+        self.module._active_symmetric_memory_context = None
+
+    def _remember(self, empty):
+        def remembering(*args, **kwargs):
+            tensor = empty(*args, **kwargs)
+            if self.module._active_symmetric_memory_context is self:
+                self.kept.append(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        return remembering
+
+    def holds(self, tensor):
+        self.lookups += 1
+        return tensor.untyped_storage().data_ptr() in self.kept
+
+
+def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, monkeypatch):
+    stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
+    pool = Pool(monkeypatch, engine)
+    with installed(*CHANGES):
+        model = engine.load(checkpoint())
+        assert same(engine.generate(model, PROMPTS, STEPS), stock)
+        kernels.calls.clear()
+        counts = kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0))
+        # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
+        assert counts == (3, 1)
+        assert all(address in pool.kept for address in kernels.calls)
+
+
+def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
+    with installed(*CHANGES):
+        model = engine.load(checkpoint())
+    assert [layer.mlp.experts.moe_runner_config.inplace for layer in model.model.layers[1:]] == [False] * 3
+
+    class Experts:
+        def __init__(self):
+            self.use_flashinfer_trtllm_moe = False
+            self.moe_runner_config = SimpleNamespace(inplace=True)
+
+    Experts.__init__ = output_buffer._make_experts_init(Experts.__init__)
+    assert Experts().moe_runner_config.inplace
+
+
+def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
+    """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
+    stock = run(checkpoint())
+    wrong = output_buffer._make_layer_forward
+
+    def offer_fewer_tokens(original, is_compiling):
+        def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
+            with output_buffer.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
+                return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
+
+        return forward
+
+    monkeypatch.setattr(output_buffer, "_make_layer_forward", offer_fewer_tokens)
+    assert wrong is not offer_fewer_tokens
+    assert same(run(checkpoint(), *CHANGES), stock)
+    monkeypatch.setattr(output_buffer, "fits", lambda *args, **kwargs: True)
+    with pytest.raises((RuntimeError, ValueError)):
+        run(checkpoint(), *CHANGES)
+
+
+def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
+    """The shared experts read the MoE input after the routed experts have written their output."""
+    stock = run(checkpoint())
+    monkeypatch.setattr(output_buffer, "_make_layer_forward", lambda original, is_compiling: original)
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    original = DeepseekV2MoE.forward
+
+    def offer_the_moe_input(self, hidden_states, *args, **kwargs):
+        with output_buffer.moe_output_buffer_ctx(hidden_states):
+            return original(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
+    assert same(run(checkpoint(), *CHANGES), stock)
+    monkeypatch.setattr(output_buffer, "shares_storage", lambda a, b: False)
+    assert not same(run(checkpoint(), *CHANGES), stock)

@@ -1,0 +1,297 @@
+"""The NVFP4 shuffle kernels on a real GPU: bit-identical, in place, and within their memory limits."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import types
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
+
+from nvfp4_layer import choose_trtllm, create, load  # noqa: E402
+from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
+from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.patch import Patcher  # noqa: E402
+
+MIB = 1 << 20
+KIMI_TP4 = (384, 7168, 512)
+NAMES = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
+
+# experts, hidden, intermediate, is_gated
+GRID = [
+    (1, 128, 64, True),
+    (3, 128, 128, False),
+    (2, 256, 192, True),  # 384 rows: no power of two
+    (5, 384, 320, True),  # 640 rows, row widths that no strip divides
+    (7, 640, 384, False),
+    (1, 2048, 768, True),
+    (512, 128, 64, True),
+    (16, 4096, 1536, True),  # 3072 rows: one program per multiprocessor
+    (8, 4096, 192, True),
+    (16, 7168, 256, True),
+    (16, 7168, 512, True),
+    (4, 7168, 2048, True),  # 4096 rows, strips of 32 bytes
+    (2, 7168, 2048, False),
+    (2, 512, 4096, True),  # 8192 rows, strips of 16 bytes
+    (1, 256, 4608, True),  # 9216 rows: refused by the row kernel
+    (1, 16384, 128, True),  # scale rows of 1 KiB
+    (1, 32768, 128, True),  # scale rows of 2 KiB: refused by the interleave kernel
+]
+
+
+def random_layer(experts, hidden, intermediate, is_gated=True, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = (2 if is_gated else 1) * intermediate
+
+    def randint(*shape):
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
+
+    return (
+        randint(experts, rows, hidden // 2),
+        randint(experts, hidden, intermediate // 2),
+        randint(experts, rows, hidden // 16).view(torch.float8_e4m3fn),
+        randint(experts, hidden, intermediate // 16).view(torch.float8_e4m3fn),
+    )
+
+
+def differences(got, expected):
+    return [
+        name
+        for name, a, b in zip(NAMES, got, expected, strict=True)
+        if a.shape != b.shape
+        or a.dtype != b.dtype
+        or not torch.equal(a.view(torch.uint8).cpu(), b.view(torch.uint8).cpu())
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_gives_up(caplog):
+    """A kernel that fails to compile or launch falls back with a warning: here that is a failure."""
+    shuffle._warn_no_kernel.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=shuffle.logger.name):
+        yield
+    # get_records: by the time of this teardown, caplog.records holds the teardown's own.
+    assert [r.message for r in caplog.get_records("call") if r.name == shuffle.logger.name] == []
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils = pytest.importorskip("sglang.srt.layers.quantization.utils", exc_type=ImportError)
+        from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
+    prepare = inspect.unwrap(utils.prepare_static_weights_for_trtllm_fp4_moe)
+    return types.SimpleNamespace(utils=utils, runner=runner, prepare=prepare)
+
+
+@pytest.mark.parametrize(("experts", "hidden", "intermediate", "is_gated"), GRID)
+def test_kernels_agree_with_the_plain_path(experts, hidden, intermediate, is_gated):
+    sizes = (hidden, intermediate, experts, is_gated)
+    layer = random_layer(*sizes[2:3], *sizes[:2], is_gated)
+    on_cpu = tuple(t.cpu() for t in layer)
+    plain = tuple(t.clone() for t in layer)
+    expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*on_cpu, *sizes)
+    assert (
+        differences(shuffle.prepare_static_weights_for_trtllm_fp4_moe(*plain, *sizes, use_triton=False), expected) == []
+    )
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *sizes)
+    assert differences(got, expected) == []
+    for result, given in zip(got, (layer[0], layer[2], layer[1], layer[3]), strict=True):
+        assert result.data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize(("experts", "hidden", "intermediate", "is_gated"), GRID)
+def test_kernels_agree_with_the_engine(engine, experts, hidden, intermediate, is_gated):
+    layer = random_layer(experts, hidden, intermediate, is_gated, seed=1)
+    copies = tuple(t.clone() for t in layer)
+    expected = engine.prepare(*copies, hidden, intermediate, experts, is_gated=is_gated)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, is_gated)
+    assert differences(got, expected) == []
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(7168, 512), (7168, 2048), (4096, 192)])
+def test_no_thread_overtakes_another(hidden, intermediate):
+    """In place, a missing barrier is a race: many programs, many times, against an out-of-place gather."""
+    w13, w2, s13, s2 = random_layer(64, hidden, intermediate)
+    plan = shuffle.shuffle_plan(hidden, intermediate, True).permutations
+    for _ in range(20):
+        before = w13.clone(), w2.clone(), s13.view(torch.uint8).clone()
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(w13, w2, s13, s2, hidden, intermediate, 64)
+        assert torch.equal(w13, before[0][:, plan[0].rows.cuda()])
+        assert torch.equal(w2, before[1][:, plan[2].rows.cuda()])
+        gathered = before[2][:, plan[1].rows.cuda()]
+        blocks = gathered.view(-1, gathered.shape[1] // 128, 4, 32, hidden // 64, 4).transpose(2, 4)
+        assert torch.equal(s13.view(torch.uint8), blocks.reshape(gathered.shape))
+
+
+def test_a_tensor_of_more_than_four_gib():
+    experts, rows, row_bytes = 384, 4096, 3584
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of free device memory")
+    matrices = torch.zeros(experts, rows, row_bytes, dtype=torch.uint8, device="cuda")
+    for expert in (0, experts // 2, experts - 1):
+        matrices[expert] = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, device="cuda")
+    permutation = shuffle.shuffle_plan(7168, 2048, True).permutations[0]
+    expected = {e: matrices[e][permutation.rows.cuda()] for e in (0, experts // 2, experts - 1)}
+    config = shuffle.row_kernel_config(rows, row_bytes, False)
+    shuffle.permute_rows_triton(matrices, permutation.rows.to("cuda", torch.int32), config)
+    for expert, rows_expected in expected.items():
+        assert torch.equal(matrices[expert], rows_expected)
+    assert not matrices[1].any()
+
+
+def test_unaligned_storage_takes_the_plain_path():
+    experts, hidden, intermediate = 2, 256, 128
+    layer = random_layer(experts, hidden, intermediate)
+    expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(
+        *(t.cpu() for t in layer), hidden, intermediate, experts
+    )
+    shifted = []
+    for tensor in layer:
+        room = torch.empty(tensor.numel() + 3, dtype=torch.uint8, device="cuda")
+        shifted.append(room[3:].view(tensor.shape).copy_(tensor.view(torch.uint8)))
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*shifted, hidden, intermediate, experts)
+    assert differences(got, expected) == []
+
+
+class _Used:
+    """Device memory and allocations of a block, beyond what was there before."""
+
+    def __enter__(self):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._bytes = torch.cuda.memory_allocated()
+        self._count = torch.cuda.memory_stats()["allocation.all.allocated"]
+        return self
+
+    def __exit__(self, *exc):
+        torch.cuda.synchronize()
+        self.peak = torch.cuda.max_memory_allocated() - self._bytes
+        self.allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - self._count
+
+
+def test_limits_of_one_kimi_layer():
+    experts, hidden, intermediate = KIMI_TP4
+    layer = random_layer(experts, hidden, intermediate)
+    started = time.monotonic()
+    shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
+    torch.cuda.synchronize()
+    assert time.monotonic() - started < 5  # compilation, unless an earlier test has done it
+    with _Used() as used:
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
+    assert used.peak <= 32 * MIB
+    assert used.allocations <= 16
+    with _Used() as used:
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, use_triton=False)
+    assert used.peak <= 32 * MIB
+
+
+def moe_layer(experts, hidden, intermediate, seed=0):
+    """What the engine's align function reads and writes of a FusedMoE layer."""
+    layer = torch.nn.Module()
+    names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+    for name, tensor in zip(names, random_layer(experts, hidden, intermediate, seed=seed), strict=True):
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    layer.moe_runner_config = types.SimpleNamespace(is_gated=True)
+    layer.w2_input_scale_quant = torch.nn.Parameter(torch.ones((), device="cuda"), requires_grad=False)
+    layer.g1_alphas = torch.nn.Parameter(torch.arange(1.0, experts + 1, device="cuda"), requires_grad=False)
+    return layer
+
+
+def test_loading_a_layer_through_the_engine(engine):
+    """The engine's own step from raw to shuffled parameters: same parameters, no second copy of the layer."""
+    assert nvfp4_weights.unsupported_reason() is None
+    experts, hidden, intermediate = 64, *KIMI_TP4[1:]
+    align = engine.runner.align_fp4_moe_weights_for_flashinfer_trtllm
+    stock = moe_layer(experts, hidden, intermediate)
+    align(stock)
+    with _Used() as stock_used:
+        align(stock)  # warm, on what it has shuffled already
+    ours = moe_layer(experts, hidden, intermediate)
+    patcher = Patcher()
+    nvfp4_weights.CHANGE.install(patcher)
+    try:
+        align(ours)
+        with _Used() as ours_used:
+            align(ours)
+    finally:
+        patcher.undo()
+    for (name, theirs), (_, mine) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        assert theirs.dtype == mine.dtype
+        assert torch.equal(theirs.flatten().view(torch.uint8), mine.flatten().view(torch.uint8)), name
+    layer_bytes = sum(p.nbytes for p in ours.parameters())
+    assert stock_used.peak > layer_bytes
+    assert ours_used.peak <= 64 * MIB
+
+
+def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
+    """The engine's own method on a Kimi-K2.5 layer at TP=4: no second copy, and placeholders of a few bytes."""
+    from sglang.srt.layers.quantization import modelopt_quant as modelopt
+
+    choose_trtllm(monkeypatch, modelopt)
+    experts, hidden, intermediate = KIMI_TP4
+    used, states = {}, {}
+    for name in ("stock", "ours"):
+        patcher = Patcher()
+        if name == "ours":
+            nvfp4_weights.CHANGE.install(patcher)
+        try:
+            with torch.device("cuda"):
+                layer, method = create(modelopt, monkeypatch, experts, hidden, intermediate)
+                load(layer, 0)
+                method.process_weights_after_loading(layer)  # warm: compiled kernels, and FlashInfer's own module
+                load(layer, 1)
+                with _Used() as measured:
+                    method.process_weights_after_loading(layer)
+        finally:
+            patcher.undo()
+        used[name] = measured.peak
+        states[name] = {
+            parameter: tensor.detach().flatten().view(torch.uint8).cpu()
+            for parameter, tensor in layer.named_parameters()
+            if not parameter.endswith("_blockscale_swizzled")
+        }
+        del layer, method
+        torch.cuda.empty_cache()
+    print(f"process_weights_after_loading, peak beyond the layer: {used}")
+    assert states["stock"].keys() == states["ours"].keys()
+    assert [name for name in states["stock"] if not torch.equal(states["stock"][name], states["ours"][name])] == []
+    assert used["stock"] > 2_000 * MIB
+    assert used["ours"] <= 64 * MIB
+
+
+def test_copying_the_result_back_moves_nothing():
+    parameter = torch.nn.Parameter(torch.zeros(1 << 30, dtype=torch.uint8, device="cuda"), requires_grad=False)
+    itself = shuffle._expert_matrices("parameter", parameter, 1, 1 << 10, 1 << 20)
+    other = itself.clone()
+    target = parameter.data.view(itself.shape)
+
+    def milliseconds(source):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(10):
+            target.copy_(source.contiguous())
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    milliseconds(other)
+    assert milliseconds(itself) < milliseconds(other) / 10
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_layer_on_another_device_than_the_current():
+    layer = tuple(t.to("cuda:1") for t in random_layer(4, 256, 128))
+    expected = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*(t.cpu() for t in layer), 256, 128, 4)
+    with torch.cuda.device(0):
+        got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 4)
+    assert differences(got, expected) == []

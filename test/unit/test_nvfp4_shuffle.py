@@ -1,0 +1,550 @@
+"""NVFP4 weight shuffle: bit-identical to the engine's own function, in place, and harmless when it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
+
+from nvfp4_layer import Layer, choose_trtllm, create, load, nvfp4_method  # noqa: E402
+from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
+from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.patch import Patcher  # noqa: E402
+
+NAMES = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
+INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
+
+
+def interleave(scales):
+    """What the vendor's nvfp4_block_scale_interleave does to one [M, K] uint8 matrix, as a formula."""
+    rows, columns = scales.shape
+    return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The engine's modules, with the one vendor kernel that the shuffle calls replaced by its formula."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils = pytest.importorskip(
+            "sglang.srt.layers.quantization.utils", reason="needs the engine", exc_type=ImportError
+        )
+        import flashinfer
+        from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
+        from sglang.srt.layers.quantization import modelopt_quant as modelopt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer, "nvfp4_block_scale_interleave", interleave)
+        yield types.SimpleNamespace(
+            utils=utils,
+            runner=runner,
+            modelopt=modelopt,
+            prepare=inspect.unwrap(utils.prepare_static_weights_for_trtllm_fp4_moe),
+        )
+
+
+@pytest.fixture
+def applied(engine):
+    """The change applied to the engine in this process, and taken back afterwards."""
+    patcher = Patcher()
+    nvfp4_weights.CHANGE.install(patcher)
+    yield engine
+    patcher.undo()
+
+
+def random_layer(experts, hidden, intermediate, is_gated=True, seed=0, scale_dtype=torch.float8_e4m3fn):
+    generator = torch.Generator().manual_seed(seed)
+    rows = (2 if is_gated else 1) * intermediate
+
+    def randint(*shape):
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    return (
+        randint(experts, rows, hidden // 2),
+        randint(experts, hidden, intermediate // 2),
+        randint(experts, rows, hidden // 16).view(scale_dtype),
+        randint(experts, hidden, intermediate // 16).view(scale_dtype),
+    )
+
+
+def clone(tensors):
+    return tuple(t.clone() for t in tensors)
+
+
+def differences(got, expected):
+    """The results that are not the same tensor in shape, dtype and every byte."""
+    return [
+        name
+        for name, a, b in zip(NAMES, got, expected, strict=True)
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    ]
+
+
+def random_shapes(count, seed):
+    """(experts, hidden, intermediate, is_gated): 1 to 512 experts, half of them not a multiple of the alignment."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        is_gated = rng.random() < 0.6
+        experts = rng.choice([1, 2, 3, 5, 8, 16]) if rng.random() < 0.95 else rng.choice([64, 160, 257, 384, 512])
+        hidden = 128 * rng.randint(1, 4 if experts <= 16 else 1)
+        unit = 64 if is_gated else 128
+        intermediate = unit * rng.randint(1, 5 if experts <= 16 else 1)
+        if rng.random() < 0.5:  # the engine pads these: to 16 when gated, to 128 when not
+            intermediate -= rng.choice([2, 8, 14]) if is_gated else rng.randrange(16, 128, 16)
+        yield experts, hidden, intermediate, is_gated
+
+
+@pytest.mark.parametrize("chunk", range(13))
+def test_bit_identical_to_the_engine_on_random_shapes(engine, chunk):
+    padded = 0
+    for number, (experts, hidden, intermediate, is_gated) in enumerate(random_shapes(40, seed=chunk)):
+        w13, w2, s13, s2 = random_layer(experts, hidden, intermediate, is_gated, seed=number)
+        w13, s13, w2, s2, aligned = engine.runner._align_fp4_moe_weights(
+            w13, s13, w2, s2, is_gated, 16 if is_gated else 128
+        )
+        padded += aligned != intermediate
+        layer = (w13, w2, s13, s2)
+        expected = engine.prepare(*clone(layer), hidden, aligned, experts, is_gated=is_gated)
+        got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, aligned, experts, is_gated=is_gated)
+        assert differences(got, expected) == [], (experts, hidden, intermediate, is_gated)
+        for result, given in zip(got, (layer[0], layer[2], layer[1], layer[3]), strict=True):
+            assert result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+            assert result.data_ptr() == given.data_ptr()
+    assert 0 < padded < 40
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
+    hidden, intermediate, experts = 256, 128, 2
+    layer = random_layer(experts, hidden, intermediate)
+    expected = engine.prepare(*clone(layer), hidden, intermediate, experts)
+    permutations = list(shuffle.shuffle_plan(hidden, intermediate, True).permutations)
+    rows = permutations[which].rows.clone()
+    rows[[3, 5]] = rows[[5, 3]]
+    permutations[which] = shuffle.RowPermutation(rows, shuffle.repeating_tile(rows))
+    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: shuffle.ShufflePlan(tuple(permutations)))
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
+    assert differences(got, expected) == [NAMES[which]]
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 40_000, 1 << 20])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_any_amount_of_scratch_gives_the_same(engine, scratch_bytes, is_gated):
+    hidden, intermediate, experts = 384, 256, 5
+    layer = random_layer(experts, hidden, intermediate, is_gated)
+    expected = engine.prepare(*clone(layer), hidden, intermediate, experts, is_gated=is_gated)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(
+        *layer, hidden, intermediate, experts, is_gated, scratch_bytes=scratch_bytes
+    )
+    assert differences(got, expected) == []
+
+
+def test_plain_path_allocates_no_second_copy(monkeypatch):
+    hidden, intermediate, experts = 512, 256, 8
+    layer = random_layer(experts, hidden, intermediate)
+    shuffle.shuffle_plan(hidden, intermediate, True)
+    sizes = []
+    real_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: sizes.append(a[0]) or real_empty(*a, **k))
+    shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, scratch_bytes=100_000)
+    assert sizes
+    assert max(sizes) <= 100_000
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_dtypes_of_input_and_result(engine, weight_dtype, scale_dtype):
+    w13, w2, s13, s2 = random_layer(2, 128, 64, scale_dtype=scale_dtype)
+    layer = (w13.view(weight_dtype), w2.view(weight_dtype), s13, s2)
+    expected = engine.prepare(*clone(layer), 128, 64, 2)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 128, 64, 2)
+    assert differences(got, expected) == []
+    assert [t.dtype for t in got] == [torch.uint8, torch.float8_e4m3fn] * 2
+
+
+def test_parameters_in_plain_tensors_out():
+    layer = random_layer(2, 128, 64)
+    parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in layer)
+    for result in shuffle.prepare_static_weights_for_trtllm_fp4_moe(*parameters, 128, 64, 2):
+        assert type(result) is torch.Tensor
+        assert not result.requires_grad
+
+
+def test_leading_dimensions_may_be_flattened(engine):
+    layer = random_layer(3, 256, 128)
+    expected = engine.prepare(*clone(layer), 256, 128, 3)
+    flat = tuple(t.view(-1, t.shape[-1]) for t in layer)
+    assert differences(shuffle.prepare_static_weights_for_trtllm_fp4_moe(*flat, 256, 128, 3), expected) == []
+
+
+def _wrong_inputs():
+    hidden, intermediate, experts = 256, 128, 2
+    sizes = (hidden, intermediate, experts)
+    good = random_layer(experts, hidden, intermediate)
+
+    def replaced(index, tensor):
+        return tuple(tensor if i == index else t.clone() for i, t in enumerate(good))
+
+    for index, name in enumerate(INPUT_NAMES):
+        tensor = good[index].view(torch.uint8)
+        yield f"{name}: dtype", replaced(index, tensor.to(torch.int16)), sizes, name, "one-byte dtype"
+        yield f"{name}: bool", replaced(index, tensor > 7), sizes, name, "one-byte dtype"
+        yield f"{name}: columns", replaced(index, tensor[..., :-4].contiguous()), sizes, name, "must have shape"
+        yield f"{name}: rows", replaced(index, tensor[:, :-128].contiguous()), sizes, name, "must have shape"
+        yield f"{name}: transposed", replaced(index, tensor.mT.contiguous()), sizes, name, "must have shape"
+        strided = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=torch.uint8)[..., ::2]
+        yield f"{name}: strided", replaced(index, strided), sizes, name, "contiguous"
+        expanded = tensor[:1].expand_as(tensor)
+        yield f"{name}: expanded", replaced(index, expanded), sizes, name, "contiguous"
+        yield f"{name}: device", replaced(index, tensor.to("meta")), sizes, "", "on the device of"
+    yield "gemm1 rows", random_layer(2, 256, 32), (256, 32, 2), INPUT_NAMES[2], "multiple of 128"
+    yield "hidden", random_layer(2, 192, 128), (192, 128, 2), INPUT_NAMES[3], "multiple of 128"
+    yield "scale columns", random_layer(2, 256, 192 + 128 + 16), (256, 336, 2), INPUT_NAMES[2], "multiple of 128"
+    yield "no experts", good, (hidden, intermediate, 0), "num_experts", "positive"
+    yield "expert count", good, (hidden, intermediate, 3), INPUT_NAMES[0], "must have shape"
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "name", "rule"), [pytest.param(*case[1:], id=case[0]) for case in _wrong_inputs()]
+)
+def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
+    before = clone(layer)
+    with pytest.raises(ValueError, match=rule) as error:
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *sizes)
+    assert name in str(error.value)
+    for tensor, copy in zip(layer, before, strict=True):
+        if not tensor.is_meta:
+            assert torch.equal(tensor.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
+
+
+def test_half_a_block_of_scale_columns_is_refused():
+    # 160 = 2.5 blocks of four scales: without a gate its rows are refused first, so ask the rule itself.
+    assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
+    assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
+
+
+def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
+    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: None)
+    layer = random_layer(2, 128, 64)
+    before = clone(layer)
+    answer = object()
+    calls = []
+
+    def engine_function(*args, **kwargs):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(args, before, strict=False))
+        calls.append((args[4:], kwargs))
+        return answer
+
+    prepare = shuffle.prepare_static_weights_for_trtllm_fp4_moe
+    assert prepare(*layer, 128, 64, 2, engine_function=engine_function) is answer
+    assert calls == [((128, 64, 2), {"is_gated": True})]
+    with pytest.raises(ValueError, match="no permutation"):
+        prepare(*layer, 128, 64, 2)
+
+
+def test_a_kernel_that_cannot_run_falls_back(engine):
+    """On CPU tensors every launch fails: the result must be right all the same, operation by operation."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter runs the kernels on the CPU")
+    layer = random_layer(2, 256, 128)
+    expected = engine.prepare(*clone(layer), 256, 128, 2)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 2, use_triton=True)
+    assert differences(got, expected) == []
+
+
+# --- the plan and the launch parameters -----------------------------------------------------------------------------
+
+
+def test_which_rows_are_closed():
+    gated = shuffle.shuffle_plan(7168, 512, True).permutations
+    assert [p.tile is None for p in gated] == [True, True, False, False]
+    not_gated = shuffle.shuffle_plan(7168, 512, False).permutations
+    assert [p.tile is None for p in not_gated] == [False] * 4
+    for permutation in (*gated, *not_gated):
+        if permutation.tile is not None:
+            tiles = torch.arange(0, permutation.rows.numel(), 128)[:, None] + permutation.tile
+            assert torch.equal(tiles.flatten(), permutation.rows)
+
+
+def test_a_tile_that_does_not_repeat_is_not_taken_for_one():
+    rows = torch.arange(384)
+    assert torch.equal(shuffle.repeating_tile(rows), torch.arange(128))
+    rows[[130, 131]] = rows[[131, 130]]
+    assert shuffle.repeating_tile(rows) is None
+    assert shuffle.repeating_tile(torch.arange(192)) is None
+    assert shuffle.repeating_tile(torch.arange(256).roll(128)) is None
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_row_kernel_fits_a_multiprocessor(tiled):
+    for rows in range(128, 9216 + 1, 128):
+        for row_bytes in (8, 16, 32, 96, 256, 448, 2048, 3584):
+            config = shuffle.row_kernel_config(rows, row_bytes, tiled)
+            if config is None:
+                assert not tiled
+                assert rows > 8192
+                continue
+            block = shuffle._next_power_of_2(config.tile_rows) * config.strip_bytes
+            assert block <= shuffle.MAX_PROGRAM_BYTES
+            assert config.strip_bytes >= 16
+            assert config.strip_bytes & (config.strip_bytes - 1) == 0
+            assert block <= config.num_warps * 32 * 256  # at most 64 data registers a thread: no spills
+    assert shuffle.row_kernel_config(256, 30, tiled) is None
+
+
+# --- the kernels themselves, without a GPU --------------------------------------------------------------------------
+
+_INTERPRETED = """
+import torch
+from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.patch import Patcher  # noqa: E402
+torch.manual_seed(0)
+def interleave(scales):
+    rows, columns = scales.shape[-2:]
+    return scales.view(-1, rows // 128, 4, 32, columns // 4, 4).transpose(2, 4).reshape(scales.shape)
+for hidden, intermediate, is_gated in ((128, 64, True), (256, 192, True), (384, 128, False), (128, 320, True)):
+    for which, permutation in enumerate(shuffle.shuffle_plan(hidden, intermediate, is_gated).permutations):
+        rows, width = permutation.rows.numel(), intermediate if which > 1 else hidden
+        matrices = torch.randint(0, 256, (2, rows, width // (16 if which % 2 else 2)), dtype=torch.uint8)
+        index = permutation.kernel_index.to(torch.int32)
+        expected = matrices[:, permutation.rows]
+        config = shuffle.row_kernel_config(rows, matrices.shape[-1], permutation.tile is not None)
+        moved = matrices.clone()
+        shuffle.permute_rows_triton(moved, index, config)
+        assert torch.equal(moved, expected), ("rows", hidden, intermediate, which)
+        if which % 2:
+            warps = shuffle.interleave_warps(matrices.shape[-1])
+            shuffle.interleave_tiles_triton(moved, None, warps)
+            assert torch.equal(moved, interleave(expected)), ("interleave", hidden, intermediate, which)
+            if permutation.tile is not None:
+                shuffle.interleave_tiles_triton(matrices, index, warps)
+                assert torch.equal(matrices, interleave(expected)), ("both", hidden, intermediate, which)
+narrow = shuffle.RowKernelConfig(384, 64, 4)  # rows and columns that fill no power of two
+matrices = torch.randint(0, 256, (3, 384, 96), dtype=torch.uint8)
+index = torch.randperm(384)
+expected = matrices[:, index]
+shuffle.permute_rows_triton(matrices, index.to(torch.int32), narrow)
+assert torch.equal(matrices, expected)
+print("kernels agree")
+"""
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "kernels agree" in result.stdout
+
+
+@pytest.mark.parametrize("kernel", ["rows", "rows with a rest", "interleave", "permute and interleave"])
+def test_compiled_kernels_load_everything_before_a_barrier_and_store_after_it(kernel, tmp_path, monkeypatch):
+    """In place is only right if no thread of a program can store before every other has loaded."""
+    triton = pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels are not compiled")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rows = {"ROW_WORDS": 896, "TILE_ROWS": 1024, "BLOCK_ROWS": 1024, "STRIP_WORDS": 16}
+    function, constants, warps = {
+        "rows": (shuffle._permute_rows_kernel, rows, 16),
+        "rows with a rest": (shuffle._permute_rows_kernel, {**rows, "TILE_ROWS": 768}, 16),
+        "interleave": (shuffle._interleave_tiles_kernel, {"ROW_WORDS": 112, "BLOCK_WORDS": 128, "PERMUTE": False}, 16),
+        "permute and interleave": (
+            shuffle._interleave_tiles_kernel,
+            {"ROW_WORDS": 8, "BLOCK_WORDS": 8, "PERMUTE": True},
+            4,
+        ),
+    }[kernel]
+    names = function.arg_names
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else "*i32" for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    loads = [m.start() for m in re.finditer(r"ld\.global", ptx)]
+    stores = [m.start() for m in re.finditer(r"st\.global", ptx)]
+    barriers = [m.start() for m in re.finditer(r"bar(?:rier)?\.(?:cta\.)?sync", ptx)]
+    assert loads
+    assert stores
+    assert any(max(loads) < barrier < min(stores) for barrier in barriers)
+    # Sixteen bytes at a time, or the memory speed is not reached.
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert "ld.global.nc" not in ptx  # a cached read-only load must not be used on memory that is written
+
+
+# --- the wiring -----------------------------------------------------------------------------------------------------
+
+_COPY_ONTO_ITSELF = """
+import mmap, sys, torch, warnings
+warnings.simplefilter("ignore")
+class Layer(torch.nn.Module): pass
+from sglang_moe_patches.kernels import nvfp4_shuffle
+# Read-only memory: a copy that really happens ends the process.
+memory = mmap.mmap(-1, 1 << 20, prot=mmap.PROT_READ)
+whole = torch.frombuffer(memory, dtype=torch.uint8)
+parameter = torch.nn.Parameter(whole.view(torch.float8_e4m3fn).view(4, 512, 512), requires_grad=False)
+result = nvfp4_shuffle._expert_matrices("x", parameter, 4, 512, 512).view(torch.float8_e4m3fn)
+assert result is not parameter.data
+if sys.argv[1] == "other":
+    result = result.clone()
+parameter.data.copy_(result.contiguous())
+print("survived")
+"""
+
+
+@pytest.mark.parametrize(("source", "survives"), [("itself", True), ("other", False)])
+def test_copying_the_result_back_is_free(source, survives):
+    """PyTorch does not touch memory when a tensor is copied onto another view of exactly itself."""
+    result = subprocess.run(
+        [sys.executable, "-c", _COPY_ONTO_ITSELF, source], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ("survived" in result.stdout) == survives, result.stderr
+    assert (result.returncode == 0) == survives
+
+
+def test_supported_on_the_installed_engine(engine):
+    assert nvfp4_weights.unsupported_reason() is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "value", "words"),
+    [
+        ("utils", "prepare_static_weights_for_trtllm_fp4_moe", lambda a, b: None, "takes"),
+        ("runner", "prepare_static_weights_for_trtllm_fp4_moe", lambda: None, "no longer looks"),
+        ("runner", "align_fp4_moe_weights_for_flashinfer_trtllm", lambda layer: None, "no longer looks"),
+        ("modelopt", "swizzle_blockscale", lambda scale, out: None, "takes"),
+    ],
+)
+def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, attribute, value, words):
+    monkeypatch.setattr(getattr(engine, owner), attribute, value, raising=False)
+    assert words in nvfp4_weights.unsupported_reason()
+
+
+def test_installing_keeps_the_signature_and_can_be_undone(engine):
+    before = engine.utils.prepare_static_weights_for_trtllm_fp4_moe
+    patcher = Patcher()
+    nvfp4_weights.CHANGE.install(patcher)
+    try:
+        replaced = engine.utils.prepare_static_weights_for_trtllm_fp4_moe
+        assert replaced is not before
+        assert inspect.signature(replaced) == inspect.signature(before)
+        assert sys.modules[nvfp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is replaced
+    finally:
+        patcher.undo()
+    assert engine.utils.prepare_static_weights_for_trtllm_fp4_moe is before
+
+
+def state(layer):
+    return {name: (p.dtype, p.detach().clone().flatten().view(torch.uint8)) for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_loading_and_reloading_a_layer_gives_the_engine_s_parameters(engine, monkeypatch, is_gated):
+    choose_trtllm(monkeypatch, engine.modelopt)
+
+    def run():
+        layer, method = create(engine.modelopt, monkeypatch, is_gated=is_gated)
+        states, pointers = [], []
+        for seed in (1, 2, 1):
+            load(layer, seed)
+            method.process_weights_after_loading(layer)
+            states.append(state(layer))
+            pointers.append([layer.w13_weight.data_ptr(), layer.w2_weight_scale.data_ptr()])
+        assert pointers[0] == pointers[1] == pointers[2]
+        return states
+
+    stock = run()
+    patcher = Patcher()
+    nvfp4_weights.CHANGE.install(patcher)
+    try:
+        ours = run()
+    finally:
+        patcher.undo()
+    read_by_trtllm = [name for name in stock[0] if not name.endswith("_blockscale_swizzled")]
+    assert {"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "g1_scale_c"} <= set(read_by_trtllm)
+    for theirs, mine in zip(stock, ours, strict=True):
+        assert set(theirs) == set(mine)
+        for name in read_by_trtllm:
+            assert theirs[name][0] == mine[name][0]
+            assert torch.equal(theirs[name][1], mine[name][1]), name
+    # The third load is the first one again; the second is not.
+    assert torch.equal(ours[0]["w13_weight"][1], ours[2]["w13_weight"][1])
+    assert not torch.equal(ours[0]["w13_weight"][1], ours[1]["w13_weight"][1])
+
+
+@pytest.mark.parametrize("attribute", ["w13_blockscale_swizzled", "w2_blockscale_swizzled"])
+def test_placeholders_are_a_byte_per_expert_for_trtllm(applied, monkeypatch, attribute):
+    layer, _ = create(applied.modelopt, monkeypatch, trtllm=True)
+    placeholder = getattr(layer, attribute)
+    assert placeholder.nbytes == layer.num_local_experts
+    assert placeholder.shape[0] == layer.num_local_experts
+    assert placeholder.dtype == torch.float8_e4m3fn
+    assert attribute in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("missing", [None, "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"])
+def test_placeholders_of_every_other_backend_are_untouched(applied, monkeypatch, missing):
+    if missing is not None:
+        monkeypatch.setattr(applied.modelopt, missing, None)
+    layer, _ = create(applied.modelopt, monkeypatch, trtllm=missing is not None)
+    assert layer.w13_blockscale_swizzled.shape == layer.w13_weight_scale.shape
+    assert layer.w2_blockscale_swizzled.shape == layer.w2_weight_scale.shape
+
+
+def test_swizzle_is_the_engine_s_own_for_everyone_else(applied, monkeypatch):
+    """Another thread that swizzles while create_weights runs, and everyone afterwards, get real block scales."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
+    scale = random_layer(1, 128, 64)[2]
+    expected = interleave(scale[0].view(torch.uint8)).view(1, 128, 8)
+    seen = []
+
+    class Loader:
+        def __call__(self, *args, **kwargs):
+            return None
+
+    real = applied.modelopt.ModelWeightParameter
+
+    def parameter_and_elsewhere(**kwargs):
+        thread = threading.Thread(target=lambda: seen.append(applied.modelopt.swizzle_blockscale(scale)))
+        thread.start()
+        thread.join()
+        return real(**kwargs)
+
+    monkeypatch.setattr(applied.modelopt, "ModelWeightParameter", parameter_and_elsewhere)
+    create(applied.modelopt, monkeypatch, trtllm=True)
+    seen.append(applied.modelopt.swizzle_blockscale(scale))
+    assert len(seen) > 2
+    for swizzled in seen:
+        assert torch.equal(swizzled.view(torch.uint8), expected)
+
+
+def test_a_failing_create_weights_leaves_no_trace(applied, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
+    method = nvfp4_method(applied.modelopt, True)
+    method.quant_config.is_checkpoint_nvfp4_serialized = False
+    with pytest.raises(ValueError, match="dynamic quantization"):
+        method.create_weights(Layer(1, True), 1, 128, 64, torch.bfloat16)
+    scale = random_layer(1, 128, 64)[2]
+    assert applied.modelopt.swizzle_blockscale(scale).shape == scale.shape
