@@ -1,0 +1,283 @@
+"""Is the patched server worse than the stock one? Pure functions of what the two answered.
+
+Both servers get the same questions, so the comparison is paired: questions that both answer correctly, or both wrongly,
+say nothing about a difference. What is left are the losses (only stock was right) and the gains (only patched was).
+Without a real difference each is as likely as the other, so losses ~ Binomial(losses + gains, 1/2): McNemar's test in
+its exact form.
+
+Source: Q. McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
+Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+SCHEMA = 1
+"""Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question asked of one server."""
+
+    question: str
+    text: str
+    """What the server answered."""
+    label: int
+    """The right number."""
+    predicted: int | None
+    """The number read from the text; None if there is none."""
+    tokens: tuple[int, ...]
+    """Token ids of the answer."""
+
+    @property
+    def correct(self) -> bool:
+        return self.predicted == self.label
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was observed inside a server process; None where it was not measured."""
+
+    device: str
+    """'cpu' or 'cuda'."""
+    peak_forward_bytes: int | None
+    """CUDA: the largest peak of one forward, beyond what was allocated before it."""
+    live_at_kernel_bytes: int | None
+    """Bytes of activations alive when the routed-experts kernel starts, in the largest forward."""
+    tokens: int | None
+    """Tokens in that forward."""
+    forwards: int
+    moe_layers: int
+    """Calls of the routed-experts kernel per forward."""
+    output_buffers: int | None
+    """The most distinct allocations that MoE layers put their output into during one forward."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server, evaluated."""
+
+    name: str
+    engine: str
+    """Release of the engine."""
+    command: tuple[str, ...]
+    """The server's command, or its address if it was running already."""
+    answers: tuple[Answer, ...]
+    startup_s: float
+    """Seconds from the start of the command until the server was ready; 0 if it was running already."""
+    latency_s: float
+    """Seconds that the evaluation took."""
+    input_tokens: int
+    output_tokens: int
+    memory: Memory | None
+    changes: tuple[tuple[str, str, str], ...]
+    """(change, status, reason) of each change, as the server reported them."""
+
+    @property
+    def correct(self) -> int:
+        """Questions answered correctly."""
+        return sum(answer.correct for answer in self.answers)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of questions answered correctly, 0 to 1."""
+        return self.correct / len(self.answers) if self.answers else 0.0
+
+    @property
+    def input_throughput(self) -> float:
+        """Prompt tokens per second of the whole evaluation."""
+        return self.input_tokens / self.latency_s if self.latency_s else 0.0
+
+    @property
+    def output_throughput(self) -> float:
+        """Generated tokens per second of the whole evaluation."""
+        return self.output_tokens / self.latency_s if self.latency_s else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of the same questions, compared; made by ``compare``."""
+
+    stock: Run
+    patched: Run
+    require_identical: bool
+    alpha: float
+    losses: int
+    """Questions that only stock answered correctly."""
+    gains: int
+    """Questions that only patched answered correctly."""
+    p_two_sided: float
+    """McNemar's exact p that the two differ at all."""
+    p_worse: float
+    """McNemar's exact one-sided p: of at least this many losses among the discordant questions by chance."""
+    texts_differ: int
+    tokens_differ: int
+    detectable_drop: int | None
+    """The fewest questions lost, with none gained, that would be called a drop; None if all of them are too few."""
+    differing: tuple[tuple[int, Answer, Answer], ...]
+    """(index, stock's answer, patched's answer) where text or tokens differ."""
+    reasons: tuple[str, ...]
+    """Why patched is worse, in plain sentences; empty if it is not."""
+
+    @property
+    def questions(self) -> int:
+        return len(self.stock.answers)
+
+    @property
+    def token_identical(self) -> bool:
+        """Whether every answer is the same token for token."""
+        return self.tokens_differ == 0
+
+    @property
+    def worse(self) -> bool:
+        return bool(self.reasons)
+
+    @property
+    def detectable_drop_points(self) -> float | None:
+        """``detectable_drop`` in percentage points of accuracy."""
+        return None if self.detectable_drop is None else 100 * self.detectable_drop / self.questions
+
+    @property
+    def accuracy_can_tell(self) -> bool:
+        """Whether stock answers enough questions correctly for a drop to be detectable at all."""
+        return self.detectable_drop is not None and self.stock.correct >= self.detectable_drop
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the runs and settings, from which ``from_dict`` makes all the rest, and the results."""
+        return {
+            "schema": SCHEMA,
+            "settings": {"require_identical": self.require_identical, "alpha": self.alpha},
+            "runs": {"stock": asdict(self.stock), "patched": asdict(self.patched)},
+            "results": {
+                "worse": self.worse,
+                "reasons": list(self.reasons),
+                "questions": self.questions,
+                "accuracy": {"stock": self.stock.accuracy, "patched": self.patched.accuracy},
+                "mcnemar": {
+                    "losses": self.losses,
+                    "gains": self.gains,
+                    "p_two_sided": self.p_two_sided,
+                    "p_worse": self.p_worse,
+                },
+                "detectable_drop": {"questions": self.detectable_drop, "points": self.detectable_drop_points},
+                "accuracy_can_tell": self.accuracy_can_tell,
+                "texts_differ": self.texts_differ,
+                "tokens_differ": self.tokens_differ,
+                "token_identical": self.token_identical,
+                "differing": [index for index, _, _ in self.differing],
+                "input_throughput": {"stock": self.stock.input_throughput, "patched": self.patched.input_throughput},
+                "output_throughput": {"stock": self.stock.output_throughput, "patched": self.patched.output_throughput},
+            },
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Comparison:
+        """The comparison that ``to_dict`` wrote, computed again from its runs.
+
+        Raises:
+            ValueError: another schema version.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"report has schema {data.get('schema')!r}, this release reads {SCHEMA}")
+        stock, patched = (_run_from_dict(data["runs"][name]) for name in ("stock", "patched"))
+        return compare(stock, patched, **data["settings"])
+
+
+def _run_from_dict(data: Mapping[str, Any]) -> Run:
+    values = {field.name: data[field.name] for field in fields(Run)}
+    values["command"] = tuple(values["command"])
+    values["answers"] = tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in values["answers"])
+    values["memory"] = None if values["memory"] is None else Memory(**values["memory"])
+    values["changes"] = tuple((change, status, reason) for change, status, reason in values["changes"])
+    return Run(**values)
+
+
+def mcnemar(losses: int, gains: int) -> tuple[float, float]:
+    """McNemar's exact test.
+
+    Args:
+        losses: pairs in which only the first was right.
+        gains: pairs in which only the second was right.
+
+    Returns:
+        (two-sided p, one-sided p for the second being worse); both 1 without discordant pairs.
+    """
+    from scipy.stats import binomtest
+
+    if losses + gains == 0:
+        return 1.0, 1.0
+    return (
+        float(binomtest(losses, losses + gains, 0.5).pvalue),
+        float(binomtest(losses, losses + gains, 0.5, alternative="greater").pvalue),
+    )
+
+
+def smallest_detectable_drop(questions: int, alpha: float) -> int | None:
+    """The least k such that k losses and no gains are called a drop, or None if even all questions are too few.
+
+    One-sided p of k losses among k discordant pairs is 2 ** -k.
+    """
+    return next((k for k in range(1, questions + 1) if 0.5**k < alpha), None)
+
+
+def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float = 0.05) -> Comparison:
+    """Compare two runs of the same questions.
+
+    Patched is worse when it answers fewer questions correctly and chance explains that with less than ``alpha``, or
+    when identical answers are required and one is not, in its text or its tokens.
+
+    Args:
+        stock: the unmodified engine.
+        patched: the engine with the changes.
+        require_identical: whether any differing answer makes patched worse.
+        alpha: significance level of the one-sided test, between 0 and 1.
+
+    Raises:
+        ValueError: no questions, not the same questions in the same order, or alpha out of range.
+    """
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+    asked = [[(answer.question, answer.label) for answer in run.answers] for run in (stock, patched)]
+    if asked[0] != asked[1]:
+        raise ValueError(
+            f"the runs did not answer the same questions: {stock.name} has {len(asked[0])}, {patched.name} "
+            f"{len(asked[1])}, or they differ in order or label"
+        )
+    if not asked[0]:
+        raise ValueError("there are no answers to compare")
+
+    pairs = list(zip(stock.answers, patched.answers, strict=True))
+    losses = sum(a.correct and not b.correct for a, b in pairs)
+    gains = sum(b.correct and not a.correct for a, b in pairs)
+    p_two_sided, p_worse = mcnemar(losses, gains)
+    differing = tuple((i, a, b) for i, (a, b) in enumerate(pairs) if a.text != b.text or a.tokens != b.tokens)
+
+    count = len(pairs)
+    reasons = []
+    if losses > gains and p_worse < alpha:
+        reasons.append(
+            f"Accuracy dropped from {stock.correct} to {patched.correct} of {count} questions "
+            f"({losses} lost, {gains} gained; one-sided exact McNemar p = {p_worse:.2g}, below {alpha:g})."
+        )
+    if require_identical and differing:
+        verb = "differs" if len(differing) == 1 else "differ"
+        reasons.append(f"{len(differing)} of {count} answers {verb} although identical answers were required.")
+    return Comparison(
+        stock=stock,
+        patched=patched,
+        require_identical=require_identical,
+        alpha=alpha,
+        losses=losses,
+        gains=gains,
+        p_two_sided=p_two_sided,
+        p_worse=p_worse,
+        texts_differ=sum(a.text != b.text for a, b in pairs),
+        tokens_differ=sum(a.tokens != b.tokens for a, b in pairs),
+        detectable_drop=smallest_detectable_drop(count, alpha),
+        differing=differing,
+        reasons=tuple(reasons),
+    )

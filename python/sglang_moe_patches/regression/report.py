@@ -1,0 +1,375 @@
+"""A comparison for people: a table on the terminal, report.html, and report.json for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_patches.regression.compare import Answer, Comparison, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NOT_MEASURED = "not measured"
+STOCK_COLOR, PATCHED_COLOR = "#8a94a6", "#2f6fde"
+OPEN_DIFFERENCES = 3
+"""Differing answers that report.html shows unfolded; the others are a click away."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``patched`` is empty where a figure is about both servers."""
+
+    label: str
+    stock: str
+    patched: str = ""
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _bytes(value: int | None) -> str:
+    """Decimal units, as GPU vendors and this project's documents use them."""
+    if value is None:
+        return NOT_MEASURED
+    if value < 10_000:
+        return f"{value:,} B"
+    # Only from 10,000 on the next unit, so that the two sides of a comparison mostly have the same one.
+    units = ["TB", "GB", "MB", "kB"]
+    scaled, unit = value / 1000, units.pop()
+    while units and scaled >= 9_999.95:
+        scaled, unit = scaled / 1000, units.pop()
+    return f"{scaled:,.1f} {unit}"
+
+
+def _accuracy(run: Run) -> str:
+    return f"{100 * run.accuracy:.1f} % ({run.correct} of {len(run.answers)})"
+
+
+def _interval(run: Run) -> tuple[float, float]:
+    """95 % interval of the accuracy (Wilson), 0 to 1."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(run.correct, len(run.answers)).proportion_ci(0.95, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def verdict(comparison: Comparison) -> str:
+    """The headline."""
+    return "Patched is WORSE than stock" if comparison.worse else "Patched is no worse than stock"
+
+
+def summary(comparison: Comparison) -> tuple[str, ...]:
+    """One or more sentences below the headline."""
+    if comparison.worse:
+        return comparison.reasons
+    if not comparison.differing:
+        return (f"All {_count(comparison.questions, 'answer')} are identical, token for token.",)
+    return (
+        f"{len(comparison.differing)} of {_count(comparison.questions, 'answer')} differ; accuracy is "
+        f"{100 * comparison.stock.accuracy:.1f} % stock and {100 * comparison.patched.accuracy:.1f} % patched.",
+    )
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """The figures side by side, as text."""
+    stock, patched = comparison.stock, comparison.patched
+    count = comparison.questions
+    identical = "yes" if comparison.token_identical else f"no, {comparison.tokens_differ} of {count} differ"
+
+    def both(label: str, figure: Callable[[Run], str]) -> Row:
+        return Row(label, figure(stock), figure(patched))
+
+    def memory(label: str, name: str, text: Callable[[Any], str]) -> list[Row]:
+        values = [None if run.memory is None else getattr(run.memory, name) for run in (stock, patched)]
+        if values == [None, None]:
+            return []
+        return [Row(label, *(NOT_MEASURED if value is None else text(value) for value in values))]
+
+    return [
+        both("Accuracy", _accuracy),
+        Row(
+            "McNemar's exact test",
+            f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
+        ),
+        Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
+        Row("Token for token identical", identical),
+        both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
+        both("Output throughput", lambda run: f"{run.output_throughput:,.1f} token/s"),
+        both("Start-up time", lambda run: f"{run.startup_s:.1f} s" if run.startup_s else NOT_MEASURED),
+        *memory("Peak memory of one forward", "peak_forward_bytes", _bytes),
+        *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
+        *memory("Tokens in the largest forward", "tokens", "{:,}".format),
+        *memory("MoE output buffers per forward", "output_buffers", str),
+        *memory("MoE layers", "moe_layers", str),
+        *memory("Forwards observed", "forwards", "{:,}".format),
+    ]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What the figures mean, what they cannot show, and what was not run."""
+    drop, points = comparison.detectable_drop, comparison.detectable_drop_points
+    lines = [
+        "Both servers got the same questions at temperature 0. McNemar's test looks only at the questions that one "
+        "server answers correctly and the other does not. Patched is called worse when it has fewer correct answers "
+        f"and the one-sided exact p is below {comparison.alpha:g}"
+        + (", or when any answer differs." if comparison.require_identical else "."),
+    ]
+    if drop is None:
+        lines.append(
+            f"{_count(comparison.questions, 'question')} cannot show a drop in accuracy at this level, however large. "
+            "Ask more (--num-questions)."
+        )
+    else:
+        lines.append(
+            f"The smallest drop that this run could call one is {_count(drop, 'question')} lost and none gained: "
+            f"{points:.1f} percentage points. A smaller drop would go unseen in the accuracy."
+        )
+        if not comparison.accuracy_can_tell:
+            lines.append(
+                f"Stock answers only {comparison.stock.correct} correctly, fewer than that, so accuracy says nothing "
+                "here (a model with random weights answers none). Whether the answers are identical does."
+            )
+    lines.append(
+        "Throughput is tokens over the seconds of the whole evaluation, one run each, client included: enough to see a "
+        "server that became much slower, too little for a benchmark."
+    )
+    devices = {run.memory.device for run in (comparison.stock, comparison.patched) if run.memory is not None}
+    if not devices:
+        lines.append("Memory was not measured: the servers were running already, or no forward was observed.")
+    else:
+        lines.append(
+            "Live when the MoE kernel starts: bytes of activations alive at that moment, in the forward with the most "
+            "tokens. MoE output buffers: the most distinct allocations that the MoE layers of one forward put their "
+            "output into; one per MoE layer means that no layer reuses another's."
+            + (
+                " Peak memory: the largest peak of one forward beyond what was allocated before it."
+                if "cuda" in devices
+                else ""
+            )
+        )
+    if "cpu" in devices:
+        lines.append(
+            "Not run: no GPU was used. FlashInfer's NVFP4 kernels were replaced by plain PyTorch, so speed means "
+            "nothing for a GPU, and CUDA graphs, GPU kernels and the GPU's peak memory were not exercised."
+        )
+    lines.append("Not run: any other model, flag, number of GPUs or request mix than those of the two commands below.")
+    return lines
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def print_table(comparison: Comparison, console: Console) -> None:
+    """Print the figures side by side and the verdict."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}")
+    table.title = Text(str(table.title))  # nothing here is console markup
+    table.add_column("")
+    for run in (comparison.stock, comparison.patched):
+        table.add_column(Text(run.name), justify="right")
+    for row in rows(comparison):
+        # A figure about both stands in the last column: it says what patched is against stock.
+        cells = (row.stock, row.patched) if row.patched else ("", row.stock)
+        table.add_row(Text(row.label), *map(Text, cells))
+    console.print(table)
+    for change, status, reason in comparison.patched.changes:
+        console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
+    console.print(Text(f"{verdict(comparison)}.", style="bold red" if comparison.worse else "bold green"))
+    for sentence in summary(comparison):
+        console.print(Text(sentence))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[float], str], **options: Any) -> str:
+    """An SVG element: horizontal bars, a pair for each (label, stock, patched).
+
+    Args:
+        text: what stands beside a bar, from its value.
+        options: ``intervals``, [(low, high), (low, high)] of the single group; ``limit``, the end of the axis.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Text stays text, in the page's font. The salt keeps ids apart between the SVGs of one page, and stable.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
+        figure = Figure(figsize=(5.6, 0.75 + 0.72 * len(groups)), layout="constrained")
+        axes = figure.subplots()
+        limit = options.get("limit") or 1.4 * max((max(pair[1:]) for pair in groups), default=0) or 1.0
+        ends = options.get("intervals")
+        for place, (_, *pair) in enumerate(groups):
+            for side, (value, color) in enumerate(zip(pair, (STOCK_COLOR, PATCHED_COLOR), strict=True)):
+                y = place + (side - 0.5) * 0.36
+                axes.barh(y, value, height=0.32, color=color)
+                end = value
+                if ends:
+                    low, high = ends[side]
+                    axes.plot([low, high], [y, y], color="#1c2430", linewidth=1.3)
+                    axes.plot([low, high], [y, y], color="#1c2430", linewidth=0, marker="|", markersize=7)
+                    end = high
+                axes.text(end + 0.015 * limit, y, text(value), va="center", color="#1c2430")
+        axes.set_yticks(range(len(groups)), [group[0] for group in groups])
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_xlim(0, limit)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    svg = buffer.getvalue()
+    # Without the XML declaration and document type, which have no place inside HTML, and without the names of groups,
+    # which nothing refers to and which are the same in every plot.
+    return re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :]).replace(
+        "<svg", f'<svg role="img" aria-label="{title}"', 1
+    )
+
+
+def _plots(comparison: Comparison) -> list[tuple[str, str]]:
+    """(title, SVG) of each plot that there are figures for."""
+    stock, patched = comparison.stock, comparison.patched
+    plots = [
+        (
+            "Accuracy, with 95 % interval",
+            _bars(
+                "Accuracy",
+                [("", stock.accuracy, patched.accuracy)],
+                lambda value: f"{100 * value:.1f} %",
+                intervals=[_interval(stock), _interval(patched)],
+                limit=1.25,
+            ),
+        ),
+        *(
+            (
+                f"{kind} throughput, tokens per second",
+                _bars(
+                    f"{kind} throughput",
+                    [("", getattr(stock, name), getattr(patched, name))],
+                    lambda value: f"{value:,.1f}",
+                ),
+            )
+            for kind, name in (("Input", "input_throughput"), ("Output", "output_throughput"))
+        ),
+    ]
+    if stock.memory is None or patched.memory is None:
+        return plots
+    sizes = [
+        (label, float(one), float(other))
+        for label, one, other in (
+            ("peak of\none forward", stock.memory.peak_forward_bytes, patched.memory.peak_forward_bytes),
+            ("live when the\nkernel starts", stock.memory.live_at_kernel_bytes, patched.memory.live_at_kernel_bytes),
+        )
+        if one is not None and other is not None
+    ]
+    if sizes:
+        plots.append(("Activation memory", _bars("Activation memory", sizes, lambda value: _bytes(int(value)))))
+    buffers = (stock.memory.output_buffers, patched.memory.output_buffers)
+    if buffers[0] is not None and buffers[1] is not None:
+        groups = [("", float(buffers[0]), float(buffers[1]))]
+        plots.append(
+            ("MoE output buffers per forward", _bars("MoE output buffers", groups, lambda value: f"{value:.0f}"))
+        )
+    return plots
+
+
+def _same_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items from the start on are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
+    """What the page shows of one differing question."""
+    same = _same_start(stock.text, patched.text)
+    token = _same_start(stock.tokens, patched.tokens)
+    return {
+        "number": index + 1,
+        "question": stock.question,
+        "label": stock.label,
+        "same_text": stock.text == patched.text,
+        "token": token + 1 if stock.tokens != patched.tokens else None,
+        "sides": [
+            {
+                "answer": answer,
+                "head": answer.text[:same],
+                "tail": answer.text[same:],
+                "tokens": ", ".join(map(str, answer.tokens[token : token + 8])) or "end of the answer",
+            }
+            for answer in (stock, patched)
+        ],
+    }
+
+
+def render_html(comparison: Comparison) -> str:
+    """The whole page, with nothing to load from elsewhere."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    # Answers are whatever a model says: everything is escaped unless it is marked as ours.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        verdict=verdict(comparison),
+        summary=summary(comparison),
+        comparison=comparison,
+        rows=rows(comparison),
+        notes=notes(comparison),
+        plots=[(title, Markup(svg)) for title, svg in _plots(comparison)],
+        differences=[_difference(*difference) for difference in comparison.differing],
+        open_differences=OPEN_DIFFERENCES,
+        commands=[(run, shlex.join(run.command)) for run in (comparison.stock, comparison.patched)],
+        stock_color=STOCK_COLOR,
+        patched_color=PATCHED_COLOR,
+    )
+
+
+def write(comparison: Comparison, directory: Path) -> Path:
+    """Write report.json and report.html, each whole or not at all.
+
+    Args:
+        directory: created if need be; an earlier report there is replaced.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "report.json": json.dumps(comparison.to_dict(), indent=2) + "\n",
+        "report.html": render_html(comparison),
+    }
+    partial = {name: directory / f".{name}.{os.getpid()}.tmp" for name in contents}
+    try:
+        for name, content in contents.items():
+            # A model can say half a surrogate pair, which UTF-8 cannot.
+            partial[name].write_bytes(content.encode("utf-8", "backslashreplace"))
+        for name, path in partial.items():
+            os.replace(path, directory / name)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+    return directory / "report.html"
