@@ -1,0 +1,289 @@
+"""``sglang-moe-patches``: look at an engine, run it with the reference kernels, and prove stock and patched equal."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from sglang_moe_patches import __version__
+
+app = typer.Typer(
+    help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
+
+Installing the package patches every `sglang serve` of its environment; nothing has to be turned on.
+
+SGLANG_MOE_PATCHES = all (default) | none | a comma-separated list of changes: which changes are applied.
+
+SGLANG_MOE_PATCHES_STRICT = 1: a selected change that cannot be applied ends the start-up.
+""",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# What follows `--` on the command line belongs to the engine, whatever it looks like.
+PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+ReferenceKernels = Annotated[
+    bool,
+    typer.Option(
+        "--reference-kernels",
+        help="Replace FlashInfer's NVFP4 kernels by plain PyTorch, so that no Blackwell GPU (or no GPU) is needed. "
+        "Slow; for comparing servers only.",
+    ),
+]
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End with one clear line and a non-zero exit."""
+    typer.echo(f"sglang-moe-patches: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def require_engine() -> None:
+    from sglang_moe_patches import engine
+
+    found = engine.version()
+    if found is None:
+        fail("SGLang is not installed in this environment; pip install sglang")
+    if not engine.has_plugin_framework():
+        fail(f"SGLang {found} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
+    if not engine.loads_us():
+        fail("the engine does not find this package; pip install sglang-moe-patches into the engine's environment")
+
+
+def child_environment(reference_kernels: bool) -> dict[str, str]:
+    """This process's environment, completed for an engine process."""
+    from sglang_moe_patches.reference import environment
+
+    require_engine()
+    if not reference_kernels:
+        return dict(os.environ)
+    try:
+        return {**os.environ, **environment.variables()}
+    except environment.UnusableEnvironment as error:
+        fail(str(error))
+
+
+@app.callback(invoke_without_command=True)
+def callback(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.command(context_settings=PASS_THROUGH)
+def exec(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command, after `--`.")],
+    reference_kernels: ReferenceKernels = False,
+) -> None:
+    """Run any command in an environment in which the engine works without a Blackwell GPU.
+
+    Example: sglang-moe-patches exec --reference-kernels -- python my_script_with_sgl_Engine.py
+
+    Without a GPU this puts a stub CUDA driver ("no device") on LD_LIBRARY_PATH, built once into a cache folder, and
+    sets the variables that make the engine run on the CPU. The engine itself is not modified.
+    """
+    environment = child_environment(reference_kernels)
+    try:
+        os.execvpe(command[0], command, environment)
+    except FileNotFoundError:
+        fail(f"no such command: {command[0]}", 127)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def serve(
+    server_args: Annotated[
+        list[str], typer.Argument(metavar="-- SERVER_ARGS...", help="Arguments of sglang.launch_server, after `--`.")
+    ],
+    reference_kernels: ReferenceKernels = False,
+) -> None:
+    """Start `python -m sglang.launch_server`; with --reference-kernels on a machine without a Blackwell GPU.
+
+    Example: sglang-moe-patches serve --reference-kernels -- --model-path ./tiny --quantization modelopt_fp4
+    --moe-runner-backend flashinfer_trtllm_routed
+
+    Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
+    """
+    from sglang_moe_patches.reference import environment
+
+    arguments = environment.server_arguments(server_args) if reference_kernels else server_args
+    os.execve(
+        sys.executable,
+        [sys.executable, "-m", "sglang.launch_server", *arguments],
+        child_environment(reference_kernels),
+    )
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Show the engine, the GPU, each change's status with its reason, and the variables in force.
+
+    Exits with 1 if a selected change cannot be applied to this engine.
+    """
+    from sglang_moe_patches import diagnosis
+
+    require_engine()
+    try:
+        found = diagnosis.examine()
+    except diagnosis.EngineUnusable as error:
+        fail(str(error), 1)
+    if json:
+        typer.echo(json_module.dumps(found, indent=2))
+    else:
+        diagnosis.show(found)
+    raise typer.Exit(1 if diagnosis.unsupported(found) else 0)
+
+
+@app.command("make-model")
+def make_model(
+    directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint; must be new or empty.")],
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
+    dense_layers: Annotated[int, typer.Option(help="First layers without experts (first_k_dense_replace).")] = 1,
+    experts: Annotated[int, typer.Option(help="Routed experts per MoE layer.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Routed experts per token.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 128.")] = 256,
+    moe_intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert, a multiple of 128.")] = 128,
+    nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a tiny DeepSeek-V3-architecture checkpoint with NVFP4 experts, random but real, for the stock engine."""
+    from sglang_moe_patches.reference.model import ModelSpec
+    from sglang_moe_patches.reference.model import make_model as write
+
+    try:
+        spec = ModelSpec(
+            layers=layers,
+            dense_layers=dense_layers,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            moe_intermediate=moe_intermediate,
+            nextn=nextn,
+            seed=seed,
+        )
+        write(directory, spec)
+    except (ValueError, OSError) as error:
+        fail(f"make-model: {error}")
+    typer.echo(f"{directory}: {sum(f.stat().st_size for f in directory.iterdir()) / 2**20:.1f} MiB")
+
+
+@app.command(context_settings=PASS_THROUGH)
+def regress(
+    server_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments for both servers, after `--`."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hugging Face name.")] = None,
+    data_path: Annotated[
+        Path | None, typer.Option(help="GSM8K's test.jsonl; without it the engine downloads the file.")
+    ] = None,
+    num_questions: Annotated[int, typer.Option(min=1, help="How many of the first questions to ask.")] = 200,
+    num_shots: Annotated[int, typer.Option(min=0, help="Worked examples in front of each question.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    parallel: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
+    output: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the logs.")] = Path(
+        "regress-report"
+    ),
+    alpha: Annotated[float, typer.Option(min=1e-6, max=0.5, help="Significance level of McNemar's test.")] = 0.05,
+    require_identical: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-identical/--no-require-identical",
+            help="Call it worse when any answer differs. Default: only with the reference kernels on a CPU, where a "
+            "question has the same answer whatever else is in the batch; on a GPU, add --parallel 1.",
+        ),
+    ] = None,
+    baseline_url: Annotated[str | None, typer.Option(help="A stock server that already runs.")] = None,
+    patched_url: Annotated[str | None, typer.Option(help="A patched server that already runs.")] = None,
+    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
+    port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
+    reference_kernels: ReferenceKernels = False,
+) -> None:
+    """Serve a model stock and patched, evaluate both on GSM8K, and compare.
+
+    Example: sglang-moe-patches regress --model nvidia/Kimi-K2.5-NVFP4 --data-path test.jsonl --
+    --tp 4 --quantization modelopt_fp4 --moe-runner-backend flashinfer_trtllm_routed
+
+    Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own GSM8K evaluation at temperature 0, ends
+    it, does the same with the patched server, and reports accuracy with McNemar's exact test, the questions whose
+    answers differ, throughput, start-up time and memory side by side.
+
+    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run could not be made.
+    """
+    import signal
+    import tempfile
+
+    from rich.console import Console
+
+    from sglang_moe_patches import engine
+    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.regression import regress as regression
+    from sglang_moe_patches.regression import report
+
+    urls = {"stock": baseline_url, "patched": patched_url}
+    if any(urls.values()) and not all(urls.values()):
+        fail("--baseline-url and --patched-url go together")
+    if (model is None) == (baseline_url is None):
+        fail("give either --model, or --baseline-url and --patched-url")
+    arguments = list(server_args or [])
+    evaluation = regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel)
+    console = Console()
+    child = child_environment(reference_kernels)
+    if reference_kernels:
+        arguments = environment.server_arguments(arguments)
+    on_cpu = reference_kernels and not environment.has_gpu()
+    identical = on_cpu if require_identical is None else require_identical
+
+    def stop(signum: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    # SIGINT too: a shell starts background commands with it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    try:
+        regression.check(evaluation, model, arguments, port)
+        with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-logs-") as folder:
+            logs = Path(folder)
+            if model is None:
+                runs = regression.evaluate_urls({k: v for k, v in urls.items() if v}, child, evaluation)
+            else:
+                runs = regression.evaluate_servers(
+                    model,
+                    arguments,
+                    child,
+                    evaluation,
+                    engine=engine.version() or "unknown",
+                    timeout=startup_timeout,
+                    port=port,
+                    console=console,
+                    logs=logs,
+                )
+            comparison = regression.finish(runs, require_identical=identical, alpha=alpha, output=output, logs=logs)
+    except regression.CannotRun as error:
+        fail(str(error))
+    except regression.PatchedFailed as error:
+        fail(f"worse: the patched server failed where the stock one answered. {error}", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; the servers are stopped and no report was written", 130)
+    report.print_table(comparison, console)
+    console.print(f"Report: {output / 'report.html'}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if comparison.worse else 0)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

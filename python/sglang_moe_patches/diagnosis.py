@@ -1,0 +1,107 @@
+"""What ``sglang-moe-patches doctor`` finds out about the installed engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from sglang_moe_patches import __version__, engine, patch
+
+VARIABLE_PREFIXES = ("SGLANG_MOE_PATCHES", "SGLANG_PLUGINS", "SGLANG_MORI_", "SGLANG_FLASHINFER_NUM_MAX_DISPATCH")
+
+
+class EngineUnusable(RuntimeError):
+    """The engine cannot even be imported; the message says why."""
+
+
+def examine() -> dict[str, Any]:
+    """Look at the engine in a fresh process, so that looking leaves nothing behind in this one.
+
+    Where no CUDA driver is installed the engine's kernels cannot be imported; a stub driver helps over that.
+
+    :returns: the JSON-ready facts that ``doctor --json`` prints.
+    :raises EngineUnusable: the engine cannot be imported.
+    """
+    from sglang_moe_patches.reference import environment
+
+    child = dict(os.environ)
+    if not environment.has_gpu():
+        try:
+            added = environment.variables({**child, "SGLANG_PLUGINS": ""})
+        except environment.UnusableEnvironment as error:
+            raise EngineUnusable(str(error)) from error
+        child |= {name: value for name, value in added.items() if name != environment.SWITCH}
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_moe_patches.diagnosis"], env=child, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise EngineUnusable(f"looking at SGLang {engine.version()} failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _examine_here() -> dict[str, Any]:
+    import torch
+
+    from sglang_moe_patches.changes import CHANGES
+
+    names = patch.selected(CHANGES)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    changes = []
+    for change in CHANGES:
+        outcome = patch.probe(change) if change.name in names else patch.Outcome(patch.Status.NOT_SELECTED)
+        changes.append(
+            {"name": change.name, "summary": change.summary, "status": str(outcome.status), "reason": outcome.reason}
+        )
+    return {
+        "package": __version__,
+        "engine": engine.version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpus": gpus,
+        "strict": patch.strict(),
+        "changes": changes,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
+    }
+
+
+def unsupported(found: dict[str, Any]) -> list[str]:
+    """The selected changes that cannot be applied."""
+    return [change["name"] for change in found["changes"] if change["status"] == patch.Status.UNSUPPORTED]
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the facts as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"[bold]SGLang {found['engine']}[/], torch {found['torch']}, Python {found['python']}, "
+        f"sglang-moe-patches {found['package']}"
+    )
+    console.print(f"GPU: {', '.join(found['gpus']) or 'none'}")
+    table = Table("change", "status", "what it does, or why it does not apply")
+    colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
+    for change in found["changes"]:
+        colour = colours.get(change["status"], "dim")
+        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", change["reason"] or change["summary"])
+    console.print(table)
+    if found["variables"]:
+        console.print("Variables in force:")
+        for name, value in found["variables"].items():
+            console.print(f"  {name}={value}", highlight=False)
+    else:
+        console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
+
+
+if __name__ == "__main__":
+    try:
+        result = _examine_here()
+    except (ValueError, ImportError) as problem:
+        sys.exit(f"{type(problem).__name__}: {problem}")
+    print(json.dumps(result))

@@ -1,0 +1,88 @@
+"""``register()``: the engine calls it once per process, and nothing else lives here.
+
+The engine logs an exception of a plugin and goes on without it, in the launcher and in every scheduler process alike.
+So nothing that may fail is done there: ``register`` only checks the variables and asks to be told when the engine's
+model runner is imported. The changes are applied when a model runner is *constructed*, which happens in exactly the
+processes that run a model, before the model is built, and inside the engine's own error handling: an exception there
+ends the scheduler and the server like any other failure to start.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+from sglang_moe_patches import patch
+
+MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
+
+_outcomes: dict[str, patch.Outcome] | None = None
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``.
+
+    :raises SystemExit: a variable of ours is wrong. The engine swallows an ``Exception`` here, and a server that runs
+        without the change that its user asked for by a misspelt name is what must not happen.
+    """
+    import wrapt
+
+    from sglang_moe_patches.changes import CHANGES, mori_input_truncation
+
+    try:
+        if mori_input_truncation.CHANGE.name in patch.selected(CHANGES):
+            mori_input_truncation.check_environment()
+        patch.strict()
+    except ValueError as error:
+        raise SystemExit(f"sglang-moe-patches: {error}") from None
+    if os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1":
+        from sglang_moe_patches.reference import environment
+
+        environment.install()
+    wrapt.register_post_import_hook(_hook_model_runner, MODEL_RUNNER_MODULE)
+
+
+def _hook_model_runner(module: Any) -> None:
+    runner = getattr(module, "ModelRunner", None)
+    if runner is None:
+        message = f"sglang-moe-patches: {MODEL_RUNNER_MODULE} has no ModelRunner; no change can be applied"
+        if patch.strict():
+            raise SystemExit(message)
+        logging.getLogger(__name__).warning(message)
+        return
+    original = runner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        activate(kwargs.get("server_args") or next((a for a in args if hasattr(a, "moe_runner_backend")), None))
+        original(self, *args, **kwargs)
+
+    runner.__init__ = __init__
+
+
+def activate(server_args: Any = None) -> dict[str, patch.Outcome]:
+    """Apply the selected changes in this process, once, and log one summary line.
+
+    :raises patch.PatchError: ``SGLANG_MOE_PATCHES_STRICT=1`` and a selected change is unsupported.
+    """
+    global _outcomes
+    if _outcomes is not None:
+        return _outcomes
+    from sglang_moe_patches import engine
+    from sglang_moe_patches.changes import CHANGES
+
+    logger = logging.getLogger("sglang.srt.moe_patches")
+    outcomes = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
+    unsupported = {name: o for name, o in outcomes.items() if o.status is patch.Status.UNSUPPORTED}
+    summary = "; ".join(f"{name}: {outcome}" for name, outcome in outcomes.items())
+    if unsupported and patch.strict():
+        raise patch.PatchError(f"{patch.STRICT_VARIABLE}=1 and a change cannot be applied. {summary}")
+    (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
+    if folder := os.environ.get("SGLANG_MOE_PATCHES_OBSERVE"):
+        from sglang_moe_patches.regression import observe
+
+        observe.install(folder, outcomes)
+    _outcomes = outcomes
+    return outcomes

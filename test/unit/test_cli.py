@@ -1,0 +1,221 @@
+"""The command line: help that teaches, and one clear line with a non-zero exit for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang_moe_patches import __version__
+from sglang_moe_patches.cli import app
+from typer.testing import CliRunner
+
+COMMANDS = ["doctor", "exec", "serve", "make-model", "regress"]
+GOOD_LINE = json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"})
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_version():
+    assert run("--version").stdout.strip() == __version__
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_does(command):
+    assert command in run("--help").stdout
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) > 5
+
+
+def test_help_imports_neither_torch_nor_the_engine():
+    code = (
+        "import sys; sys.argv = ['x', '--help']\nfrom sglang_moe_patches import cli\n"
+        "try:\n    cli.main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'sglang', 'scipy', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text(f"{GOOD_LINE}\n" * 5)
+    return str(path)
+
+
+def refused(result, *words, code=2):
+    """One line on standard error, and the exit code."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_missing_model_is_named(tmp_path, data):
+    missing = str(tmp_path / "nothing")
+    refused(run("regress", "--model", missing, "--data-path", data, "--num-questions", "5"), missing, "config.json")
+
+
+def test_a_missing_question_file_is_named(tmp_path, model):
+    missing = str(tmp_path / "nothing.jsonl")
+    refused(run("regress", "--model", model, "--data-path", missing), missing, "no such file", "test.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[]",
+        '{"question": "?"}',
+        '{"question": "?", "answer": "no number"}',
+        '{"question": 1, "answer": "#### 2"}',
+    ],
+)
+def test_a_malformed_question_file_is_named_with_its_line(tmp_path, model, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{GOOD_LINE}\n{line}\n")
+    refused(run("regress", "--model", model, "--data-path", str(path), "--num-questions", "2"), f"{path}:2", "####")
+
+
+def test_too_few_questions(model, data):
+    refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "6"), "5 questions", "6")
+
+
+def test_a_port_in_use(model, data):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        refused(
+            run("regress", "--model", model, "--data-path", data, "--num-questions", "5", "--port", port),
+            f"port {port} is in use",
+        )
+
+
+def test_host_and_port_belong_before_the_dashes(model, data):
+    base = ["regress", "--model", model, "--data-path", data, "--num-questions", "5", "--"]
+    refused(run(*base, "--port", "30000"), "--port", "before the `--`")
+    refused(run(*base, "--host=0.0.0.0"), "--host", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--baseline-url", "http://127.0.0.1:1"],
+        ["--model", "x", "--baseline-url", "http://a:1", "--patched-url", "http://a:2"],
+    ],
+)
+def test_either_a_model_or_two_urls(arguments):
+    result = run("regress", *arguments)
+    refused(result, "-url")
+
+
+def test_urls_where_nothing_answers(data):
+    url = "http://127.0.0.1:9"
+    result = run("regress", "--baseline-url", url, "--patched-url", url, "--data-path", data, "--num-questions", "5")
+    refused(result, url, "no SGLang server answers")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--hidden", "100"), ("--top-k", "9"), ("--dense-layers", "5")])
+def test_make_model_names_the_bad_value(tmp_path, option, value):
+    refused(run("make-model", str(tmp_path / "m"), option, value), "make-model")
+    assert not (tmp_path / "m").exists()
+
+
+def test_make_model_does_not_overwrite(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    refused(run("make-model", str(tmp_path)), str(tmp_path))
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def command(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_moe_patches.cli", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def fake_engine(folder: Path, *modules: str) -> str:
+    """An installed distribution called sglang without a plugin framework."""
+    for package in ("sglang", "sglang/srt", *modules):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    info = folder / "sglang-0.5.10.post1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.10.post1\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["serve", "--", "--model", "x"], ["exec", "--", "true"]])
+def test_an_engine_without_the_plugin_framework_is_named(tmp_path, arguments):
+    done = command(*arguments, PYTHONPATH=fake_engine(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "sglang-moe-patches: SGLang 0.5.10.post1 has no plugin framework (sglang.srt.plugins); "
+        "install SGLang 0.5.11 or newer"
+    )
+
+
+def test_exec_passes_arguments_and_exit_code_on():
+    done = command("exec", "--", sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--flag", "-x")
+    assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x']")
+
+
+def test_exec_with_reference_kernels_refuses_a_plugin_list_without_us():
+    done = command("exec", "--reference-kernels", "--", "true", SGLANG_PLUGINS="somebody_else")
+    assert done.returncode == 2
+    assert "add moe_patches" in done.stderr
+
+
+def test_exec_names_a_missing_command():
+    done = command("exec", "--", "no-such-command-here")
+    assert (done.returncode, done.stderr.strip()) == (127, "sglang-moe-patches: no such command: no-such-command-here")
+
+
+def test_doctor_names_an_unknown_change():
+    done = command("doctor", SGLANG_MOE_PATCHES="nonsense")
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "unknown change 'nonsense'" in done.stderr
+
+
+def test_doctor_reports_every_change_as_json():
+    done = command("doctor", "--json", SGLANG_MOE_PATCHES="output-buffer")
+    found = json.loads(done.stdout)
+    statuses = {change["name"]: change["status"] for change in found["changes"]}
+    assert done.returncode == 0, done.stderr
+    assert statuses.pop("output-buffer") == "applied"
+    assert set(statuses.values()) == {"not selected"}
+    assert found["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
+
+
+def test_doctor_exits_with_1_when_a_seam_has_changed(tmp_path):
+    """An engine whose runner allocates something else beside its output."""
+    sabotage = tmp_path / "sitecustomize.py"
+    sabotage.write_text("from sglang_moe_patches import engine\nengine.calls = lambda function, dotted: []\n")
+    done = command("doctor", "--json", PYTHONPATH=str(tmp_path))
+    found = {change["name"]: change for change in json.loads(done.stdout)["changes"]}
+    assert done.returncode == 1
+    assert found["output-buffer"]["status"] == "unsupported"
+    assert "expected its output alone" in found["output-buffer"]["reason"]

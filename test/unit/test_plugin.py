@@ -1,0 +1,75 @@
+"""What the engine's processes see of us: nothing imported, nothing swallowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**environment, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_entry_point_is_found_by_its_group():
+    found = [e.value for e in metadata.entry_points(group="sglang.srt.plugins") if e.name == "moe_patches"]
+    assert found == ["sglang_moe_patches.plugin:register"]
+
+
+def test_registering_imports_neither_torch_nor_the_engine():
+    code = (
+        "import sys; from sglang_moe_patches import plugin; plugin.register(); "
+        "print([m for m in ('torch', 'sglang', 'flashinfer', 'rich', 'typer', 'scipy') if m in sys.modules])"
+    )
+    done = python(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SGLANG_MOE_PATCHES", "output-bufer", "unknown change 'output-bufer'; valid: all, none, "),
+        ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "4k", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
+        ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "-1", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
+        ("SGLANG_MORI_RECV_BOUND", "on", "SGLANG_MORI_RECV_BOUND"),
+        ("SGLANG_MOE_PATCHES_STRICT", "maybe", "SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'maybe'"),
+    ],
+)
+def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(variable, value, message):
+    code = """
+from sglang_moe_patches import plugin
+try:
+    plugin.register()
+except Exception:
+    print("swallowed")
+print("went on")
+"""
+    done = python(code, **{variable: value})
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert message in done.stderr
+
+
+def test_an_engine_without_a_model_runner_is_named(tmp_path):
+    package = tmp_path / "sglang" / "srt" / "model_executor"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "model_runner.py").touch()
+    code = (
+        "from sglang_moe_patches import plugin; plugin.register(); "
+        "import sglang.srt.model_executor.model_runner; print('went on')"
+    )
+    lenient = python(code, PYTHONPATH=str(tmp_path))
+    assert (lenient.returncode, lenient.stdout) == (0, "went on\n")
+    assert "no ModelRunner" in lenient.stderr
+    strict = python(code, PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES_STRICT="1")
+    assert (strict.returncode, strict.stdout) == (1, "")
+    assert "no ModelRunner" in strict.stderr
