@@ -2,14 +2,18 @@
 ENGINE  ?= 0.5.12.post1
 ENGINES ?= 0.5.12.post1 0.5.11
 PYTHON  ?= python3
+BACKEND ?= flashinfer_trtllm_routed
 
 VENV  = .venvs/$(ENGINE)
 UV    = .venvs/tools/bin/uv
 STAMP = $(VENV)/.installed
 BIN   = $(VENV)/bin
 
+# Engine processes import half a gigabyte of Python: let the first one cache what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test demo clean
+.PHONY: help env lint types unit engine-tests test demo soak constraints clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,7 +42,30 @@ types: env ## mypy
 	$(BIN)/mypy
 
 unit: env ## tests that start no engine process
-	$(BIN)/python -m pytest -q test/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test/unit
+
+engine-tests: env ## tests on the real engine, on the CPU
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python -m pytest -q test/engine
+
+test: lint types ## lint, types and all tests, on every release in ENGINES
+	@set -e; for engine in $(ENGINES); do echo "== SGLang $$engine"; \
+	  $(MAKE) --no-print-directory unit engine-tests ENGINE=$$engine; done
+
+demo: env ## serve a tiny model stock and patched and compare them on 20 questions of GSM8K
+	rm -rf demo && mkdir -p demo
+	$(BIN)/sglang-moe-patches make-model demo/model
+	$(BIN)/sglang-moe-patches regress --reference-kernels --model demo/model --data-path data/gsm8k/test.jsonl \
+	  --num-questions 20 --num-shots 1 --max-new-tokens 32 --output demo/report -- \
+	  --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
+
+soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
+	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
+	  $(BIN)/python -m pytest -q -s test/engine/test_servers.py -k concurrent
+
+constraints: env ## write constraints/$ENGINE.txt from what is installed
+	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
+	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > constraints/.new
+	mv constraints/.new constraints/$(ENGINE).txt
 
 clean: ## remove what make built
 	rm -rf .venvs build demo
