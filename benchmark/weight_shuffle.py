@@ -1,0 +1,447 @@
+"""NVFP4 weight preparation for the TRT-LLM MoE kernels: the engine's own function against ours, in one run.
+
+    python benchmark/weight_shuffle.py --json shuffle.json --markdown shuffle.md --plot shuffle.svg   # the whole grid
+    python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp4                                # one row
+    python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp1,tp4 --tune                     # launch settings
+    python benchmark/weight_shuffle.py --check                                                        # no GPU needed
+
+Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
+warm; "of copy bandwidth" is every byte of the layer read once and written once over that time, relative to a plain
+device-to-device copy measured in the same run. "whole step" is the engine's
+align_fp4_moe_weights_for_flashinfer_trtllm, which calls the function and copies its results into the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# A fresh cache, set before Triton reads it: the first call then shows what compilation costs.
+_cold_cache = tempfile.TemporaryDirectory(prefix="triton-cold-")
+os.environ["TRITON_CACHE_DIR"] = _cold_cache.name
+
+import torch  # noqa: E402
+from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
+
+#: name: (routed experts, hidden size, MoE intermediate size)
+MODELS = {
+    "kimi-k2.5": (384, 7168, 2048),
+    "deepseek-v3": (256, 7168, 2048),
+    "qwen3-235b": (128, 4096, 1536),
+}
+#: name: (tensor-parallel ranks of an expert, expert-parallel ranks)
+SHARDS = {"tp1": (1, 1), "tp4": (4, 1), "tp8": (8, 1), "ep8": (1, 8)}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    shard: str
+    experts: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.hidden, self.intermediate, self.experts
+
+    @property
+    def layer_bytes(self) -> int:
+        elements = self.experts * 3 * self.intermediate * self.hidden
+        return elements // 2 + elements // 16
+
+
+def cases(models: list[str], shards: list[str]) -> Iterator[Case]:
+    for model in models:
+        experts, hidden, intermediate = MODELS[model]
+        for shard in shards:
+            tensor_parallel, expert_parallel = SHARDS[shard]
+            yield Case(model, shard, experts // expert_parallel, hidden, intermediate // tensor_parallel)
+
+
+def random_layer(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randint(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    return (
+        randint(case.experts, 2 * case.intermediate, case.hidden // 2),
+        randint(case.experts, case.hidden, case.intermediate // 2),
+        randint(case.experts, 2 * case.intermediate, case.hidden // 16).view(torch.float8_e4m3fn),
+        randint(case.experts, case.hidden, case.intermediate // 16).view(torch.float8_e4m3fn),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The engine
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def interleave_formula(scales: torch.Tensor) -> torch.Tensor:
+    """The vendor's nvfp4_block_scale_interleave on one [M, K] matrix, as a formula: for machines without a GPU."""
+    rows, columns = scales.shape
+    return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
+
+
+class Engine:
+    """The engine's function, and the step of its loader that calls it."""
+
+    def __init__(self, on_cpu: bool):
+        import flashinfer
+
+        if on_cpu:
+            flashinfer.nvfp4_block_scale_interleave = interleave_formula
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import sglang
+            from sglang.srt.layers.quantization import utils  # first: the engine's imports are circular
+
+            runner = importlib.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+
+        self.version = sglang.__version__
+        self.prepare = inspect.unwrap(utils.prepare_static_weights_for_trtllm_fp4_moe)
+        self._utils = utils
+        self._align = runner.align_fp4_moe_weights_for_flashinfer_trtllm
+
+    def whole_step(self, layer: torch.nn.Module, prepare: Callable[..., Any]) -> None:
+        """Prepare the layer as the loader does, with `prepare` as the function that it calls."""
+        before = self._utils.prepare_static_weights_for_trtllm_fp4_moe
+        self._utils.prepare_static_weights_for_trtllm_fp4_moe = prepare
+        try:
+            self._align(layer)
+        finally:
+            self._utils.prepare_static_weights_for_trtllm_fp4_moe = before
+
+
+def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
+    """What the engine's step reads and writes of a FusedMoE layer, on these very tensors."""
+    layer = torch.nn.Module()
+    names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+    for name, tensor in zip(names, tensors, strict=True):
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    layer.moe_runner_config = types.SimpleNamespace(is_gated=True)
+    layer.w2_input_scale_quant = torch.nn.Parameter(torch.ones((), device=tensors[0].device), requires_grad=False)
+    experts = tensors[0].shape[0]
+    layer.g1_alphas = torch.nn.Parameter(torch.ones(experts, device=tensors[0].device), requires_grad=False)
+    return layer
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Measuring
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def median_ms(run: Callable[[], Any], repeats: int, warm_up: int = 2) -> float:
+    """Median time of one call on the GPU, the calls queued one after another."""
+    for _ in range(warm_up):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def median_wall_ms(run: Callable[[], Any], repeats: int) -> float:
+    """Median time of one call as its caller sees it: nothing queued before, everything finished after."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def memory_of(run: Callable[[], Any]) -> tuple[int, int]:
+    """Peak bytes beyond what was allocated before, and the number of allocations, of one call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    count = torch.cuda.memory_stats()["allocation.all.allocated"]
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_stats()["allocation.all.allocated"] - count
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
+    source = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 20) / 1e3)
+
+
+def same_bytes(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        # One expert at a time: a comparison of everything at once needs as much memory again.
+        and all(torch.equal(x, y) for x, y in zip(a.view(torch.uint8), b.view(torch.uint8), strict=True))
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+def check(case: Case, engine: Engine, device: str) -> None:
+    layer = random_layer(case, device, seed=1)
+    expected = engine.prepare(*(t.clone() for t in layer), *case.sizes)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
+    if not same_bytes(got, expected):
+        sys.exit(f"{case.model} {case.shard}: our result differs from the engine's")
+    # The comparison has to be able to fail: two swapped rows of the last expert.
+    got[0][-1, [0, 1]] = got[0][-1, [1, 0]]
+    if same_bytes(got, expected):
+        sys.exit(f"{case.model} {case.shard}: the comparison does not see two swapped rows")
+
+
+def measure(case: Case, engine: Engine, bandwidth: float, repeats: int) -> dict[str, Any]:
+    """Times, memory and allocations of both on one case. The compilation of our kernels comes first, timed."""
+    layer = random_layer(case, "cuda")
+    shuffle.shuffle_plan(case.hidden, case.intermediate, True)
+
+    def ours() -> Any:
+        return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
+
+    def engines() -> Any:
+        return engine.prepare(*layer, *case.sizes)
+
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    ours()
+    torch.cuda.synchronize()
+    first_call = time.perf_counter() - started
+
+    check(case, engine, "cuda")
+    torch.cuda.empty_cache()
+
+    row: dict[str, Any] = {**asdict(case), "layer_bytes": case.layer_bytes, "first_call_s": first_call}
+    module = moe_layer(layer)
+    steps = {
+        "ours": (ours, lambda: engine.whole_step(module, shuffle.prepare_static_weights_for_trtllm_fp4_moe), repeats),
+        "engine": (engines, lambda: engine.whole_step(module, engine.prepare), max(3, repeats // 5)),
+    }
+    for name, (function, whole, times) in steps.items():
+        ms = median_ms(function, times)
+        peak, allocations = memory_of(function)
+        whole_peak, whole_allocations = memory_of(whole)
+        row[name] = {
+            "ms": ms,
+            "wall_ms": median_wall_ms(function, times),
+            "of_copy_bandwidth": 2 * case.layer_bytes / (ms / 1e3) / bandwidth,
+            "peak_bytes": peak,
+            "allocations": allocations,
+            "whole_ms": median_ms(whole, times),
+            "whole_peak_bytes": whole_peak,
+            "whole_allocations": whole_allocations,
+        }
+        torch.cuda.empty_cache()
+    row["speedup"] = row["engine"]["ms"] / row["ours"]["ms"]
+    return row
+
+
+def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
+    """Bytes that the memory pool holds and nobody uses after a model of `layers` layers was loaded and prepared."""
+    free = torch.cuda.mem_get_info()[0]
+    experts = max(1, min(case.experts, int(case.experts * 0.25 * free / (layers * case.layer_bytes))))
+    small = Case(case.model, case.shard, experts, case.hidden, case.intermediate)
+    result: dict[str, Any] = {"layers": layers, "experts": experts, "layer_bytes": small.layer_bytes}
+    for name, prepare in (
+        ("engine", engine.prepare),
+        ("ours", shuffle.prepare_static_weights_for_trtllm_fp4_moe),
+    ):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        # As a loader does: the parameters of all layers first, then one layer after another is prepared.
+        model = [moe_layer(random_layer(small, "cuda")) for _ in range(layers)]
+        for layer in model:
+            engine.whole_step(layer, prepare)
+        torch.cuda.synchronize()
+        result[name] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
+        del model, layer
+    torch.cuda.empty_cache()
+    return result
+
+
+def tune(case: Case, bandwidth: float, repeats: int) -> None:
+    """Try launch parameters of the row kernel on each tensor of a layer, and show which one is used."""
+    plan = shuffle.shuffle_plan(case.hidden, case.intermediate, True).permutations
+    w13, w2, s13, s2 = random_layer(case, "cuda")
+    for name, tensor, permutation in (("w13", w13, plan[0]), ("w13 scales", s13, plan[1]), ("w2", w2, plan[2])):
+        matrices = tensor.view(torch.uint8)
+        index = permutation.kernel_index.to("cuda", torch.int32)
+        used = shuffle.row_kernel_config(matrices.shape[1], matrices.shape[2], permutation.tile is not None)
+        print(f"{case.model} {case.shard} {name}: {list(matrices.shape)}, {matrices.nbytes / 1e6:.0f} MB")
+        tile_rows = used.tile_rows if used else matrices.shape[1]
+        for strip in (16, 32, 64, 128, 256, 512):
+            block = shuffle._next_power_of_2(tile_rows) * strip
+            if not 4096 <= block <= shuffle.MAX_PROGRAM_BYTES or strip > shuffle._next_power_of_2(matrices.shape[2]):
+                continue
+            for warps in (4, 8, 16, 32):
+                if not 64 <= block // (warps * 32) <= 256:
+                    continue
+                config = shuffle.RowKernelConfig(tile_rows, strip, warps)
+
+                def run(config: shuffle.RowKernelConfig = config) -> None:
+                    shuffle.permute_rows_triton(matrices, index, config)  # noqa: B023
+
+                ms = median_ms(run, repeats)
+                part = 2 * matrices.nbytes / (ms / 1e3) / bandwidth
+                mark = "  <- used" if config == used else ""
+                print(f"  strip {strip:3d} B, {warps:2d} warps: {ms:.3f} ms, {part:.0%} of copy bandwidth{mark}")
+    for name, tensor, tile in (("w13 scales", s13, None), ("w2 scales", s2, plan[3].tile)):
+        scales = tensor.view(torch.uint8)
+        index = None if tile is None else tile.to("cuda", torch.int32)
+        used_warps = shuffle.interleave_warps(scales.shape[2])
+        for warps in (1, 2, 4, 8, 16, 32):
+            ms = median_ms(lambda: shuffle.interleave_tiles_triton(scales, index, warps), repeats)  # noqa: B023
+            part = 2 * scales.nbytes / (ms / 1e3) / bandwidth
+            mark = "  <- used" if warps == used_warps else ""
+            print(f"{case.model} {case.shard} {name}, interleave, {warps:2d} warps: {ms:.3f} ms, {part:.0%}{mark}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Showing
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['device']}, SGLang {report['engine']}, PyTorch {report['torch']}, Triton {report['triton']}; "
+        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s (read and written).",
+        "",
+        "| model | shard | layer | engine | ours | ratio | of copy bandwidth | engine, peak beyond the weights | ours "
+        "| allocations, engine | ours | whole step, engine | ours | whole step peak, ours |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for row in report["cases"]:
+        theirs, mine = row["engine"], row["ours"]
+        lines.append(
+            f"| {row['model']} | {row['shard']} | {row['layer_bytes'] / 1e9:.2f} GB "
+            f"| {theirs['ms']:.1f} ms | {mine['ms']:.2f} ms | {row['speedup']:.1f}x | {mine['of_copy_bandwidth']:.0%} "
+            f"| {theirs['peak_bytes'] / 1e9:.2f} GB | {mine['peak_bytes'] / 1e6:.2f} MB "
+            f"| {theirs['allocations']} | {mine['allocations']} "
+            f"| {theirs['whole_ms']:.1f} ms | {mine['whole_ms']:.2f} ms | {mine['whole_peak_bytes'] / 1e6:.2f} MB |"
+        )
+    pool = report["fragmentation"]
+    if pool is not None:
+        lines += [
+            "",
+            f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB ({pool['experts']} "
+            f"experts each), reserved minus allocated: engine {pool['engine'] / 1e6:.0f} MB, "
+            f"ours {pool['ours'] / 1e6:.0f} MB.",
+        ]
+    lines += ["", f"First call in a process with an empty Triton cache: {report['first_call_s']:.2f} s."]
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report["cases"]
+    labels = [f"{row['model']} {row['shard']}" for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
+    positions = range(len(rows))
+    for offset, name, color in ((-0.2, "engine", "#9aa5b1"), (0.2, "ours", "#2b6cb0")):
+        at = [p + offset for p in positions]
+        left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=name, color=color)
+        right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=name, color=color)
+    floor = [2 * row["layer_bytes"] / report["copy_bandwidth"] * 1e3 for row in rows]
+    left.plot(floor, positions, "k|", markersize=16, label="every byte read and written once")
+    left.set_yticks(list(positions), labels)
+    left.invert_yaxis()
+    left.set(xscale="log", xlabel="one layer, ms")
+    right.set(xscale="log", xlabel="peak beyond the weights, MB")
+    figure.suptitle(f"NVFP4 weight preparation, {report['device']}, SGLang {report['engine']}")
+    figure.tight_layout(rect=(0, 0.9 / figure.get_figheight() / 2, 1, 1))
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; default: all")
+    parser.add_argument("--shards", default=",".join(SHARDS), help="comma-separated; default: all")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
+    parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
+    parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")
+    parser.add_argument("--tune", action="store_true", help="only try launch parameters")
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--markdown", type=Path, help="write the table here as well as to the terminal")
+    parser.add_argument("--plot", type=Path, help="write the figure here (needs matplotlib)")
+    options = parser.parse_args()
+    models, shards = options.models.split(","), options.shards.split(",")
+    if unknown := [n for n in models if n not in MODELS] + [n for n in shards if n not in SHARDS]:
+        parser.error(f"unknown: {', '.join(unknown)}; models: {', '.join(MODELS)}; shards: {', '.join(SHARDS)}")
+
+    has_gpu = torch.cuda.is_available()
+    if options.check:
+        engine = Engine(on_cpu=not has_gpu)
+        for case in cases(models, shards):
+            # Two experts have every row movement; the number of experts only repeats it.
+            small = case if has_gpu else Case(case.model, case.shard, 2, case.hidden, case.intermediate)
+            check(small, engine, "cuda" if has_gpu else "cpu")
+            print(f"{case.model} {case.shard}: {small.experts} experts, same bytes as SGLang {engine.version}")
+        return
+    if not has_gpu:
+        parser.error("no CUDA device; --check compares the results without one")
+    bandwidth = copy_bandwidth()
+    if options.tune:
+        print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+        for case in cases(models, shards):
+            tune(case, bandwidth, options.repeats)
+        return
+
+    engine = Engine(on_cpu=False)
+    rows = []
+    for case in cases(models, shards):
+        rows.append(measure(case, engine, bandwidth, options.repeats))
+        print(
+            f"{case.model} {case.shard}: engine {rows[-1]['engine']['ms']:.2f} ms, ours {rows[-1]['ours']['ms']:.3f} ms"
+        )
+    pool_case = Case("kimi-k2.5", "tp4", 384, 7168, 512)
+    import triton
+
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "engine": engine.version,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(["python", *sys.argv]),
+        "copy_bandwidth": bandwidth,
+        "first_call_s": rows[0]["first_call_s"],
+        "cases": rows,
+        "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
+    }
+    text = markdown(report)
+    print("\n" + text)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(text)
+    if options.plot:
+        plot(report, options.plot)
+
+
+if __name__ == "__main__":
+    main()
