@@ -255,20 +255,24 @@ def regress(
         regression.check(evaluation, model, arguments, port)
         with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-logs-") as folder:
             logs = Path(folder)
-            if model is None:
-                runs = regression.evaluate_urls({k: v for k, v in urls.items() if v}, child, evaluation)
-            else:
-                runs = regression.evaluate_servers(
-                    model,
-                    arguments,
-                    child,
-                    evaluation,
-                    engine=engine.version() or "unknown",
-                    timeout=startup_timeout,
-                    port=port,
-                    console=console,
-                    logs=logs,
-                )
+            try:
+                if model is None:
+                    runs = regression.evaluate_urls({k: v for k, v in urls.items() if v}, child, evaluation)
+                else:
+                    runs = regression.evaluate_servers(
+                        model,
+                        arguments,
+                        child,
+                        evaluation,
+                        engine=engine.version() or "unknown",
+                        timeout=startup_timeout,
+                        port=port,
+                        console=console,
+                        logs=logs,
+                    )
+            except (regression.CannotRun, regression.PatchedFailed):
+                regression.keep_logs(logs, output)
+                raise
             comparison = regression.finish(runs, require_identical=identical, alpha=alpha, output=output, logs=logs)
     except regression.CannotRun as error:
         fail(str(error))

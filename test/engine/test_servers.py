@@ -249,7 +249,7 @@ def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_pa
     assert "the stock server ended with exit code" in done.stderr
     assert "invalid choice: 'no_such_backend'" in done.stderr
     assert processes_with(marker) == []
-    assert not output.exists()
+    assert [path.name for path in output.iterdir()] == ["stock.log"]  # the whole log, and no report
 
 
 def test_strict_ends_the_start_up_when_a_seam_has_changed(checkpoint, tmp_path):

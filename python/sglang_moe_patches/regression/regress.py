@@ -156,9 +156,16 @@ def finish(runs: list[Run], *, require_identical: bool, alpha: float, output: Pa
 
     comparison = compare(runs[0], runs[1], require_identical=require_identical, alpha=alpha)
     report.write(comparison, output)
-    for log in sorted(logs.glob("*.log")) if logs else []:
-        shutil.copyfile(log, output / log.name)
+    if logs:
+        keep_logs(logs, output)
     return comparison
+
+
+def keep_logs(logs: Path, output: Path) -> None:
+    """Copy the servers' logs beside the report, or where it would have been."""
+    for log in sorted(logs.glob("*.log")):
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, output / log.name)
 
 
 def _evaluate(url: str, environment: dict[str, str], evaluation: Evaluation, work: Path) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Server:
 
     def log_tail(self) -> str:
         tail = "\n".join(self.log_text().splitlines()[-TAIL_LINES:])
-        return f"The end of its log ({self.log}):\n{tail}"
+        return f"The end of {self.log.name}:\n{tail}"
 
     def last_line(self) -> str:
         lines = [line for line in self.log_text()[-4096:].splitlines() if line.strip()]
