@@ -1,7 +1,7 @@
 """What this package costs the launching process: time, memory, and modules imported, stock engine against patched.
 
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
-server arguments, with our plugin and (``SGLANG_PLUGINS`` naming another one) without it, in turn.
+server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) without it, in turn.
 
     python benchmark/launcher_cost.py [--runs 7] [--markdown FILE]
 
@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 LAUNCHER = """
@@ -28,14 +29,14 @@ loading = time.perf_counter()
 from sglang.srt.plugins import load_plugins
 load_plugins()
 loaded = time.perf_counter()
-ours = sorted(name for name in set(sys.modules) - before if not name.startswith("sglang.srt.plugins"))
+imported = sorted(set(sys.modules) - before)
 from sglang.srt.entrypoints.http_server import launch_server  # what the launcher imports next, with or without us
 print(json.dumps({
     "load_plugins_ms": (loaded - loading) * 1e3,
     "total_s": time.perf_counter() - started,
     "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     "modules": len(sys.modules),
-    "imported_by_us": ours,
+    "imported_by_plugins": imported,
     "models": sorted(name for name in sys.modules if name.startswith("sglang.srt.models.deepseek")),
 }))
 """
@@ -44,7 +45,8 @@ print(json.dumps({
 def measure(with_us: bool) -> dict:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
     if not with_us:
-        environment["SGLANG_PLUGINS"] = "none_of_them"
+        others = [e.name for e in metadata.entry_points(group="sglang.srt.plugins") if e.name != "moe_patches"]
+        environment["SGLANG_PLUGINS"] = ",".join(others) or "none_of_them"
     done = subprocess.run([sys.executable, "-c", LAUNCHER], env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -69,12 +71,12 @@ def main() -> None:
     ):
         without, with_us = (statistics.median(r[name] for r in results[key]) for key in (False, True))
         lines.append(f"| {label} | {without:.{digits}f} | {with_us:.{digits}f} | {with_us - without:+.{digits}f} |")
-    last = results[True][-1]
+    last, stock = results[True][-1], results[False][-1]
+    ours = sorted({name.split(".")[0] for name in set(last["imported_by_plugins"]) - set(stock["imported_by_plugins"])})
     lines += [
         "",
         f"Model code imported in the launcher: {', '.join(last['models']) or 'none'} with this package, "
-        f"{', '.join(results[False][-1]['models']) or 'none'} without. Modules that loading our plugin imports: "
-        f"{', '.join(last['imported_by_us'])}.",
+        f"{', '.join(stock['models']) or 'none'} without. Packages that loading our plugin imports: {', '.join(ours)}.",
     ]
     text = "\n".join(lines)
     print(text)
