@@ -143,27 +143,8 @@ def _patch_shuffle(utils: Any, patcher: Patcher) -> None:
     engine_function = getattr(utils, _FUNCTION)
 
     @functools.wraps(engine_function)
-    def prepare_static_weights_for_trtllm_fp4_moe(
-        gemm1_weights: Any,
-        gemm2_weights: Any,
-        gemm1_scales_linear_fp4_bytes: Any,
-        gemm2_scales_linear_fp4_bytes: Any,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        is_gated: bool = True,
-    ) -> nvfp4_shuffle.Shuffled:
-        return nvfp4_shuffle.prepare_static_weights_for_trtllm_fp4_moe(
-            gemm1_weights,
-            gemm2_weights,
-            gemm1_scales_linear_fp4_bytes,
-            gemm2_scales_linear_fp4_bytes,
-            hidden_size,
-            intermediate_size,
-            num_experts,
-            is_gated,
-            engine_function=engine_function,
-        )
+    def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> nvfp4_shuffle.Shuffled:
+        return nvfp4_shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, engine_function=engine_function, **kwargs)
 
     patcher.replace(utils, _FUNCTION, prepare_static_weights_for_trtllm_fp4_moe)
     # Importing `utils` runs the quantization package, which imports the function by name before we get here.
