@@ -70,6 +70,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "workspace_mb": arguments.workspace_mb,
         "server_arguments": setup.command(),
         "machine": machine(),
+        "gpu_bytes": gpu_bytes(),
         "engine": states["stock"]["version"],
         "states": states,
         "prompts": PROMPTS,
@@ -87,13 +88,19 @@ def machine() -> str:
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
 
 
+def gpu_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+
 # --- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def busiest(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The blocks alive when that routed kernel started which found most of them."""
-    moments: list[list[dict[str, Any]]] = figures["history"]["alive"]
-    return max(moments, key=lambda blocks: sum(block["bytes"] for block in blocks))
+def busiest(figures: dict[str, Any]) -> dict[str, Any]:
+    """What is alive when that routed kernel starts which finds most; of equals the last."""
+    moments: list[dict[str, Any]] = figures["history"]["alive"]
+    return max(reversed(moments), key=lambda moment: moment["bytes"])
 
 
 def by_code(blocks: list[dict[str, Any]], least: float = 0.05 * MB) -> list[tuple[float, int, str]]:
@@ -103,12 +110,12 @@ def by_code(blocks: list[dict[str, Any]], least: float = 0.05 * MB) -> list[tupl
         model_line = next((c for c in block["code"] if c.startswith("deepseek_v2.py")), "")
         code = block["code"][0] if block["code"] else "outside the engine"
         if model_line and model_line != code:
-            code += f" (from {model_line.split(':', 2)[0]}:{model_line.split(':', 2)[1]})"
+            code += f" <- {model_line}"
         sums[code][0] += block["bytes"]
         sums[code][1] += 1
     rows = [(size, int(count), code) for code, (size, count) in sums.items()]
-    small = [row for row in rows if row[0] < least]
-    rows = sorted((row for row in rows if row[0] >= least), reverse=True)
+    small = [row for row in rows if 0 <= row[0] < least]
+    rows = sorted((row for row in rows if row not in small), reverse=True)
     if small:
         rows.append((sum(row[0] for row in small), sum(row[1] for row in small), "smaller ones"))
     return rows
@@ -138,14 +145,17 @@ def tables(result: dict[str, Any]) -> str:
         a, b = stock[key], patched[key]
         difference = "-" if a is None or b is None else f"{(b - a) / MB:+,.1f}"
         lines.append(f"| {title} | {in_mb(a)} | {in_mb(b)} | {difference} |")
+    lines += ["", gained(result)] if stock["peak_forward_bytes"] else []
     for name, figures in (("stock", stock), ("patched", patched)):
         if "history" not in figures:
             continue
-        for title, blocks in (
+        for title, moment in (
             ("alive when the routed kernel starts", busiest(figures)),
             ("alive at the peak", figures["history"]["at_peak"]),
         ):
-            total = sum(block["bytes"] for block in blocks)
+            total, blocks = moment["bytes"], moment["blocks"]
+            if released := sum(block["bytes"] for block in blocks) - total:
+                blocks = [*blocks, {"bytes": -released, "code": ["released: memory from before the forward"]}]
             lines += [
                 "",
                 f"{name}, {title}: {in_mb(total)} MB",
@@ -155,6 +165,23 @@ def tables(result: dict[str, Any]) -> str:
             ]
             lines += [f"| {in_mb(size)} | {count} | `{code}` |" for size, count, code in by_code(blocks)]
     return "\n".join(lines) + "\n"
+
+
+def gained(result: dict[str, Any]) -> str:
+    """What the lower peak buys, by the engine's own account of its KV cache."""
+    stock, patched = (result["figures"][name]["peak_forward_bytes"] for name in serving.SERVERS)
+    shape, state = result["shape"], result["states"]["patched"]
+    served = shape["dense_layers"] + shape["moe_layers"]
+    # The engine counts in GiB with two decimals: enough for a cache of some GB.
+    cell = state["kvcache"] * 2**30 / state["token_capacity"] / served
+    tokens = (stock - patched) / (cell * shape["layers"])
+    fraction = (stock - patched) / result["gpu_bytes"]
+    return (
+        f"The peak is lower by {in_mb(stock - patched)} MB. At the same memory budget that is {tokens:,.0f} more "
+        f"tokens of KV cache for all {shape['layers']} layers ({cell:,.0f} bytes a token and layer, from "
+        f"{state['kvcache']} GiB for {state['token_capacity']:,} tokens in {served} layers), or --mem-fraction-static "
+        f"higher by {fraction:.4f} on this GPU of {result['gpu_bytes'] / 2**30:.0f} GiB."
+    )
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -36,7 +36,10 @@ SERVERS = ("stock", "patched")
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the activations' sizes: a model's own figures, but for the number of layers and the vocabulary."""
+    """What decides the activations' sizes: a model's own figures, but for the vocabulary and the layers served.
+
+    ``layers``: of the whole model; ``dense_layers`` and ``moe_layers`` are served.
+    """
 
     hidden: int = 7168
     heads: int = 64
@@ -48,6 +51,7 @@ class Shape:
     q_lora_rank: int = 1536
     dense_layers: int = 1
     moe_layers: int = 3
+    layers: int = 61
 
 
 SHAPES = {
@@ -236,7 +240,7 @@ class Setup:
             # Neither of them touches what is measured; both can use NVLink multicast.
             given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
-            given += ["--max-total-tokens", str(self.tokens + 4096), "--mem-fraction-static", "0.5"]
+            given += ["--max-total-tokens", str(self.tokens + 4096), "--mem-fraction-static", "0.95"]
         return environment.server_arguments(given)
 
     def environment(self, name: str) -> dict[str, str]:
@@ -294,8 +298,8 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
 
-def generate(server: Server, ids: list[int], new_tokens: int) -> dict[str, Any]:
-    """One greedy answer: its tokens, their log-probabilities, and the engine's own latency in seconds."""
+def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:
+    """One greedy answer: its tokens, their log-probabilities if asked for, and the engine's own latency in seconds."""
     import httpx
 
     server.check()
@@ -304,17 +308,16 @@ def generate(server: Server, ids: list[int], new_tokens: int) -> dict[str, Any]:
         json={
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-            "return_logprob": True,
+            "return_logprob": logprobs,
         },
         timeout=300,
     )
     response.raise_for_status()
-    meta = response.json()["meta_info"]
-    logprobs = meta["output_token_logprobs"]
+    answer = response.json()
     return {
-        "tokens": [token for _, token, _ in logprobs],
-        "logprobs": [logprob for logprob, _, _ in logprobs],
-        "latency_s": meta["e2e_latency"],
+        "tokens": answer["output_ids"],
+        "logprobs": [logprob for logprob, _, _ in answer["meta_info"].get("output_token_logprobs", [])],
+        "latency_s": answer["meta_info"]["e2e_latency"],
     }
 
 

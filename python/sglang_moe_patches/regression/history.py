@@ -18,23 +18,24 @@ _MOST_EVENTS = 1_000_000
 
 def replay(
     events: Sequence[Mapping[str, Any]], marks: Sequence[int]
-) -> tuple[list[tuple[float, int]], list[list[dict[str, Any]]]]:
+) -> tuple[list[tuple[float, int]], list[dict[str, Any]]]:
     """Follow a record of allocations and releases.
 
     :param events: of the allocator: ``action``, ``addr``, ``size`` in bytes, ``time_us``, ``frames``.
     :param marks: moments, each the number of events before it.
     :returns: the line of (milliseconds since the first event, bytes in use beyond those at the start), and, for each
-        mark and then for the moment of the peak, the blocks alive that were allocated since the start, largest first:
-        ``bytes``, ``code`` (see :func:`describe`), and ``after_mark``, how many marks came before its allocation.
+        mark and then for the moment of the peak, ``bytes`` in use and the ``blocks`` alive that were allocated since
+        the start, largest first: ``bytes``, ``code`` (see :func:`describe`), and ``after_mark``, how many marks came
+        before the allocation. ``bytes`` is less than the sum of the blocks when memory from before was released.
     """
     line: list[tuple[float, int]] = []
     alive: dict[int, dict[str, Any]] = {}
-    moments: list[list[dict[str, Any]]] = []
-    at_peak: list[dict[str, Any]] = []
-    in_use = peak = 0
+    moments: list[tuple[int, list[dict[str, Any]]]] = []
+    peak: tuple[int, list[dict[str, Any]]] = 0, []
+    in_use = 0
     for index, event in enumerate([*events, None]):
         while len(moments) < len(marks) and marks[len(moments)] <= index:
-            moments.append(list(alive.values()))
+            moments.append((in_use, list(alive.values())))
         if event is None:
             break
         size = -(-event["size"] // _GRANULE) * _GRANULE
@@ -47,9 +48,9 @@ def replay(
         else:
             continue
         line.append(((event["time_us"] - events[0]["time_us"]) / 1000, in_use))
-        if in_use > peak:
-            peak, at_peak = in_use, list(alive.values())
-    return line, [_described(blocks) for blocks in [*moments, at_peak]]
+        if in_use > peak[0]:
+            peak = in_use, list(alive.values())
+    return line, [{"bytes": size, "blocks": _described(blocks)} for size, blocks in [*moments, peak]]
 
 
 def _described(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,7 +65,7 @@ def describe(frames: Iterable[Mapping[str, Any]]) -> list[str]:
     found = []
     for frame in frames:
         path = frame["filename"]
-        if "/sglang/" not in path or "/sglang/srt/model_executor/" in path:
+        if "/sglang/srt/" not in path or any(folder in path for folder in ("/srt/model_executor/", "/srt/plugins/")):
             continue
         source = linecache.getline(path, frame["line"]).strip()
         found.append(f"{Path(path).name}:{frame['line']} {frame['name']}: {source}")
