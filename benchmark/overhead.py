@@ -3,11 +3,11 @@
     python benchmark/overhead.py servers --json o.json --markdown o.md      # needs a GPU
     sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host       # any machine
 
-`servers` runs stock and patched servers of real widths side by side on one GPU, eager and with CUDA graphs (piecewise
-ones for prefill too), and asks them in turn, one request at a time, so that a pair meets the same conditions. First
-every answer must be equal, stock against patched, token for token and log-probability for log-probability, in both
-modes; else there is no result. The routed kernel is the reference kernel, the same in all: what is compared is the
-engine around it.
+`servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
+(piecewise ones for prefill too), and asks them in turn, one request at a time, so that both meet the same conditions.
+First every answer must be equal, stock against patched, token for token and log-probability for log-probability, in
+both modes; else there is no result. The routed kernel is the reference kernel, the same in all: what is compared is the
+engine around it. A second stock server shows how much two processes differ that run the same.
 
 `host` times what the output buffer adds to one MoE layer in eager mode: the engine's own runner function with the
 arguments of a real decode step, in a decoder layer and an attention that do nothing else, stock and patched in turn.
@@ -41,12 +41,15 @@ MODES = {"eager": EAGER, "captured": CAPTURED}
 # --- Servers ---------------------------------------------------------------------------------------------------------
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Of paired runs: the median of stock over patched (more is faster), and how the pairs spread."""
-    pairs = sorted(s / p for s, p in zip(seconds["stock"], seconds["patched"], strict=True))
+CONTROL = "stock-again"
+
+
+def ratio(stock: list[float], other: list[float]) -> dict[str, float]:
+    """Of paired runs: the median of stock over the other (more is faster), and how the pairs spread."""
+    pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
     return {
-        "stock_s": statistics.median(seconds["stock"]),
-        "patched_s": statistics.median(seconds["patched"]),
+        "stock_s": statistics.median(stock),
+        "other_s": statistics.median(other),
         "ratio": statistics.median(pairs),
         "lowest": pairs[0],
         "highest": pairs[-1],
@@ -54,26 +57,28 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def in_turn(servers: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, float]:
-    """Seconds for each new token, both servers asked in turn, the first one first in every other round."""
-    seconds: dict[str, list[float]] = {name: [] for name in serving.SERVERS}
+def in_turn(servers: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds for each new token: the servers asked in turn, every other round the other way round."""
+    seconds: dict[str, list[float]] = {name: [] for name in servers}
     for index in range(rounds + 1):
-        for name in serving.SERVERS[:: 1 if index % 2 else -1]:
+        for name in list(servers)[:: 1 if index % 2 else -1]:
             latency = serving.generate(servers[name], prompt, new_tokens, logprobs=False)["latency_s"]
-            if index:  # the first round warms both
+            if index:  # the first round warms them
                 seconds[name].append(latency / new_tokens)
-    return ratios(seconds)
+    return {name: ratio(seconds["stock"], seconds[name]) for name in servers if name != "stock"}
 
 
 def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     shape = serving.with_layers(serving.SHAPES[arguments.model], None, arguments.moe_layers)
     setups = {}
     for mode, flags in MODES.items():
-        setup = serving.Setup(shape, work, tokens=arguments.tokens, arguments=flags, observe=False)
-        for name in serving.SERVERS:
+        setup = serving.Setup(shape, work, arguments.tp, arguments.tokens, flags, observe=False)
+        for name in (*serving.SERVERS, CONTROL):
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
-    result: dict[str, Any] = {"model": arguments.model, "machine": machine(), "tokens": arguments.tokens}
+    result: dict[str, Any] = {name: vars(arguments)[name] for name in ("model", "tp", "tokens")} | {
+        "machine": machine()
+    }
     with serving.servers(setups, at_once=True) as running:
         result["engine"] = serving.state(running["stock-eager"])["version"]
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
@@ -100,7 +105,7 @@ def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]
         if result["differing"]:
             return result
         for mode in MODES:
-            servers = {name: running[f"{name}-{mode}"] for name in serving.SERVERS}
+            servers = {name: running[f"{name}-{mode}"] for name in (*serving.SERVERS, CONTROL)}
 
             result[f"decode-{mode}"] = in_turn(servers, serving.prompt(8, 1), arguments.steps, arguments.rounds)
             result[f"prefill-{mode}"] = in_turn(servers, serving.prompt(arguments.tokens, 1), 1, arguments.rounds)
@@ -116,21 +121,21 @@ def replayed(log: str) -> dict[str, bool]:
 
 def server_tables(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['machine']}, SGLang {result['engine']}, {result['model']} widths, TP=1. Answers equal: "
+        f"{result['machine']}, SGLang {result['engine']}, {result['model']} widths, TP={result['tp']}. Answers equal: "
         f"{result['questions'] - len(result['differing'])} of {result['questions']} (eager and with CUDA "
         f"graphs, piecewise ones too); stock captured against stock eager: {result['captured_as_eager']} of "
         f"{result['questions'] // 2}.",
         "",
-        "| one request at a time | stock | patched | patched over stock (speed), median of pairs | pairs from .. to |",
-        "| --- | --: | --: | --: | --: |",
+        "| one request at a time | stock | | | stock over it: speed, median of pairs | pairs from .. to |",
+        "| --- | --: | --- | --: | --: | --: |",
     ]
     for what, unit in (("decode", "ms a step"), ("prefill", f"ms for {result['tokens']:,} tokens")):
         for mode in MODES:
-            r = result[f"{what}-{mode}"]
-            lines.append(
-                f"| {what}, {mode}, {unit} | {r['stock_s'] * 1e3:.3f} | {r['patched_s'] * 1e3:.3f} | {r['ratio']:.4f} "
-                f"| {r['lowest']:.3f} .. {r['highest']:.3f} ({r['pairs']}) |"
-            )
+            for name, r in result[f"{what}-{mode}"].items():
+                lines.append(
+                    f"| {what}, {mode}, {unit} | {r['stock_s'] * 1e3:.3f} | {name} | {r['other_s'] * 1e3:.3f} "
+                    f"| {r['ratio']:.4f} | {r['lowest']:.3f} .. {r['highest']:.3f} ({r['pairs']}) |"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -226,6 +231,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["servers", "host"])
     parser.add_argument("--model", choices=serving.SHAPES, default="kimi-k2.5", help="whose layer shapes (servers)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
     parser.add_argument("--moe-layers", type=int, default=1, help="four servers share a GPU (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")

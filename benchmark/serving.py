@@ -174,6 +174,7 @@ def register() -> None:
     @functools.wraps(start)
     def with_variables_kept(*args: Any, **kwargs: Any) -> Any:
         os.environ.update(kept)
+        print(f"benchmark: as on this machine: {kept}", flush=True)
         return start(*args, **kwargs)
 
     torch.distributed.init_process_group = with_variables_kept
