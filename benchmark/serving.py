@@ -241,7 +241,9 @@ class Setup:
             # Neither of them touches what is measured; both can use NVLink multicast.
             given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
-            given += ["--max-total-tokens", str(self.tokens + 4096), "--mem-fraction-static", "0.95"]
+            # Some GB of KV cache on a GPU: the engine gives its size in hundredths of a GiB.
+            capacity = 1_000_000 if environment.has_gpu() else self.tokens + 4096
+            given += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
         return environment.server_arguments(given)
 
     def environment(self, name: str) -> dict[str, str]:
@@ -252,6 +254,9 @@ class Setup:
             **dict(self.variables),
             VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
             "PYTHONPATH": ":".join(paths),
+            # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            "TMPDIR": str(self.temporary(name)),
         }
         if self.workspace_mb:
             own[WORKSPACE_VARIABLE] = str(self.workspace_mb)
@@ -264,6 +269,9 @@ class Setup:
     def observed(self, name: str) -> Path:
         return self.work / f"observed-{name}"
 
+    def temporary(self, name: str) -> Path:
+        return self.work / f"tmp-{name}"
+
     def prepare(self) -> None:
         write_model(self.work / "model", self.shape)
         plugin(self.work / "plugin")
@@ -271,6 +279,7 @@ class Setup:
     def server(self, name: str) -> Server:
         """``name`` starts with ``stock`` or ``patched``."""
         self.observed(name).mkdir()
+        self.temporary(name).mkdir()
 
         def progress(seconds: float, line: str) -> None:
             if round(seconds * 2) % 20 == 0:
