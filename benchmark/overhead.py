@@ -91,7 +91,7 @@ def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]
                 serving.generate(server, serving.prompt(length, 0), 24, logprobs=logprobs)
                 for length, logprobs in questions
             ]
-        for mode in MODES:
+        for mode in modes:
             for question, stock, patched in zip(
                 questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
             ):
@@ -151,7 +151,7 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     model_folder = work / "model"
     make_model(model_folder, ModelSpec(layers=2, dense_layers=1))
-    gpu = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.9}
+    gpu = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.9, "disable_piecewise_cuda_graph": True}
     engine = InProcess(model_folder, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
