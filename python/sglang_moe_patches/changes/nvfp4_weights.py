@@ -41,7 +41,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Change, Outcome, Patcher, Status, trtllm_backend_needed
+from sglang_moe_patches.patch import TRTLLM_RUNNERS, Change, Outcome, Patcher, Status, runner_needed
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -197,5 +197,5 @@ CHANGE = Change(
     summary="NVFP4 expert weights are shuffled in place, without a second copy of the layer",
     probe=_probe,
     install=_install,
-    needed=trtllm_backend_needed,
+    needed=runner_needed(*TRTLLM_RUNNERS),
 )

@@ -30,7 +30,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Change, Outcome, Patcher, Status, trtllm_backend_needed
+from sglang_moe_patches.patch import CUTEDSL_RUNNER, TRTLLM_RUNNERS, Change, Outcome, Patcher, Status, runner_needed
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +101,28 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
         _buffer.reset(token)
 
 
+def withdraw_if_shared(moe_input: torch.Tensor) -> None:
+    """Withdraw the offer if writing into it would show in ``moe_input``, which the shared experts may still read."""
+    buffer = _buffer.get()
+    if buffer is not None and shares_storage(buffer, moe_input):
+        _buffer.set(None)
+
+
+def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any) -> torch.Tensor | None:
+    """The offered buffer as a new tensor, if it fits; a second call in the same offer gets ``None``.
+
+    :param conditions: the keyword arguments of :func:`fits`.
+    """
+    buffer = _buffer.get()
+    if buffer is None or not fits(buffer, shape, dtype, device, **conditions):
+        return None
+    # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
+    _buffer.set(None)
+    # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion), and the
+    # mark of the layer below must not travel into this layer's output.
+    return buffer.detach()
+
+
 class _OutputAllocator:
     """Stands in for the name ``torch`` inside the runner: ``empty`` may answer with the offered buffer."""
 
@@ -113,21 +135,14 @@ class _OutputAllocator:
         return getattr(self._torch, name)
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer = _buffer.get()
-        if buffer is not None and fits(
-            buffer,
+        buffer = take(
             size,
             dtype,
             device,
             needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
             in_symmetric_memory=self._in_pool,
-        ):
-            # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
-            _buffer.set(None)
-            # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion),
-            # and the mark of the layer below must not travel into this layer's output.
-            return buffer.detach()
-        return self._torch.empty(*size, dtype=dtype, device=device)
+        )
+        return self._torch.empty(*size, dtype=dtype, device=device) if buffer is None else buffer
 
     def _in_pool(self, tensor: torch.Tensor) -> bool:
         # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
@@ -212,10 +227,12 @@ def _make_attention_forward(
 # --- What is decided once, when a layer is built --------------------------------------------------------------------
 
 
-def uses_trtllm_nvfp4(experts: Any) -> bool:
-    """Whether a ``FusedMoE`` layer runs the NVFP4 TRT-LLM kernels."""
-    return bool(getattr(experts.quant_method, "enable_flashinfer_trtllm_moe", False)) and (
-        type(experts.quant_method).__name__ == "ModelOptNvFp4FusedMoEMethod"
+def takes_output_buffer(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer takes the offered buffer: NVFP4 with TRT-LLM, or CuteDSL (where
+    cutedsl-sizing takes it)."""
+    method = experts.quant_method
+    return type(method).__name__ == "ModelOptNvFp4FusedMoEMethod" and bool(
+        getattr(method, "enable_flashinfer_trtllm_moe", False) or getattr(method, "_is_cutedsl_v2_standard", False)
     )
 
 
@@ -237,7 +254,7 @@ def _make_model_init(original: Callable[..., None]) -> Callable[..., None]:
         # input_embeds; the buffers in which another stage's output arrives, still being sent on or reused).
         for layer in self.layers[self.start_layer + 1 : self.end_layer]:
             experts = getattr(layer.mlp, "experts", None)
-            if experts is not None and uses_trtllm_nvfp4(experts):
+            if experts is not None and takes_output_buffer(experts):
                 setattr(layer, _OFFERS, True)
 
     return __init__
@@ -329,5 +346,5 @@ CHANGE = Change(
     summary="the routed experts write into the decoder layer's dead input",
     probe=_probe,
     install=_install,
-    needed=trtllm_backend_needed,
+    needed=runner_needed(*TRTLLM_RUNNERS, CUTEDSL_RUNNER),
 )
