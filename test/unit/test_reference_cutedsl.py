@@ -1,4 +1,4 @@
-"""FlashInfer's own CuteDSL wrapper on the stand-ins of its kernels, against a dense computation and TRT-LLM's kernel."""
+"""FlashInfer's own CuteDSL wrapper on stand-ins of its kernels, against a dense computation and TRT-LLM's kernel."""
 
 import functools
 import importlib
@@ -104,7 +104,7 @@ def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
     layer = Layer(experts=2)
     tokens, (ids, scales) = layer.tokens(300), routing(300, 2, 2)
     weights = prepare(layer)
-    inputs = dict(tokens=tokens, ids=ids, scales=scales)
+    inputs = {"tokens": tokens, "ids": ids, "scales": scales}
     expected = run(make_wrapper(layer, 2), weights, **inputs)
     wrapper = make_wrapper(layer, 2, tile_size=tile)
     gemm = ((tile, 128), (tile // 128, 1), False)
@@ -212,6 +212,36 @@ def test_the_buffers_are_what_is_computed_in(name: str) -> None:
     setattr(wrapper, name, getattr(wrapper, name)[: 1 if name == "_moe_output" else 128])
     with pytest.raises((RuntimeError, AssertionError)):
         run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out_tile_idx_to_expert_idx",
+        "out_tile_idx_to_mn_limit",
+        "out_expanded_idx_to_permuted_idx",
+        "out_permuted_idx_to_expanded_idx",
+    ],
+)
+def test_the_buffers_are_what_is_sorted_into(name: str) -> None:
+    layer = Layer(experts=2)
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    wrapper._moe_sort_buffers[name] = wrapper._moe_sort_buffers[name][:1]
+    with pytest.raises((RuntimeError, IndexError)):
+        run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
+
+
+def test_an_output_that_was_not_zeroed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
+    finalize = fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4
+    monkeypatch.setattr(
+        fused_moe,
+        "blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4",
+        lambda out, **arguments: finalize(out=out.fill_(8), **arguments),
+    )
+    got = run(make_wrapper(layer, 2), prepare(layer), tokens, ids, scales)
+    assert_close(got, 8 + layer.expect(tokens, ids, scales))
 
 
 # --- The layout -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 The wrapper itself is not stood in for: its constructor, its buffers and their shapes, the ``num_tokens (…) exceeds
 max_num_tokens (…)`` guard, the output that is a view of a buffer of its own, and the order of the steps are
-FlashInfer's code, whichever release is installed. Replaced are the three kernels that it calls (:data:`KERNELS`), each at
-FlashInfer's own signature, and where there is no GPU the second stream on which it zeroes the output
+FlashInfer's code, whichever release is installed. Replaced are the three kernels that it calls (:data:`KERNELS`),
+each at FlashInfer's own signature, and where there is no GPU the second stream on which it zeroes the output
 (:data:`ON_ONE_STREAM`).
 
 The kernels use the wrapper's buffers as the real ones do. Sorting writes where each (token, expert) pair goes;
@@ -12,9 +12,9 @@ and adds onto the output. So a buffer that is too small, shared at the wrong tim
 zeroed shows here as it would there. What the real kernels never write (rows of a tile beyond the last token) is not
 written here either.
 
-As in :mod:`~sglang_moe_patches.reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are added in
-the order of their numbers: a token's result does not depend on the rest of the batch. The real second kernel adds the
-experts with bfloat16 atomics in any order; here the sum is rounded to the output's dtype once.
+As in :mod:`~sglang_moe_patches.reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
+added in the order of their numbers: a token's result does not depend on the rest of the batch. The real second kernel
+adds the experts with bfloat16 atomics in any order; here the sum is rounded to the output's dtype once.
 
 Nothing is installed by importing this module.
 """
