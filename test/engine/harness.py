@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,22 @@ class InProcess:
         initialize_moe_config(self.server_args)
         bench, self.tokenizer = load_model(self.server_args, PortArgs.init_new(self.server_args), 0, 0)
         self.runner = bench.torch_runner
+
+    @contextmanager
+    def arguments(self, **server_arguments: Any) -> Iterator[None]:
+        """Within the block, models are built and run under these server arguments instead."""
+        from sglang.srt.layers.moe import initialize_moe_config
+
+        saved = {name: getattr(self.server_args, name) for name in server_arguments}
+        try:
+            for name, value in server_arguments.items():
+                setattr(self.server_args, name, value)
+            initialize_moe_config(self.server_args)
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(self.server_args, name, value)
+            initialize_moe_config(self.server_args)
 
     def load(self, checkpoint: Path) -> Any:
         """A further model, built and loaded by the engine as at start-up, with whatever is patched right now."""

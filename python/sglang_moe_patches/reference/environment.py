@@ -155,6 +155,7 @@ def install() -> None:
     import wrapt
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_moe_patches.reference import cutedsl
     from sglang_moe_patches.reference import flashinfer_kernels as kernels
 
     if multiprocessing.parent_process() is None:  # once a server, not once a process
@@ -164,6 +165,7 @@ def install() -> None:
         "flashinfer.nvfp4_block_scale_interleave": kernels.nvfp4_block_scale_interleave,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_moe": kernels.trtllm_fp4_block_scale_moe,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe": kernels.trtllm_fp4_block_scale_routed_moe,
+        **(cutedsl.KERNELS if util.find_spec("cutlass") else {}),
     }.items():
         # The engine's own registry also finds the names that engine modules have imported already.
         HookRegistry.register(target, kernel, HookType.REPLACE)
@@ -173,6 +175,11 @@ def install() -> None:
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
         wrapt.register_post_import_hook(_name_quantizer, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+        wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
+        for target, hook in (cutedsl.ON_ONE_STREAM if util.find_spec("cutlass") else {}).items():
+            HookRegistry.register(target, hook, HookType.AROUND)
+        if util.find_spec("cutlass"):
+            HookRegistry.register(f"{cutedsl.WRAPPER}.__init__", _with_buffers, HookType.AROUND)
         for target in MATRIX_PRODUCTS:
             HookRegistry.register(target, _in_double, HookType.AROUND)
         # Weight preparation moves tensors "to the GPU" unasked; here they stay.
@@ -202,6 +209,20 @@ def _name_quantizer(module: Any) -> None:
     # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
     if module.fp4_quantize is None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
+
+
+def _unwrap_quantizer(module: Any) -> None:
+    from sglang_moe_patches.reference import flashinfer_kernels
+
+    # From 0.5.12 on the engine registers the quantizer as an operator, which PyTorch then has for GPUs alone.
+    if getattr(module, "fp4_quantize", None) is not None:
+        module.fp4_quantize = flashinfer_kernels.fp4_quantize
+
+
+def _with_buffers(original: Any, self: Any, *args: Any, use_cuda_graph: bool = False, **kwargs: Any) -> None:
+    # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
+    # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
+    original(self, *args, use_cuda_graph=True, **kwargs)
 
 
 def _register_attention_path(module: Any) -> None:

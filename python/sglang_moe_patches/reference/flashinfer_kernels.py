@@ -112,6 +112,14 @@ def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
     return tiles.transpose(2, 4).flatten()
 
 
+def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The inverse of ``nvfp4_block_scale_interleave`` for one matrix without padding: uint8 [rows, cols]."""
+    tiles = interleaved.view(torch.uint8).reshape(
+        rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
+    )
+    return tiles.transpose(1, 3).reshape(rows, cols)
+
+
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -399,10 +407,7 @@ def _load_weights(
 ) -> torch.Tensor:
     """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out."""
     rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
-    tiles = interleaved_scale.view(torch.uint8).reshape(
-        rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
-    )
-    scales = tiles.transpose(1, 3).reshape(rows, cols)
+    scales = undo_block_scale_interleave(interleaved_scale, rows, cols)
     order, scale_order = orders
     return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
 
