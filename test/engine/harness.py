@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,3 +84,38 @@ class InProcess:
             all_tokens.append(tokens)
             all_logits.append(logits)
         return torch.stack(all_tokens).T.tolist(), torch.stack(all_logits)
+
+
+def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
+    """Tokens of each data-parallel rank as the engine's own preparation of a forward pads them.
+
+    :param counts: tokens that each rank's scheduler brings.
+    :param attn_tp: tensor-parallel ranks within a data-parallel one.
+    """
+    from sglang.srt.batch_overlap import two_batch_overlap
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    batch = SimpleNamespace(
+        global_num_tokens_cpu=list(counts),
+        global_num_tokens_for_logprob_cpu=list(counts),
+        global_num_tokens_gpu=torch.zeros(len(counts), dtype=torch.int64),
+        is_extend_in_batch=extend,
+        batch_size=counts[0],
+        forward_mode=ForwardMode.EXTEND if extend else ForwardMode.DECODE,
+        spec_info=None,
+        tbo_children=None,
+        _pad_inputs_to_size=lambda *args: None,
+    )
+    tensor = torch.tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(two_batch_overlap.TboForwardBatchPreparer, "prepare", lambda **kwargs: None)
+        for name in ("get_attention_tp_size", "get_attention_dp_rank"):
+            patch.setattr(forward_batch_info, name, lambda n=name: attn_tp if "tp" in n else 0)
+        patch.setattr(forward_batch_info, "get_attention_cp_size", lambda: 1)
+        patch.setattr(dp_attention, "get_attention_dp_size", lambda: len(counts))
+        # Pinned memory needs a GPU.
+        patch.setattr(torch, "tensor", lambda data, pin_memory=False, **kwargs: tensor(data, **kwargs))
+        ForwardBatch.prepare_mlp_sync_batch(batch, SimpleNamespace(is_draft_worker=False))
+    return list(dp_attention.get_dp_global_num_tokens())

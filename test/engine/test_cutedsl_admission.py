@@ -7,14 +7,15 @@ forward is left out: every request gets its next token at once.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness import padded_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
-from sglang_moe_patches.changes.cutedsl_sizing import Pools, max_forward_tokens
+from sglang_moe_patches.changes.cutedsl_sizing import ForwardLimits, Pools, max_forward_tokens, wrapper_tokens
 
 CASES = 2_000
 VOCABULARY = 64
@@ -50,6 +51,8 @@ def random_case(seed: int) -> Case:
         "disable_piecewise_cuda_graph": pick.random() < 0.5,
         "piecewise_cuda_graph_max_tokens": pick.choice([4, 64]),
         "pp_max_micro_batch_size": slots,
+        "attention_backend": "torch_native",
+        "device": "cpu",
     }
     if speculative:
         arguments |= {
@@ -69,6 +72,7 @@ def random_case(seed: int) -> Case:
 def tokens_of_forwards():
     """A function of a case: its server arguments, and the tokens of every forward that the scheduler asks for."""
     from sglang.srt import server_args as server_args_module
+    from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import SchedulePolicy
     from sglang.srt.managers.scheduler import Scheduler
@@ -80,7 +84,7 @@ def tokens_of_forwards():
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    before = server_args_module.get_global_server_args()
+    before = server_args_module._global_server_args
 
     class SchedulerWithoutModel(Scheduler):
         def __init__(self, **state: Any) -> None:
@@ -88,6 +92,9 @@ def tokens_of_forwards():
 
         def __getattr__(self, name: str) -> None:
             return None  # every option that a case does not set is off
+
+        def _prefetch_kvcache(self, req: Any) -> None:
+            pass
 
         def maybe_prepare_mlp_sync_batch(self, batch: Any, need_sync: Any = None) -> Any:
             return batch
@@ -97,18 +104,13 @@ def tokens_of_forwards():
         vars(args).update(case.arguments)
         server_args_module.set_global_server_args_for_scheduler(args)
         pool = memory_pool.ReqToTokenPool(case.request_slots, case.context_length + 8, "cpu", False)
-        kind = allocator.TokenToKVPoolAllocator
-        extra: tuple[Any, ...] = ()
-        if args.page_size > 1:
-            from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator as kind
-
-            extra = (args.page_size,)
-        tokens = kind(case.cache_tokens, *extra, torch.bfloat16, "cpu", SimpleNamespace(), False)
+        # By tokens also where the scheduler counts in pages: the engine's page allocator needs a GPU.
+        tokens = allocator.TokenToKVPoolAllocator(case.cache_tokens, torch.bfloat16, "cpu", SimpleNamespace(), False)
         params = CacheInitParams(
             disable=args.disable_radix_cache,
             req_to_token_pool=pool,
             token_to_kv_pool_allocator=tokens,
-            page_size=args.page_size,
+            page_size=1,
         )
         chunked = args.chunked_prefill_size > 0
         cache = ChunkCache(params) if chunked and args.disable_radix_cache else RadixCache(params)
@@ -137,6 +139,7 @@ def tokens_of_forwards():
             waiting_queue=[],
             forward_ct=0,
             pp_size=1,
+            disaggregation_mode=DisaggregationMode.NULL,
         )
         pick = random.Random(len(case.requests))
         for number, (prompt, new, ignore_eos) in enumerate(case.requests):
@@ -171,9 +174,8 @@ def tokens_of_forwards():
             return [1]
         from sglang.srt.speculative import eagle_info
 
-        verify = eagle_info.EagleVerifyInput.create_idle_input(
-            args.speculative_eagle_topk, args.speculative_num_steps, args.speculative_num_draft_tokens
-        )
+        unset = {field.name: None for field in fields(eagle_info.EagleVerifyInput) if field.default is MISSING}
+        verify = eagle_info.EagleVerifyInput(**{**unset, "draft_token_num": args.speculative_num_draft_tokens})
         if args.speculative_algorithm == "NGRAM":
             return [verify.num_tokens_per_req]
         # As EAGLEWorker and its graph runners set them: draft steps, and draft-extend after a verification.
@@ -183,25 +185,82 @@ def tokens_of_forwards():
     server_args_module.set_global_server_args_for_scheduler(before)
 
 
-def test_no_forward_is_larger_than_the_bound_and_many_are_larger_than_upstreams(tokens_of_forwards):
-    beyond_upstream, at_the_bound = 0, 0
+@dataclass(frozen=True)
+class Outcome:
+    """What one case came to: the limits that the change reads off it, and its largest forward."""
+
+    case: Case
+    limits: ForwardLimits
+    largest: int
+
+
+@pytest.fixture(scope="module")
+def outcomes(tokens_of_forwards) -> list[Outcome]:
+    made = []
     for seed in range(CASES):
         case = random_case(seed)
         args, found = tokens_of_forwards(case)
         pools = Pools(case.request_slots, case.cache_tokens, case.context_length)
-        bound = max_forward_tokens(cutedsl_sizing._limits_of(args, pools))
-        assert max(found) <= bound, f"seed {seed}: {max(found)} tokens, bound {bound}: {case}"
-        upstream = upstreams_bound(args)
-        beyond_upstream += max(found) > upstream
-        at_the_bound += max(found) == bound
-        assert bound >= upstream
-    print(f"{CASES} cases: {beyond_upstream} beyond upstream's number, {at_the_bound} reach the bound")
-    assert beyond_upstream > CASES // 20
-    assert at_the_bound > CASES // 20
+        made.append(Outcome(case, cutedsl_sizing._limits_of(args, pools), max(found)))
+    return made
 
 
-def upstreams_bound(args: Any) -> int:
+def test_no_forward_is_larger_than_the_bound(outcomes):
+    for seed, outcome in enumerate(outcomes):
+        assert outcome.largest <= max_forward_tokens(outcome.limits), f"seed {seed}: {outcome}"
+    reached = sum(o.largest == max_forward_tokens(o.limits) for o in outcomes)
+    assert reached > CASES // 50, "a bound that no forward reaches would be no tight one"
+
+
+def test_upstreams_formula_is_exceeded(outcomes):
+    beyond = sum(outcome.largest > upstreams_bound(outcome.limits) for outcome in outcomes)
+    print(f"{CASES} cases: {beyond} have a forward larger than upstream's number")
+    assert beyond > CASES // 20
+
+
+def test_the_bound_is_upstreams_number_where_that_is_the_worst_case(outcomes):
+    """Chunks, requests and running batches no larger than upstream's terms: not one token more is allocated."""
+    same = 0
+    for outcome in outcomes:
+        limits = outcome.limits
+        upstream = upstreams_bound(limits)
+        running = limits.requests * max(limits.draft_tokens, limits.other_tokens_per_request)
+        if limits.chunk_tokens is not None and limits.chunk_tokens <= upstream and running <= upstream:
+            assert max_forward_tokens(limits) == max(upstream, limits.graph_requests * limits.other_tokens_per_request)
+            same += max_forward_tokens(limits) == upstream
+    assert same > CASES // 10
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{"chunk_tokens": 0}, {"request_tokens": 0}, {"unchecked_requests": False}, {"requests": 0}],
+    ids=lambda without: next(iter(without)),
+)
+def test_each_term_is_needed(outcomes, without):
+    assert any(o.largest > max_forward_tokens(replace(o.limits, **without)) for o in outcomes)
+
+
+def test_draft_and_draft_extend_forwards_are_needed(outcomes):
+    assert any(o.largest > max_forward_tokens(replace(o.limits, other_tokens_per_request=1)) for o in outcomes)
+
+
+@pytest.mark.parametrize("extend", [False, True])
+def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
+    """Data-parallel attention, in whichever padding mode the engine chooses (to the longest rank for decodes only)."""
+    pick = random.Random(extend)
+    to_the_longest, padded_beyond = set(), 0
+    for _ in range(1_000):
+        ranks, attn_tp, bound = pick.choice([2, 4, 8]), pick.choice([1, 2, 4]), pick.randrange(1, 50)
+        counts = [pick.choice([0, bound, pick.randrange(bound + 1)]) for _ in range(ranks)]
+        padded = padded_tokens(monkeypatch, counts, attn_tp, extend)
+        to_the_longest.add(len(set(padded)) == 1 < len(set(counts)))
+        rank_tokens = max_forward_tokens(ForwardLimits(max_prefill_tokens=bound, padding=attn_tp))
+        assert sum(padded) <= wrapper_tokens(rank_tokens, ranks, None, 1)
+        padded_beyond += sum(padded) > bound * ranks
+    assert to_the_longest >= ({False} if extend else {True, False})
+    assert padded_beyond
+
+
+def upstreams_bound(limits: ForwardLimits) -> int:
     """sgl-project/sglang#26696, in the words of SPEC.md: the largest of its three terms."""
-    piecewise = 0 if args.disable_piecewise_cuda_graph else args.piecewise_cuda_graph_max_tokens
-    per_request = args.speculative_num_draft_tokens if args.speculative_algorithm else 1
-    return max(args.max_prefill_tokens, piecewise, args.cuda_graph_max_bs * per_request)
+    return max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

@@ -255,8 +255,6 @@ def _make_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing:
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
     from sglang.srt.server_args import get_global_server_args
 
-    if not arguments["use_cuda_graph"]:
-        return real(**arguments)  # without graphs FlashInfer holds no buffers, and has no limit
     server_args = get_global_server_args()
     dispatcher = getattr(layer, "dispatcher", None)
     # Without data-parallel attention, data-parallel replicas never see each other's tokens.
@@ -267,13 +265,17 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
         getattr(dispatcher, "max_num_tokens", None),
         getattr(dispatcher, "ep_size", 1),
     )
-    key = tuple(sorted(arguments.items(), key=lambda item: item[0]))
-    if not _shares(server_args):
-        return SharedMoE(real(**arguments), ranks, is_capturing)
-    shared = _shared.get(key)
-    if shared is None:
-        logger.info(f"CuteDSL: one set of buffers, for {arguments['max_num_tokens']} tokens, serves all layers")
-        shared = _shared[key] = SharedMoE(real(**arguments), ranks, is_capturing)
+    key = tuple(sorted(arguments.items()))
+    may = _shares(server_args)
+    if may and key in _shared:
+        return _shared[key]
+    wrapper = real(**arguments)
+    if not wrapper.use_cuda_graph:
+        return wrapper  # FlashInfer holds no buffers then, and has no limit
+    shared = SharedMoE(wrapper, ranks, is_capturing)
+    if may:
+        logger.info(f"CuteDSL: one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers")
+        _shared[key] = shared
     return shared
 
 
