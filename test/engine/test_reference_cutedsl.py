@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import runpy
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+BENCHMARK = Path(__file__).parents[2] / "benchmark" / "cutedsl_memory.py"
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
 CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
@@ -64,3 +66,22 @@ def test_stock_engine_ends_on_a_forward_that_is_larger_than_the_buffers(engine, 
         engine.generate(model, PROMPTS[:2], 1)
         with pytest.raises(ValueError, match=r"num_tokens \(130\) exceeds max_num_tokens \(64\)"):
             engine.generate(model, PROMPTS[2:3], 0)
+
+
+def test_memory_of_the_buffers():
+    """What was added up from FlashInfer's shapes before there was a benchmark: output and GEMM1, MB per layer."""
+    benchmark = runpy.run_path(str(BENCHMARK))
+    models, sized, stock = benchmark["MODELS"], benchmark["sized"], benchmark["stock"]
+    for name, tp, ep, tokens, megabytes in (
+        ("kimi-k2.5", 4, 1, 16_384, 287),
+        ("kimi-k2.5", 4, 4, 65_536, 1_558),
+        ("deepseek-v3", 4, 1, 16_384, 282),
+    ):
+        buffers = sized(models[name], tp, ep, tokens)
+        assert round((buffers.output + buffers.gemm1) / 1e6) == megabytes
+        assert buffers.sorting < 0.01 * buffers.total
+    # What the engine itself chooses; data-parallel attention divides the chunks but not the gathered batch.
+    kimi = models["kimi-k2.5"]
+    assert stock(kimi, 4, 1, 1, 16_384, 512) == sized(kimi, 4, 1, 16_384)
+    assert stock(kimi, 4, 4, 4, 16_384, 512) == sized(kimi, 4, 4, 4_096)
+    assert stock(kimi, 4, 1, 1, 256, 512) == sized(kimi, 4, 1, 512)
