@@ -7,11 +7,10 @@ PyTorch's meta device, and their bytes are added up. What the stock engine would
 stock         the engine's guess: the larger of cuda_graph_max_bs and chunked_prefill_size, which data-parallel
               attention has divided by its size; a buffer set in each MoE layer. "too small" where a forward of
               --tokens tokens on each data-parallel rank ends the server.
-each layer    buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
+upstream      buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
               releases from 0.5.13.
-one wrapper   the same buffers, once for the process: what is left of them when all layers share.
-its output    the part of that which is not needed where the output goes elsewhere; GEMM1's output with its scales and
-              the sorting buffers are the rest.
+ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
+              the decoder layer offers, or into a tensor of the layer's own.
 
 Run it through `sglang-moe-patches exec --reference-kernels -- python benchmark/cutedsl_memory.py`: where there is no
 CUDA driver, that lets the engine's modules be imported.
@@ -63,11 +62,10 @@ class Buffers:
 
     @classmethod
     def of(cls, wrapper: Any) -> Buffers:
-        tensors = {name: value for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
-        output, gemm1 = tensors.pop("_moe_output"), [tensors.pop(f"_gemm1_output{suffix}") for suffix in ("", "_scale")]
+        tensors = {name: value.nbytes for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
+        output, gemm1 = tensors.pop("_moe_output", 0), tensors.pop("_gemm1_output") + tensors.pop("_gemm1_output_scale")
         assert not tensors, f"FlashInfer's wrapper has buffers that this script does not know: {sorted(tensors)}"
-        sorting = wrapper._moe_sort_buffers.values()
-        return cls(wrapper.max_num_tokens, output.nbytes, sum(t.nbytes for t in gemm1), sum(t.nbytes for t in sorting))
+        return cls(wrapper.max_num_tokens, output, gemm1, sum(t.nbytes for t in wrapper._moe_sort_buffers.values()))
 
 
 def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
@@ -80,13 +78,17 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def sized(model: Model, tp: int, ep: int, tokens: int) -> Buffers:
-    """The buffers of a wrapper for ``tokens`` tokens."""
+def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
+    """The buffers of a wrapper for ``tokens`` tokens, as FlashInfer makes it and as the layers share it."""
     from flashinfer import CuteDslMoEWrapper
+    from sglang_moe_patches.changes.cutedsl_sizing import SharedMoE
 
-    return Buffers.of(
-        CuteDslMoEWrapper(**wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta")
+    wrapper = CuteDslMoEWrapper(
+        **wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta"
     )
+    upstream = Buffers.of(wrapper)
+    SharedMoE(wrapper, 1, lambda: False)
+    return upstream, Buffers.of(wrapper)
 
 
 def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cuda_graph_max_bs: int) -> Buffers:
@@ -157,11 +159,10 @@ HEADER = (
     "stock",
     "tokens",
     "MoE layers",
-    "each layer",
-    "one wrapper",
-    "its output",
-    "its GEMM1",
-    "its sorting",
+    "upstream",
+    "ours",
+    "ours: GEMM1",
+    "ours: sorting",
 )
 
 
@@ -173,21 +174,21 @@ def row(name: str, layout: tuple[int, int, int], tokens: int, chunked_prefill_si
         return f"{count / 1e9:.1f} GB"
 
     model, (tp, dp, ep) = MODELS[name], layout
-    guess, worst = stock(model, tp, dp, ep, chunked_prefill_size, max_bs), sized(model, tp, ep, tokens * dp)
+    guess = stock(model, tp, dp, ep, chunked_prefill_size, max_bs)
+    upstream, ours = upstream_and_ours(model, tp, ep, tokens * dp)
     return [
         name,
         str(tp),
         str(dp),
         str(ep),
-        f"{guess.max_num_tokens:,}" + (", too small" if guess.max_num_tokens < worst.max_num_tokens else ""),
+        f"{guess.max_num_tokens:,}" + (", too small" if guess.max_num_tokens < ours.max_num_tokens else ""),
         gb(guess.total * model.moe_layers),
-        f"{worst.max_num_tokens:,}",
+        f"{ours.max_num_tokens:,}",
         str(model.moe_layers),
-        gb(worst.total * model.moe_layers),
-        mb(worst.total),
-        mb(worst.output),
-        mb(worst.gemm1),
-        mb(worst.sorting),
+        gb(upstream.total * model.moe_layers),
+        mb(ours.total),
+        mb(ours.gemm1),
+        mb(ours.sorting),
     ]
 
 
