@@ -167,5 +167,9 @@ TRTLLM_RUNNERS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
 
 def trtllm_backend_needed(server_args: Any) -> str | None:
     """``needed`` of a change that only the TRT-LLM runners reach. ``auto`` may still become one of them."""
-    backend = str(server_args.moe_runner_backend)
-    return None if backend in (*TRTLLM_RUNNERS, "auto") else f"--moe-runner-backend is {backend}"
+    backends = [str(server_args.moe_runner_backend)]
+    if draft := getattr(server_args, "speculative_moe_runner_backend", None):
+        backends.append(str(draft))
+    if {*TRTLLM_RUNNERS, "auto"} & set(backends):
+        return None
+    return f"--moe-runner-backend is {backends[0]}"
