@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import installed
+from conftest import installed, without_buffer
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.patch import Status, probe
 from sglang_moe_patches.regression import observe
@@ -60,17 +59,6 @@ def kernels(monkeypatch, tmp_path):
 def backend(request, engine):
     with engine.moe_settings(moe_runner_backend=request.param):
         yield request.param
-
-
-@contextmanager
-def without_buffer():
-    """The stock engine, and where it has a buffer of its own, with that switched off: what every answer must be."""
-    from sglang.srt.layers.moe.moe_runner import base
-
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(base, "moe_output_buffer_ctx"):
-            patch.setattr(base, "moe_output_buffer_ctx", lambda buf: nullcontext())
-        yield
 
 
 @pytest.fixture
