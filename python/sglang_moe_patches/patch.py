@@ -180,10 +180,15 @@ CUTEDSL_RUNNER = "flashinfer_cutedsl"
 
 
 def runner_needed(*runners: str) -> Callable[[Any], str | None]:
-    """``needed`` of a change that only these ``--moe-runner-backend`` reach. ``auto`` may still become one of them."""
+    """``needed`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+
+    ``auto`` may still become one of them.
+    """
 
     def needed(server_args: Any) -> str | None:
-        backend = str(server_args.moe_runner_backend)
-        return None if backend in (*runners, "auto") else f"--moe-runner-backend is {backend}"
+        backends = [str(server_args.moe_runner_backend)]
+        if draft := getattr(server_args, "speculative_moe_runner_backend", None):
+            backends.append(str(draft))
+        return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
 
     return needed

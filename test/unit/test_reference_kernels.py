@@ -597,7 +597,9 @@ def test_signature(name: str, home: str) -> None:
     theirs = inspect.signature(getattr(importlib.import_module(home), name)).parameters
     ours = inspect.signature(getattr(kernels, name)).parameters
     assert [p for p in ours if p in theirs] == list(theirs)
-    for parameter in theirs:
-        assert ours[parameter].default == theirs[parameter].default, parameter
+    for parameter, given in theirs.items():
+        # "Read it from the environment" is an object of FlashInfer's own; ours is None, which refuses anything else.
+        theirs_own = type(given.default).__module__.startswith("flashinfer.quantization")
+        assert ours[parameter].default == (None if theirs_own else given.default), parameter
     extra = [p for p in ours if p not in theirs]
     assert all(ours[p].default is not inspect.Parameter.empty for p in extra), extra

@@ -14,16 +14,17 @@ How
     the work: for its duration, the class it constructs is replaced.
 
 Upstream
-    The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case; one wrapper for all
-    layers: in no release yet.
+    The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case and paid in every layer.
+    FlashInfer 0.6.14, which releases from 0.5.16 bring, keeps no buffers and refuses no forward.
 
 Remove when
-    The engine shares one wrapper among its layers and runs larger forwards in slices.
+    0.5.15.post1 is no longer supported.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -44,6 +45,12 @@ BUDGET_DEFAULT = 1024
 
 _METHOD = "cutedsl_moe_max_num_tokens"
 _TOKEN_ARGUMENTS = ("x", "x_sf", "token_selected_experts", "token_final_scales", "per_token_scale")
+
+#: Where ``get_is_capture_mode`` is: the first of these modules that the engine has.
+_CAPTURE_MODULES = (
+    "sglang.srt.model_executor.runner_utils.capture_mode",
+    "sglang.srt.model_executor.cuda_graph_runner",
+)
 
 logger = logging.getLogger("sglang.srt.moe_patches")
 
@@ -371,7 +378,7 @@ def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
 
     Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
     """
-    if hasattr(server_args_class, _METHOD):
+    if hasattr(server_args_class, _METHOD) or _sized_by_the_engine(server_args_class):
         return
     patcher.add(server_args_class, _METHOD, _cutedsl_moe_max_num_tokens)
 
@@ -384,6 +391,12 @@ def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
         return check_server_args
 
     patcher.wrap(server_args_class, "check_server_args", make_check)
+
+
+def _sized_by_the_engine(server_args_class: Any) -> bool:
+    # Later releases moved the method into a module of their own, which earlier ones do not have.
+    own = vars(server_args_class).get(_METHOD)
+    return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")
 
 
 def hook_server_args(module: Any) -> None:
@@ -420,12 +433,12 @@ def _probe() -> Outcome:
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang.srt.server_args import ServerArgs
 
-    if hasattr(ServerArgs, _METHOD) and getattr(ServerArgs, _METHOD) is not _cutedsl_moe_max_num_tokens:
-        return Outcome(Status.NATIVE)
     try:
         from flashinfer import CuteDslMoEWrapper
     except ImportError:
         return Outcome(Status.NOT_NEEDED, "this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
+    if not any(engine.mentions(CuteDslMoEWrapper.run, name) for name in ("_moe_output", "max_num_tokens")):
+        return Outcome(Status.NATIVE, "this FlashInfer's wrapper keeps no buffers and refuses no forward")
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -445,6 +458,7 @@ def _probe() -> Outcome:
             modelopt_quant.ModelOptNvFp4FusedMoEMethod.apply, ["self", "layer", "dispatch_output"]
         ),
         None if hasattr(ModelRunner, "init_memory_pool") else "ModelRunner has no init_memory_pool",
+        None if any(map(engine.has_module, _CAPTURE_MODULES)) else "the engine has no get_is_capture_mode",
         None if hasattr(ServerArgs, "check_server_args") else "ServerArgs has no check_server_args",
         *(
             None if name in fields else f"ServerArgs has no {name}"
@@ -466,22 +480,22 @@ def _probe() -> Outcome:
     ):
         if reason is not None:
             return Outcome(Status.UNSUPPORTED, reason)
-    return Outcome(Status.APPLIED)
+    return Outcome(Status.HARDENED if _sized_by_the_engine(ServerArgs) else Status.APPLIED)
 
 
 def _install(patcher: Patcher) -> None:
     import flashinfer
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
     from sglang.srt.layers.quantization import modelopt_quant
-    from sglang.srt.model_executor import cuda_graph_runner
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+    capture = importlib.import_module(next(name for name in _CAPTURE_MODULES if engine.has_module(name)))
     extend_server_args(ServerArgs, patcher)
     patcher.wrap(
         flashinfer_cutedsl,
         "ensure_cutedsl_wrapper",
-        lambda original: _make_ensure(original, flashinfer, lambda: cuda_graph_runner.get_is_capture_mode()),
+        lambda original: _make_ensure(original, flashinfer, lambda: capture.get_is_capture_mode()),
     )
     patcher.wrap(modelopt_quant.ModelOptNvFp4FusedMoEMethod, "apply", _make_apply)
     owner = next(c for c in ModelRunner.__mro__ if "init_memory_pool" in vars(c))

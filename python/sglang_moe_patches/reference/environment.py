@@ -174,7 +174,7 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
-        wrapt.register_post_import_hook(_name_quantizer, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+        wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
         wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
         for target, hook in (cutedsl.ON_ONE_STREAM if util.find_spec("cutlass") else {}).items():
             HookRegistry.register(target, hook, HookType.AROUND)
@@ -185,11 +185,8 @@ def install() -> None:
         # Weight preparation moves tensors "to the GPU" unasked; here they stay.
         HookRegistry.register("torch.Tensor.cuda", lambda tensor, *args, **kwargs: tensor, HookType.REPLACE)
         # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
-        HookRegistry.register(
-            "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding",
-            lambda runner: setattr(runner, "local_omp_cpuid", ""),
-            HookType.REPLACE,
-        )
+        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.model_executor.model_runner")
+        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.utils.numa_utils")
         HookRegistry.register(
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", _without_gpu_links, HookType.AROUND
         )
@@ -199,16 +196,39 @@ def install() -> None:
 
 def _lift_blackwell_check(module: Any) -> None:
     # In this module alone: elsewhere the same question chooses kernels.
-    module.is_blackwell_supported = lambda *args, **kwargs: True
+    if hasattr(module, "get_platform"):
+        module.get_platform = _claiming_blackwell(module.get_platform)
+    else:
+        module.is_blackwell_supported = lambda *args, **kwargs: True
     module.ModelOptFp4Config.get_min_capability = classmethod(lambda cls: 0)
 
 
-def _name_quantizer(module: Any) -> None:
+def _claiming_blackwell(get_platform: Any) -> Any:
+    import wrapt
+
+    class Platform(wrapt.ObjectProxy):
+        is_blackwell = True
+
+    return lambda: Platform(get_platform())
+
+
+def _complete_runner(module: Any) -> None:
     from sglang_moe_patches.reference import flashinfer_kernels
 
     # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
     if module.fp4_quantize is None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
+    # Some releases pack ids and weights for the routed kernel in Triton; they bring the same in PyTorch.
+    if hasattr(module, "PackTopkIds"):
+        module.PackTopkIds.execute = module.PackTopkIds.vanilla
+
+
+def _bind_to_no_core(module: Any) -> None:
+    runner = getattr(module, "ModelRunner", None)
+    if runner is not None and hasattr(runner, "init_threads_binding"):
+        runner.init_threads_binding = lambda runner: setattr(runner, "local_omp_cpuid", "")
+    elif hasattr(module, "init_threads_binding"):  # releases in which a function gives the cores
+        module.init_threads_binding = lambda **place: ""
 
 
 def _unwrap_quantizer(module: Any) -> None:
