@@ -106,7 +106,9 @@ class InProcess:
         from sglang.srt.model_loader import get_model
 
         config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
-        return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0))
+        return get_model(
+            model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
+        )
 
     def generate(self, model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], torch.Tensor]:
         """Greedy tokens for each prompt, and the logits of every step, [steps + 1, prompts, vocabulary]."""

@@ -4,6 +4,9 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -603,3 +606,18 @@ def test_signature(name: str, home: str) -> None:
         assert ours[parameter].default == (None if theirs_own else given.default), parameter
     extra = [p for p in ours if p not in theirs]
     assert all(ours[p].default is not inspect.Parameter.empty for p in extra), extra
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    test = Path(__file__).parents[1] / "gpu" / "test_reference_kernels_cuda.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "19 passed" in result.stdout, result.stdout  # not skipped

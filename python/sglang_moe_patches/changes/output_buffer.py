@@ -91,12 +91,12 @@ def fits(
     else), have at least one token, and lie in the NCCL symmetric-memory pool where a fresh tensor would.
     """
     return (
-        tuple(buffer.shape) == shape
+        buffer.shape == shape
         and buffer.dtype == dtype
         and buffer.device == device
         and buffer.is_contiguous()
-        and buffer.numel() > 0
-        and buffer.untyped_storage().nbytes() == buffer.numel() * buffer.element_size()
+        and buffer.nbytes > 0
+        and buffer.untyped_storage().nbytes() == buffer.nbytes
         and (not needs_symmetric_memory or in_symmetric_memory(buffer))
     )
 
@@ -148,7 +148,9 @@ class _OutputAllocator:
         self._pool_addresses: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
+        value = getattr(self._torch, name)
+        setattr(self, name, value)  # asked once: this runs in every layer
+        return value
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = take(

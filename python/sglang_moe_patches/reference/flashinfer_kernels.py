@@ -18,8 +18,12 @@ round each expert's output to bfloat16 before the weighted sum.
 Nothing is installed by importing this module.
 """
 
+import importlib
+import os
 from collections.abc import Callable
 from functools import cache
+from importlib import util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,9 @@ ACTIVATION_SWIGLU, ACTIVATION_RELU2 = 3, 6
 
 # The tile the engine and FlashInfer shuffle for; neither makes it configurable.
 _EPILOGUE_TILE_M = 128
+
+WORKSPACE_VARIABLE = "SGLANG_MOE_PATCHES_REFERENCE_WORKSPACE_MB"
+"""MiB that each run of the routed experts allocates besides what it needs: a stand-in for the vendor's workspace."""
 
 # Block scales are interleaved in tiles of 128 rows by 4 columns: within a tile, rows 32 apart are neighbours.
 _TILE_ROWS, _TILE_COLS = 128, 4
@@ -80,7 +87,8 @@ def fp4_quantize(
     if input.dim() != 2 or input.stride(-1) != 1:
         raise NotImplementedError("input: only a row-major matrix")
     multiplier: torch.Tensor | float = 1.0 if global_scale is None else global_scale
-    packed, block_scale = nvfp4.quantize(input, 1 / multiplier if is_global_scale_inversed else multiplier)
+    quantize = _triton().quantize if input.is_cuda and _triton() else nvfp4.quantize
+    packed, block_scale = quantize(input, 1 / multiplier if is_global_scale_inversed else multiplier)
     scales = block_scale.view(torch.uint8)
     if is_sf_swizzled_layout:
         scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
@@ -491,11 +499,31 @@ def _run_experts(
         return [output]
 
     device = hidden_states.device
+    workspace = _workspace(device)  # noqa: F841 - held until the result is there
     w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device)
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, intermediate_size, None, device)
     block_scale = hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
-    x = nvfp4.decode(hidden_states, block_scale).double()
     local_ids = ids - local_expert_offset
+    if hidden_states.is_cuda and (kernels := _triton()):
+        kernels.run_experts(
+            local_ids,
+            weights,
+            hidden_states,
+            block_scale,
+            gemm1_weights,
+            gemm1_weights_scale,
+            w13_orders,
+            gemm2_weights,
+            gemm2_weights_scale,
+            w2_orders,
+            output1_scale_scalar,
+            output1_scale_gate_scalar,
+            output2_scale_scalar,
+            output,
+            gated=gated,
+        )
+        return [output]
+    x = nvfp4.decode(hidden_states, block_scale).double()
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
     for expert in local_ids[(local_ids >= 0) & (local_ids < experts)].unique().tolist():
         token, slot = (local_ids == expert).nonzero(as_tuple=True)
@@ -515,6 +543,25 @@ def _run_experts(
         total.index_add_(0, token, expert_output * weights[token, slot].unsqueeze(-1))
     output.copy_(total[:, : output.shape[1]])
     return [output]
+
+
+@cache
+def _triton() -> Any:
+    """The same on a GPU within bounded memory, or None where Triton is missing."""
+    return importlib.import_module("sglang_moe_patches.reference.nvfp4_triton") if util.find_spec("triton") else None
+
+
+def _workspace(device: torch.device) -> torch.Tensor | None:
+    """Memory that the vendor's kernel would take while it runs: ``WORKSPACE_VARIABLE``."""
+    if not (text := os.environ.get(WORKSPACE_VARIABLE, "").strip()):
+        return None
+    try:
+        size = int(text) << 20
+        if size < 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{WORKSPACE_VARIABLE}={text}: expected a size in MiB, a whole number from 0 on") from None
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -15,8 +15,11 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_moe_patches.patch import Outcome
+from sglang_moe_patches.regression.history import Recorder
 
 VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
+HISTORY_VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE_HISTORY"
+"""A number of tokens: of the second forward with so many, what is alive when, and which code made it (CUDA)."""
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
 _MARK = "_moe_patches_seen_in_forward"
@@ -53,6 +56,8 @@ class Observer:
         self.buffers = 0
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
+        self.history_tokens = int(os.environ.get(HISTORY_VARIABLE, "0"))
+        self.history: Recorder | None = None
 
     def forward_starts(self, tokens: int, cuda: bool) -> None:
         import torch
@@ -63,6 +68,8 @@ class Observer:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.figures["tokens"]
+            if tokens == self.history_tokens == self.figures["tokens"]:
+                self.history_tokens, self.history = 0, Recorder()
         else:
             # Walking the heap takes a while: only for a forward larger than all before.
             self.measuring = tokens > self.figures["tokens"]
@@ -80,11 +87,15 @@ class Observer:
         if self.measuring:
             alive = torch.cuda.memory_allocated() if output.is_cuda else _live_bytes()
             self.live = max(self.live, alive - self.before)
+        if self.history:
+            self.history.mark()
 
     def forward_ends(self) -> None:
         import torch
 
         kept = dict(self.figures)
+        if self.history:
+            self.figures["history"], self.history = self.history.finish(), None
         if self.measuring and self.kernels:
             measured = {"live_at_kernel_bytes": self.live, "peak_forward_bytes": None}
             if self.figures["device"] == "cuda":

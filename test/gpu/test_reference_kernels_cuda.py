@@ -1,0 +1,269 @@
+"""The Triton reference kernels: equal to the plain ones, capturable, deterministic, within their memory.
+
+Without a GPU, TRITON_INTERPRET=1 runs the small cases in Triton's interpreter; a unit test does.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
+
+from nvfp4_moe import batch, layer, routed  # noqa: E402
+from sglang_moe_patches.reference import flashinfer_kernels as kernels  # noqa: E402
+from sglang_moe_patches.reference import nvfp4, nvfp4_triton  # noqa: E402
+
+ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+MIB = 1 << 20
+
+# experts, hidden, intermediate, gated, tokens, top_k
+SMALL = [
+    (3, 128, 64, True, 5, 2),
+    (4, 128, 128, False, 70, 3),  # a block of 64 slots and a rest
+    (5, 384, 192, True, 33, 4),
+]
+GRID = [
+    *SMALL,
+    (2, 640, 320, True, 300, 1),
+    (8, 1024, 256, True, 1, 8),
+    (8, 1024, 256, True, 700, 8),
+    (64, 2048, 512, True, 257, 8),
+    (16, 4096, 1536, True, 64, 4),
+    (384, 7168, 512, True, 16, 8),  # Kimi-K2.5 at TP=4
+    (32, 7168, 2048, True, 128, 8),  # DeepSeek-V3 at EP=8
+    (16, 2048, 768, False, 100, 4),
+]
+
+
+def plain(monkeypatch, function, *args, **kwargs):
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "_triton", lambda: None)
+        return function(*args, **kwargs)
+
+
+def in_triton(**arguments):
+    """``routed`` by the Triton kernels on whatever device."""
+    if DEVICE == "cuda":
+        return routed(**arguments)
+    gated = arguments["activation_type"] == kernels.ACTIVATION_SWIGLU
+    ids, weights = kernels._unpack_topk(arguments["topk_ids"])
+    _, hidden, k = arguments["gemm2_weights"].shape
+    rows, device = arguments["gemm1_weights"].shape[1], arguments["gemm1_weights"].device
+    output = torch.empty(len(ids), hidden, dtype=torch.bfloat16)
+    orders = kernels._unshuffle_orders
+    nvfp4_triton.run_experts(
+        ids - arguments["local_expert_offset"],
+        weights,
+        arguments["hidden_states"],
+        arguments["hidden_states_scale"],
+        arguments["gemm1_weights"],
+        arguments["gemm1_weights_scale"],
+        orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device),
+        arguments["gemm2_weights"],
+        arguments["gemm2_weights_scale"],
+        orders("get_w2_permute_indices_with_cache", hidden, k * 2, None, device),
+        *(arguments[f"output{name}"] for name in ("1_scale_scalar", "1_scale_gate_scalar", "2_scale_scalar")),
+        output,
+        gated=gated,
+    )
+    return output
+
+
+# --- fp4_quantize ----------------------------------------------------------------------------------------------------
+
+
+def awkward(rows, columns, seed=0):
+    """Random numbers of every magnitude, halves between codes, zeros, infinities and NaNs."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(rows, columns, device=DEVICE, generator=generator)
+    x *= torch.exp(6 * torch.randn(rows, columns // 16, device=DEVICE, generator=generator)).repeat_interleave(16, 1)
+    exact = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0])
+    x[0, :16] = exact
+    x[-1, :16] = 0
+    x[-1, 16:32] = -0.0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (17, 128), (33, 272), (5, 1040)])
+@pytest.mark.parametrize("multiplier", [1.0, 0.37, 250.0])
+def test_quantize_equals_the_plain_one_to_the_bit(rows, columns, multiplier):
+    x = awkward(rows, columns)
+    multiplier = torch.tensor([multiplier], device=DEVICE)
+    packed, scale = nvfp4_triton.quantize(x, multiplier)
+    expected, expected_scale = nvfp4.quantize(x, multiplier)
+    assert torch.equal(scale.view(torch.uint8), expected_scale.view(torch.uint8))
+    assert torch.equal(packed, expected)
+
+
+@ON_GPU
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_fp4_quantize_at_real_sizes(monkeypatch, swizzled):
+    x, scale = awkward(1000, 7168), torch.tensor([3.0], device="cuda")
+    got = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
+    expected = plain(monkeypatch, kernels.fp4_quantize, x, scale, is_sf_swizzled_layout=swizzled)
+    assert all(torch.equal(a, b) and a.shape == b.shape for a, b in zip(got, expected, strict=True))
+
+
+@ON_GPU
+def test_quantize_allocates_its_result_only():
+    x = torch.randn(4096, 7168, device="cuda").bfloat16()
+    multiplier = torch.tensor([1.0], device="cuda")
+    nvfp4_triton.quantize(x, multiplier)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = nvfp4_triton.quantize(x, multiplier)
+    assert torch.cuda.max_memory_allocated() - before <= sum(t.nbytes for t in result) + MIB
+
+
+# --- The routed experts ----------------------------------------------------------------------------------------------
+
+
+def assert_close(got, expected):
+    """Equal but for rounding: float32 sums, and now and then an intermediate on the other side of an NVFP4 boundary.
+
+    Such a step is at most a fifth of one of the intermediate's many terms, so it moves an element little, and most
+    elements not at all.
+    """
+    got, expected = got.double(), expected.double()
+    size = expected.square().mean().sqrt()
+    assert size > 1e-3
+    error = (got - expected).abs()
+    # Results are bfloat16, whose ulp is 4e-3 to 8e-3 of an element; the interpreter cuts off instead of rounding.
+    assert error.square().mean().sqrt() < (1.5e-3 if DEVICE == "cuda" else 6e-3) * size
+    assert (error > 8.1e-3 * expected.abs() + 1e-3 * size).double().mean() < 2e-3
+    assert error.max() < 0.05 * size + 8.1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "gated", "tokens", "top_k"), SMALL if DEVICE == "cpu" else GRID
+)
+def test_routed_experts_against_the_plain_kernel(monkeypatch, experts, hidden, intermediate, gated, tokens, top_k):
+    arguments = {
+        **layer(experts, hidden, intermediate, gated, DEVICE),
+        **batch(tokens, experts, hidden, top_k, DEVICE),
+    }
+    assert_close(in_triton(**arguments), plain(monkeypatch, routed, **arguments))
+
+
+def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
+    arguments = {**layer(4, 128, 64, device=DEVICE), **batch(40, 8, 128, 3, DEVICE)}
+    arguments |= {"num_experts": 8, "local_expert_offset": 2, "local_num_experts": 4}
+    ids, _ = kernels._unpack_topk(arguments["topk_ids"])
+    assert not bool(((ids >= 2) & (ids < 6)).all())
+    assert_close(in_triton(**arguments), plain(monkeypatch, routed, **arguments))
+
+
+def test_a_result_depends_on_the_token_alone():
+    shared = layer(6, 256, 128, device=DEVICE)
+    arguments = batch(150, 6, 256, 2, DEVICE)
+    whole = in_triton(**shared, **arguments)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    for chosen in (order, order[:64], order[77:78]):
+        part = {k: v[chosen].contiguous() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        assert torch.equal(in_triton(**shared, **part), whole[chosen])
+
+
+def test_the_order_of_a_tokens_experts_does_not_matter():
+    shared, arguments = layer(6, 128, 64, device=DEVICE), batch(50, 6, 128, 4, DEVICE)
+    turned = {**arguments, "topk_ids": arguments["topk_ids"].flip(1).contiguous()}
+    assert torch.equal(in_triton(**shared, **arguments), in_triton(**shared, **turned))
+
+
+def test_passes_and_strips_change_nothing(monkeypatch):
+    shared, arguments = layer(3, 384, 64, device=DEVICE), batch(200, 3, 384, 2, DEVICE)
+    expected = in_triton(**shared, **arguments)
+    run = nvfp4_triton.run_experts
+    monkeypatch.setattr(nvfp4_triton, "run_experts", lambda *a, **k: run(*a, **k, scratch_bytes=1))
+    assert torch.equal(in_triton(**shared, **arguments), expected)
+
+
+@ON_GPU
+def test_can_be_captured_and_replayed_with_other_routing():
+    shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
+    buffers = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
+    output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
+    routed(**shared, **buffers, output=output)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routed(**shared, **buffers, output=output)
+    for seed in (5, 6):
+        other = batch(40, 32, 1024, 4, seed=seed)
+        for name, value in other.items():
+            if isinstance(value, torch.Tensor):
+                buffers[name].copy_(value)
+        output.zero_()
+        graph.replay()
+        assert torch.equal(output, routed(**shared, **other))
+
+
+@ON_GPU
+def test_scratch_is_bounded_and_no_weights_are_decoded():
+    shared, arguments = layer(64, 7168, 512), batch(16384, 64, 7168, 8)
+    output = torch.empty(16384, 7168, dtype=torch.bfloat16, device="cuda")
+    routed(**shared, **arguments, output=output)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    routed(**shared, **arguments, output=output)
+    # Index lists: a few int64 per token and expert, and what the sorts of them need.
+    assert torch.cuda.max_memory_allocated() - before < nvfp4_triton.SCRATCH_BYTES + 16 * MIB
+
+
+@ON_GPU
+def test_no_synchronization():
+    shared, arguments = layer(16, 512, 128), batch(20, 16, 512, 4)
+    routed(**shared, **arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        routed(**shared, **arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@ON_GPU
+def test_workspace_of_a_stated_size(monkeypatch):
+    shared, arguments = layer(4, 256, 64), batch(4, 4, 256, 2)
+    routed(**shared, **arguments)
+    monkeypatch.setenv(kernels.WORKSPACE_VARIABLE, "96")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = routed(**shared, **arguments)
+    assert torch.cuda.max_memory_allocated() - before >= 96 * MIB
+    assert torch.cuda.memory_allocated() - before <= output.nbytes + MIB
+
+
+# --- FlashInfer's own ------------------------------------------------------------------------------------------------
+
+
+@ON_GPU
+@pytest.mark.parametrize("shape", [(128, 4), (256, 448), (1024, 32), (7168, 32), (128, 7), (100, 8)])
+def test_interleave_equals_flashinfers_kernel(shape):
+    import flashinfer
+
+    scales = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    theirs = flashinfer.nvfp4_block_scale_interleave(scales)
+    assert torch.equal(kernels.nvfp4_block_scale_interleave(scales), theirs.view(torch.uint8).flatten())
+
+
+@ON_GPU
+@pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() < (10, 0),
+    reason="FlashInfer's fp4_quantize returns garbage below compute capability 10.0 (no FP4 conversions)",
+)
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_quantize_against_flashinfers_kernel(swizzled):
+    import flashinfer
+
+    x = torch.randn(512, 2048, device="cuda").bfloat16()
+    scale = nvfp4.global_scale_for(x).reshape(1)
+    ours, our_scale = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
+    theirs, their_scale = flashinfer.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
+    assert torch.equal(our_scale.flatten(), their_scale.view(torch.uint8).flatten())
+    # Their reciprocals are approximate: a value on a boundary may go the other way.
+    assert (ours != theirs.view(torch.uint8).view_as(ours)).double().mean() < 1e-3
