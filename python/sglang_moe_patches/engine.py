@@ -35,6 +35,14 @@ def has_plugin_framework() -> bool:
     return any((Path(place) / "srt" / "plugins" / "__init__.py").is_file() for place in spec.submodule_search_locations)
 
 
+def has_module(name: str) -> bool:
+    """Whether the module is there, found without importing it (its parent packages are imported)."""
+    try:
+        return util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def parameters(function: Callable[..., Any]) -> list[str]:
     """The names of ``function``'s parameters, in order."""
     return list(inspect.signature(function).parameters)

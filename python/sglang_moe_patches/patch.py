@@ -51,6 +51,9 @@ class PatchError(RuntimeError):
     """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
 
 
+_ABSENT = object()
+
+
 class Patcher:
     """Sets attributes of engine objects and can put every one of them back."""
 
@@ -60,6 +63,11 @@ class Patcher:
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Replace ``owner.name``, an attribute that ``owner`` (a module or class) itself defines."""
         self._originals.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def add(self, owner: Any, name: str, new: Any) -> None:
+        """Give ``owner`` (a module or class) an attribute that it does not define."""
+        self._originals.append((owner, name, _ABSENT))
         setattr(owner, name, new)
 
     def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
@@ -73,7 +81,10 @@ class Patcher:
         """Put the originals back, last change first."""
         while self._originals:
             owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 @dataclass(frozen=True)
@@ -149,10 +160,12 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Outcome:
     if change.name not in names:
         return Outcome(Status.NOT_SELECTED)
     outcome = probe(change)
+    # Asked before "unsupported" counts: what a server never reaches must not end it in strict mode.
+    unneeded = change.needed(server_args) if server_args is not None else None
+    if unneeded and outcome.status is not Status.NATIVE:
+        return Outcome(Status.NOT_NEEDED, unneeded)
     if not outcome.installs:
         return outcome
-    if server_args is not None and (reason := change.needed(server_args)):
-        return Outcome(Status.NOT_NEEDED, reason)
     patcher = Patcher()
     try:
         change.install(patcher)
@@ -163,9 +176,19 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Outcome:
 
 
 TRTLLM_RUNNERS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+CUTEDSL_RUNNER = "flashinfer_cutedsl"
 
 
-def trtllm_backend_needed(server_args: Any) -> str | None:
-    """``needed`` of a change that only the TRT-LLM runners reach. ``auto`` may still become one of them."""
-    backend = str(server_args.moe_runner_backend)
-    return None if backend in (*TRTLLM_RUNNERS, "auto") else f"--moe-runner-backend is {backend}"
+def runner_needed(*runners: str) -> Callable[[Any], str | None]:
+    """``needed`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+
+    ``auto`` may still become one of them.
+    """
+
+    def needed(server_args: Any) -> str | None:
+        backends = [str(server_args.moe_runner_backend)]
+        if draft := getattr(server_args, "speculative_moe_runner_backend", None):
+            backends.append(str(draft))
+        return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
+
+    return needed

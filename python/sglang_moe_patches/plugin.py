@@ -17,6 +17,7 @@ from typing import Any
 from sglang_moe_patches import patch
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
+SERVER_ARGS_MODULE = "sglang.srt.server_args"
 
 _outcomes: dict[str, patch.Outcome] | None = None
 
@@ -29,10 +30,11 @@ def register() -> None:
     """
     import wrapt
 
-    from sglang_moe_patches.changes import CHANGES, mori_input_truncation
+    from sglang_moe_patches.changes import CHANGES, cutedsl_sizing, mori_input_truncation
 
     try:
-        if mori_input_truncation.CHANGE.name in patch.selected(CHANGES):
+        names = patch.selected(CHANGES)
+        if mori_input_truncation.CHANGE.name in names:
             mori_input_truncation.check_environment()
         patch.strict()
     except ValueError as error:
@@ -41,6 +43,8 @@ def register() -> None:
         from sglang_moe_patches.reference import environment
 
         environment.install()
+    if cutedsl_sizing.CHANGE.name in names:
+        wrapt.register_post_import_hook(cutedsl_sizing.hook_server_args, SERVER_ARGS_MODULE)
     wrapt.register_post_import_hook(_hook_model_runner, MODEL_RUNNER_MODULE)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +62,14 @@ def installed(*changes: Any) -> Iterator[None]:
     finally:
         for patcher in reversed(patchers):
             patcher.undo()
+
+
+@contextmanager
+def without_buffer() -> Iterator[None]:
+    """The stock engine, and where it has a buffer of its own, with that switched off: what every answer must be."""
+    from sglang.srt.layers.moe.moe_runner import base
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(base, "moe_output_buffer_ctx"):
+            patch.setattr(base, "moe_output_buffer_ctx", lambda buf: nullcontext())
+        yield

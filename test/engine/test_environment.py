@@ -33,20 +33,9 @@ def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
 
 def test_an_answer_does_not_depend_on_how_its_prefill_is_chunked(engine, checkpoint):
     """What else is in the batch decides where a prompt is cut. Without sums in float64, (40, 7) answers otherwise."""
-    from sglang.bench_one_batch import extend, prepare_synthetic_inputs_for_latency_test
-
     rng = random.Random(1)
     model = engine.load(checkpoint(dense_layers=0))
-    pools = engine.runner.req_to_token_pool, engine.runner.token_to_kv_pool_allocator
     for length, cut in ((300, 100), (600, 512), (700, 33), (900, 640), (40, 7)):
         prompt = [rng.randrange(3, 700) for _ in range(length)]
         _, whole = engine.generate(model, [prompt], 0)
-        for pool in pools:
-            pool.clear()
-        (request,) = prepare_synthetic_inputs_for_latency_test(1, 0, [prompt[:cut]])
-        extend([request], engine.runner)
-        request.fill_ids = prompt
-        request.prefix_indices = pools[0].req_to_token[request.req_pool_idx, :cut].to(torch.int64)
-        request.set_extend_input_len(length - cut)
-        _, logits, _ = extend([request], engine.runner)
-        assert torch.equal(logits, whole[0]), (length, cut)
+        assert torch.equal(engine.prefill_in_two(model, prompt, cut), whole[0]), (length, cut)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
+from harness import padded_tokens
 from sglang_moe_patches.changes import mori_input_truncation as mori
 from sglang_moe_patches.changes.mori_input_truncation import BOUND_VARIABLE, LIMIT_VARIABLE
 from sglang_moe_patches.patch import Status, probe
@@ -135,32 +136,8 @@ def ranks(engine, monkeypatch):
 
 def announce(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
     """The engine's own preparation of a forward; gives the padded rows of each data-parallel rank."""
-    from sglang.srt.batch_overlap import two_batch_overlap
-    from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
-    from sglang.srt.model_executor import forward_batch_info
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
     here.rank, here.attn_tp = 0, attn_tp
-    batch = SimpleNamespace(
-        global_num_tokens_cpu=list(counts),
-        global_num_tokens_for_logprob_cpu=list(counts),
-        global_num_tokens_gpu=torch.zeros(len(counts), dtype=torch.int64),
-        is_extend_in_batch=extend,
-        batch_size=counts[0],
-        forward_mode=ForwardMode.EXTEND if extend else ForwardMode.DECODE,
-        spec_info=None,
-        tbo_children=None,
-        _pad_inputs_to_size=lambda *args: None,
-    )
-    tensor = torch.tensor
-    with monkeypatch.context() as patch:
-        patch.setattr(two_batch_overlap.TboForwardBatchPreparer, "prepare", lambda **kwargs: None)
-        for name in ("get_attention_tp_size", "get_attention_dp_rank"):
-            patch.setattr(forward_batch_info, name, lambda n=name: attn_tp if "tp" in n else 0)
-        # Pinned memory needs a GPU.
-        patch.setattr(torch, "tensor", lambda data, pin_memory=False, **kwargs: tensor(data, **kwargs))
-        ForwardBatch.prepare_mlp_sync_batch(batch, SimpleNamespace(is_draft_worker=False))
-    return list(get_dp_global_num_tokens())
+    return padded_tokens(monkeypatch, counts, attn_tp, extend)
 
 
 def routing(rows: int, generator: torch.Generator, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,8 +27,10 @@ def assert_same(a, b):
 
 def update(engine, model, path):
     """The engine's answer to a weight-update request."""
-    engine.runner.model = model
-    done, message = engine.runner.update_weights_from_disk(str(path), "auto")
+    runner = engine.runner
+    runner.model = model
+    updater = getattr(runner, "weight_updater", runner)  # a component of its own in newer releases
+    done, message = updater.update_weights_from_disk(str(path), "auto")
     assert done, message
 
 
@@ -72,7 +74,8 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
         original = Method.process_weights_after_loading
 
         def process(self, layer):
-            seen.append(sum(getattr(layer, name).nbytes for name in PLACEHOLDERS))
+            placeholders = [getattr(layer, name) for name in PLACEHOLDERS]
+            seen.append(sum(0 if placeholder is None else placeholder.nbytes for placeholder in placeholders))
             return original(self, layer)
 
         Method.process_weights_after_loading = process
@@ -83,6 +86,7 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
         return seen
 
     scales = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 256 rows of 8)
-    assert bytes_of_placeholders() == [scales] * 3
+    stock = bytes_of_placeholders()
+    assert stock in ([scales] * 3, [0] * 3)  # none from 0.5.13 on
     with installed(nvfp4_weights.CHANGE):
-        assert bytes_of_placeholders() == [2 * 8] * 3
+        assert bytes_of_placeholders() == ([2 * 8] * 3 if stock[0] else [0] * 3)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import installed
+from conftest import installed, without_buffer
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+from sglang_moe_patches.patch import Status, probe
 from sglang_moe_patches.regression import observe
 
 PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
@@ -55,22 +56,29 @@ def kernels(monkeypatch, tmp_path):
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request, engine, monkeypatch):
-    from sglang.srt.layers.moe import initialize_moe_config
+def backend(request, engine):
+    with engine.arguments(moe_runner_backend=request.param):
+        yield request.param
 
-    monkeypatch.setattr(engine.server_args, "moe_runner_backend", request.param)
-    initialize_moe_config(engine.server_args)
-    yield request.param
-    monkeypatch.undo()
-    initialize_moe_config(engine.server_args)
+
+@pytest.fixture
+def applied():
+    if probe(output_buffer.CHANGE).status is not Status.APPLIED:
+        pytest.skip("this engine release has an output buffer of its own")
+
+
+@pytest.fixture
+def hardened():
+    if probe(output_buffer.CHANGE).status is not Status.HARDENED:
+        pytest.skip("this engine release has no output buffer of its own")
 
 
 @pytest.fixture
 def run(engine):
-    """Builds a model, stock or patched, and gives its greedy tokens and logits."""
+    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
 
     def run(path, *changes, prompts=PROMPTS, steps=STEPS):
-        with installed(*changes):
+        with installed(*changes) if changes else without_buffer():
             return engine.generate(engine.load(path), prompts, steps)
 
     return run
@@ -88,8 +96,9 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
     stock = run(path)
     assert stock[1].isfinite().all()
     moe_layers = 4 - dense_layers
-    model = engine.load(path)
-    assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
+    with without_buffer():
+        model = engine.load(path)
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
 
     assert same(run(path, *CHANGES), stock)
     with installed(*CHANGES):
@@ -97,6 +106,32 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
         assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
 
 
+@pytest.mark.usefixtures("hardened")
+def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend, engine, checkpoint, run):
+    """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
+    first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
+    with installed():
+        stock = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
+    assert same(stock[first_is_dense], run(first_is_dense))
+    assert stock[first_is_moe][0] != run(first_is_moe)[0]
+    for path in (first_is_dense, first_is_moe):
+        assert same(run(path, *CHANGES), run(path))
+
+
+@pytest.mark.usefixtures("hardened")
+def test_the_engines_offer_is_withdrawn_in_the_first_layer_alone(engine, checkpoint, kernels, monkeypatch):
+    """Fresh memory where there is no residual; in every other layer the engine's own buffer, as without us."""
+    from sglang.srt.layers.moe.moe_runner import base
+
+    offers = []
+    engine_offer = base.moe_output_buffer_ctx
+    monkeypatch.setattr(base, "moe_output_buffer_ctx", lambda buf: offers.append(buf) or engine_offer(buf))
+    with installed(*CHANGES):
+        engine.generate(engine.load(checkpoint(dense_layers=0)), PROMPTS[:1], 0)
+    assert [buffer is None for buffer in offers] == [True, False, False, False]
+
+
+@pytest.mark.usefixtures("applied")
 def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
     """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
     path = checkpoint(dense_layers=0)
@@ -117,6 +152,7 @@ def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
     assert not same(run(path, *CHANGES), stock)
 
 
+@pytest.mark.usefixtures("applied")
 def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     """A NextN layer, and any layer whose input becomes the residual."""
     from sglang.srt.models.deepseek_nextn import DeepseekModelNextN
@@ -135,44 +171,40 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         assert not getattr(nextn.decoder, output_buffer._OFFERS, False)
 
 
-def forward_batch_of(engine, monkeypatch, model, prompts):
-    """The arguments with which the engine calls the model for a prefill of ``prompts``."""
-    seen = {}
-    original = type(model).forward
+def inside_a_forward(engine, monkeypatch, model, prompts, work):
+    """``work(original, layers, *arguments)`` in place of the forward of the layer stack, in a forward of the engine."""
+    stack = type(model.model)
+    original = stack.forward
+    found = []
 
-    def spy(self, input_ids, positions, forward_batch, *args, **kwargs):
-        seen["arguments"] = (input_ids, positions, forward_batch)
-        return original(self, input_ids, positions, forward_batch, *args, **kwargs)
+    def instead(self, *args, **kwargs):
+        found.append(work(functools.partial(original, self), self, *args, **kwargs))
+        return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", spy)
+        patch.setattr(stack, "forward", instead)
         engine.generate(model, prompts, 0)
-    return seen["arguments"]
+    (result,) = found
+    return result
 
 
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpoint, monkeypatch, dense_layers):
     path = checkpoint(dense_layers=dense_layers)
 
-    def embeds_after():
-        model = engine.load(path)
-        input_ids, positions, batch = forward_batch_of(engine, monkeypatch, model, PROMPTS[:1])
-        embeds = model.model.embed_tokens(input_ids).clone()
-        with torch.no_grad(), in_forward(engine, batch):
-            hidden = model.model(input_ids, positions, batch, input_embeds=embeds)
-        return embeds, hidden
+    def with_embeds(forward, stack, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
+        embeds = stack.embed_tokens(input_ids).clone()
+        return embeds, forward(input_ids, positions, batch, embeds, *args, **kwargs)
 
-    stock = embeds_after()
+    def embeds_after():
+        return inside_a_forward(engine, monkeypatch, engine.load(path), PROMPTS[:1], with_embeds)
+
+    with without_buffer():
+        stock = embeds_after()
     with installed(*CHANGES):
         patched = embeds_after()
     assert torch.equal(patched[0], stock[0])
     assert torch.equal(patched[1], stock[1])
-
-
-def in_forward(engine, batch):
-    """What the model runner sets up around a model's forward."""
-    engine.runner.attn_backend.init_forward_metadata(batch)
-    return torch.inference_mode()
 
 
 def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoint, monkeypatch):
@@ -180,19 +212,24 @@ def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoin
 
     def captured():
         model = engine.load(path)
-        arguments = forward_batch_of(engine, monkeypatch, model, PROMPTS[:1])
-        model.set_eagle3_layers_to_capture([0, 1, 2])
-        with torch.no_grad(), in_forward(engine, arguments[2]):
-            hidden, aux = model.model(*arguments)
-        return [hidden, *aux]
+        model.set_eagle3_layers_to_capture([1, 2])
 
-    stock = captured()
+        def capturing(forward, stack, *args, **kwargs):
+            hidden, aux = forward(*args, **kwargs)
+            stack.layers_to_capture, model.capture_aux_hidden_states = [], False
+            return hidden, aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+
+        return inside_a_forward(engine, monkeypatch, model, PROMPTS[:1], capturing)
+
+    with without_buffer():
+        stock = captured()
     with installed(*CHANGES):
         patched = captured()
-    assert len(stock) == 4
+    assert stock[1].shape[-1] == 2 * stock[0].shape[-1]
     assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
 
 
+@pytest.mark.usefixtures("applied")
 def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):
     """A layer that the engine does not mark must not inherit the mark of the layer whose storage it writes into."""
 
@@ -220,15 +257,24 @@ def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, 
 
 
 def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint, kernels):
-    from sglang.srt.layers.communicator import get_attn_tp_context
+    try:
+        from sglang.srt.layers.communicator import get_attn_tp_context
+
+        context, name = get_attn_tp_context(), "attn_inputs_"
+        getattr(context, name)
+    except (ImportError, AttributeError):
+        from sglang.srt.runtime_context import get_forward
+
+        context, name = get_forward(), "attn_inputs"
 
     def inputs_alive():
         alive = []
-        kernels.at_entry = lambda: alive.append(get_attn_tp_context().attn_inputs_ is not None)
+        kernels.at_entry = lambda: alive.append(getattr(context, name) is not None)
         engine.generate(engine.load(checkpoint()), PROMPTS[:1], 0)
         return alive
 
-    assert inputs_alive() == [True] * 3
+    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
+    assert inputs_alive() == [not native] * 3
     with installed(*CHANGES):
         assert inputs_alive() == [False] * 3
 
@@ -245,11 +291,14 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         engine.generate(model, prompt, 0)
         return max(found)
 
-    stock = live()
+    with without_buffer():
+        stock = live()
     with installed(*CHANGES):
         patched = live()
-    # The previous output and the attention input go; on 0.5.11 the shared experts' output as well.
-    assert stock - patched >= 1.9 * hidden_tensor
+    # The previous output goes, and what the engine does not do by itself: the attention input (up to 0.5.12.post1)
+    # and the shared experts' output (0.5.11).
+    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
+    assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 
 class Pool:
@@ -286,6 +335,7 @@ class Pool:
         return tensor.untyped_storage().data_ptr() in self.kept
 
 
+@pytest.mark.usefixtures("applied")
 def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, monkeypatch):
     stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
     pool = Pool(monkeypatch, engine)
@@ -313,10 +363,10 @@ def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
     assert Experts().moe_runner_config.inplace
 
 
+@pytest.mark.usefixtures("applied")
 def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
     """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
     stock = run(checkpoint())
-    wrong = output_buffer._make_layer_forward
 
     def offer_fewer_tokens(original, is_compiling):
         def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
@@ -326,13 +376,13 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
         return forward
 
     monkeypatch.setattr(output_buffer, "_make_layer_forward", offer_fewer_tokens)
-    assert wrong is not offer_fewer_tokens
     assert same(run(checkpoint(), *CHANGES), stock)
     monkeypatch.setattr(output_buffer, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
         run(checkpoint(), *CHANGES)
 
 
+@pytest.mark.usefixtures("applied")
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
     stock = run(checkpoint())

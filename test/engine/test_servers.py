@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 from sglang_moe_patches.reference import environment
+from sglang_moe_patches.regression import observe
 from sglang_moe_patches.regression.server import Server, ServerFailed
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,53 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(checkpoint, 
     assert statuses.pop("mori-input-truncation") == "not needed here"
     assert set(statuses.values()) <= {"applied", "native"}
     assert (output / "report.html").stat().st_size > 10_000
+
+
+def answers(url: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens for each prompt, asked one after the other."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    found = []
+    for prompt in prompts:
+        asked = httpx.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}, timeout=120)
+        found.append(asked.raise_for_status().json()["output_ids"])
+    return found
+
+
+@DEFAULT_ENGINE_ONLY
+def test_cutedsl_serves_what_ends_the_stock_server_from_buffers_of_one_layer(checkpoint, tmp_path):
+    pick = random.Random(0)
+    prompts = [[pick.randrange(3, 700) for _ in range(length)] for length in (9, 300, 40)]
+    limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
+    # Stock sizes its buffers by the chunk: 2,048 tokens hold every forward here, and no prompt is cut.
+    ample = ["--chunked-prefill-size", "2048", "--max-prefill-tokens", "2048"]
+
+    @contextmanager
+    def cutedsl(name, changes, *arguments, dense_layers=0):
+        (tmp_path / name).mkdir()
+        variables = {"SGLANG_MOE_PATCHES": changes, "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path / name)}
+        model = checkpoint(dense_layers=dense_layers)
+        with server(name, model, tmp_path, *arguments, backend="flashinfer_cutedsl", **variables) as running:
+            yield running.url
+
+    def held(name):
+        return observe.collect(tmp_path / name)["kernel_buffer_bytes"]
+
+    with cutedsl("stock", "none", *limits) as url:
+        assert len(answers(url, prompts[:1])) == 1
+        with pytest.raises(httpx.HTTPError):
+            answers(url, prompts[1:2])
+    assert "ValueError: num_tokens (300) exceeds max_num_tokens (" in (tmp_path / "stock.log").read_text()
+    with cutedsl("ample", "none", *ample) as url:
+        expected = answers(url, prompts)
+    with cutedsl("patched", "all", *limits) as url:
+        assert answers(url, prompts) == expected
+    with cutedsl("one-layer", "all", *limits, dense_layers=3) as url:
+        answers(url, prompts)
+    assert held("patched") == held("one-layer") > 0
+    assert held("ample") > 4 * held("one-layer")
+    log = (tmp_path / "patched.log").read_text()
+    assert log.count("CuteDSL: one set of buffers") == 1
+    assert "runs in slices" not in log
 
 
 # --- Mutations -------------------------------------------------------------------------------------------------------

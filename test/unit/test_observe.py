@@ -48,6 +48,26 @@ def test_live_bytes_are_those_of_the_largest_forward(tmp_path):
     assert figures["changes"] == [["output-buffer", "applied", ""]]
 
 
+class Wrapper:
+    """Holds buffers as FlashInfer's CuteDslMoEWrapper does."""
+
+    def __init__(self, sort: torch.Tensor) -> None:
+        self._moe_sort_buffers = {"a": sort, "size": 3}
+        self._gemm1_output = torch.empty(100, dtype=torch.uint8)
+        self._moe_output = None
+        self.max_num_tokens = 7
+
+
+def test_what_kernels_hold_between_forwards_counts_shared_storages_once(tmp_path):
+    watch, output, sort = observer(tmp_path), torch.empty(4, 4), torch.empty(10, dtype=torch.int32)
+    forward(watch, 1, lambda: output)
+    assert watch.figures["kernel_buffer_bytes"] is None
+    wrappers = [Wrapper(sort), Wrapper(sort)]
+    watch.wrappers.update(wrappers)
+    forward(watch, 1, lambda: output)
+    assert watch.figures["kernel_buffer_bytes"] == 2 * 100 + 40
+
+
 def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path):
     base = {"peak_forward_bytes": None, "forwards": 3}
     for pid, live, forwards in ((1, 10, 3), (2, 30, 3), (3, 99, 0)):

@@ -3,6 +3,18 @@
 Importing this package imports neither torch nor the engine: the launcher imports it too.
 """
 
-from sglang_moe_patches.changes import deferred_shared_experts, mori_input_truncation, nvfp4_weights, output_buffer
+from sglang_moe_patches.changes import (
+    cutedsl_sizing,
+    deferred_shared_experts,
+    mori_input_truncation,
+    nvfp4_weights,
+    output_buffer,
+)
 
-CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE, nvfp4_weights.CHANGE, mori_input_truncation.CHANGE)
+CHANGES = (
+    output_buffer.CHANGE,
+    deferred_shared_experts.CHANGE,
+    nvfp4_weights.CHANGE,
+    mori_input_truncation.CHANGE,
+    cutedsl_sizing.CHANGE,
+)

@@ -18,14 +18,15 @@ How
       ``swizzle_blockscale`` as that module sees it answers with a placeholder of one byte per expert. One byte and not
       none: the engine's shared-memory weight offloader cannot map zero bytes. The placeholder keeps the number of
       experts as its first dimension, which the offloader divides by the number of ranks. From 0.5.12 on the engine
-      aliases both attributes to the block scales after loading; in 0.5.11 they stay as they are, unread.
+      aliases both attributes to the block scales after loading; in 0.5.11 they stay as they are, unread. Where the
+      engine allocates none for TRT-LLM itself (from 0.5.13 on), this part has nothing to do.
 
     A reload writes raw weights into the same parameters and prepares them again, as with the engine's own function.
     ``create_weights`` does not run again.
 
 Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
-    the layer, and slower); frees the placeholders after loading from 0.5.12 on.
+    the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on.
 
 Remove when
     the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM.
@@ -41,7 +42,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Change, Outcome, Patcher, Status, trtllm_backend_needed
+from sglang_moe_patches.patch import TRTLLM_RUNNERS, Change, Outcome, Patcher, Status, runner_needed
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -67,10 +68,13 @@ _SWIZZLE = "swizzle_blockscale"
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
-def _names_used(function: Any) -> frozenset[str]:
-    """The global, attribute and module names that a Python function's own code refers to."""
+def _mentions(function: Any, *names: str) -> bool:
+    """Whether a Python function's own code refers to all of these globals, attributes and modules.
+
+    Its compiled code is asked and not its source, in which an imported module is no name.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return frozenset(code.co_names) if code is not None else frozenset()
+    return code is not None and set(names) <= set(code.co_names)
 
 
 def unsupported_reason() -> str | None:
@@ -102,24 +106,31 @@ def unsupported_reason() -> str | None:
     align = getattr(runner, "align_fp4_moe_weights_for_flashinfer_trtllm", None)
     if align is None:
         return f"{_RUNNER} has no align_fp4_moe_weights_for_flashinfer_trtllm"
-    if hasattr(runner, _FUNCTION) or not {_UTILS, _FUNCTION} <= _names_used(align):
+    if hasattr(runner, _FUNCTION) or not _mentions(align, _UTILS, _FUNCTION):
         return f"align_fp4_moe_weights_for_flashinfer_trtllm no longer looks {_FUNCTION} up in {_UTILS} when called"
-    if "copy_or_rebind_param" not in _names_used(align):
+    if not _mentions(align, "copy_or_rebind_param"):
         return "align_fp4_moe_weights_for_flashinfer_trtllm no longer writes its results back into the parameters"
 
     method = getattr(modelopt, _METHOD, None)
     create_weights = getattr(method, "create_weights", None)
     if create_weights is None or engine.parameters(create_weights)[:2] != ["self", "layer"]:
         return f"{_METHOD}.create_weights is missing or takes other arguments"
-    if getattr(modelopt, _SWIZZLE, None) is None or _SWIZZLE not in _names_used(create_weights):
+    if _makes_no_placeholders_for_trtllm(create_weights):
+        return None
+    if getattr(modelopt, _SWIZZLE, None) is None or not _mentions(create_weights, _SWIZZLE):
         return f"{_METHOD}.create_weights no longer makes its placeholders with {_SWIZZLE}"
     if engine.parameters(getattr(modelopt, _SWIZZLE)) != ["scale"]:
         return f"{_SWIZZLE} takes ({', '.join(engine.parameters(getattr(modelopt, _SWIZZLE)))})"
-    process = _names_used(getattr(method, "process_weights_after_loading", None) or create_weights)
+    process = getattr(method, "process_weights_after_loading", None)
     for name in ("enable_flashinfer_trtllm_moe", "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"):
-        if name not in process:
+        if not _mentions(process, name):
             return f"{_METHOD}.process_weights_after_loading no longer decides by {name}"
     return None
+
+
+def _makes_no_placeholders_for_trtllm(create_weights: Any) -> bool:
+    """Whether the engine itself leaves the swizzled block scales out for TRT-LLM."""
+    return _mentions(create_weights, "enable_flashinfer_trtllm_moe")
 
 
 def trtllm_replaces_swizzled_scales(
@@ -157,6 +168,8 @@ def _patch_placeholders(modelopt: Any, patcher: Patcher) -> None:
     engine_swizzle = getattr(modelopt, _SWIZZLE)
     method = getattr(modelopt, _METHOD)
     engine_create_weights = method.create_weights
+    if _makes_no_placeholders_for_trtllm(engine_create_weights):
+        return
 
     @functools.wraps(engine_swizzle)
     def swizzle_blockscale(scale: Any) -> Any:
@@ -197,5 +210,5 @@ CHANGE = Change(
     summary="NVFP4 expert weights are shuffled in place, without a second copy of the layer",
     probe=_probe,
     install=_install,
-    needed=trtllm_backend_needed,
+    needed=runner_needed(*TRTLLM_RUNNERS),
 )

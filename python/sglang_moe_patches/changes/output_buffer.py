@@ -11,26 +11,35 @@ How
     replaced, ``torch``, by a namespace whose ``empty`` knows the offered buffer. The attention inputs are dropped when
     ``self_attn`` returns. Both TRT-LLM runners are marked as not mutating their input, which they never did.
 
+    Where the engine has all this built in, it offers the input of every MoE layer, also of one that starts without a
+    residual: the first layer of a model, a NextN/MTP draft layer. That input *becomes* the residual, the next norm
+    updates it in place, and the output is written over it: every answer is wrong. There, and only there, the offer is
+    withdrawn: the decoder layer's ``forward`` notes that its input has no residual yet, and the engine's own
+    ``moe_output_buffer_ctx`` then gets ``None``. Everything else stays the engine's.
+
 Upstream
-    sgl-project/sglang#25379, in releases from 0.5.13.
+    sgl-project/sglang#25379, in releases from 0.5.13; the hole is in all of them up to 0.5.23.
 
 Remove when
-    0.5.12.post1 is the oldest supported release no longer.
+    0.5.12.post1 is the oldest supported release no longer, and the engine looks at the residual before it offers.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import util
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Change, Outcome, Patcher, Status, trtllm_backend_needed
+from sglang_moe_patches.patch import CUTEDSL_RUNNER, TRTLLM_RUNNERS, Change, Outcome, Patcher, Status, runner_needed
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +48,14 @@ _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
 _RUNNER_FUNCTION = "fused_experts_none_to_flashinfer_trtllm_fp4"
 _OFFERS = "_moe_patches_offers_output_buffer"
 
+_ENGINE_OFFER = "moe_output_buffer_ctx"
+_OFFERING_LAYERS = (
+    ("sglang.srt.models.deepseek_v2", "DeepseekV2DecoderLayer"),
+    ("sglang.srt.models.glm5_next", "Glm5NextDecoderLayer"),
+)
+
 _buffer: ContextVar[torch.Tensor | None] = ContextVar("moe_output_buffer", default=None)
+_withheld: ContextVar[bool] = ContextVar("moe_output_buffer_withheld", default=False)
 
 
 # --- The decisions -------------------------------------------------------------------------------------------------
@@ -101,6 +117,28 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
         _buffer.reset(token)
 
 
+def withdraw_if_shared(moe_input: torch.Tensor) -> None:
+    """Withdraw the offer if writing into it would show in ``moe_input``, which the shared experts may still read."""
+    buffer = _buffer.get()
+    if buffer is not None and shares_storage(buffer, moe_input):
+        _buffer.set(None)
+
+
+def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any) -> torch.Tensor | None:
+    """The offered buffer as a new tensor, if it fits; a second call in the same offer gets ``None``.
+
+    :param conditions: the keyword arguments of :func:`fits`.
+    """
+    buffer = _buffer.get()
+    if buffer is None or not fits(buffer, shape, dtype, device, **conditions):
+        return None
+    # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
+    _buffer.set(None)
+    # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion), and the
+    # mark of the layer below must not travel into this layer's output.
+    return buffer.detach()
+
+
 class _OutputAllocator:
     """Stands in for the name ``torch`` inside the runner: ``empty`` may answer with the offered buffer."""
 
@@ -115,21 +153,14 @@ class _OutputAllocator:
         return value
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer = _buffer.get()
-        if buffer is not None and fits(
-            buffer,
+        buffer = take(
             size,
             dtype,
             device,
             needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
             in_symmetric_memory=self._in_pool,
-        ):
-            # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
-            _buffer.set(None)
-            # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion),
-            # and the mark of the layer below must not travel into this layer's output.
-            return buffer.detach()
-        return self._torch.empty(*size, dtype=dtype, device=device)
+        )
+        return self._torch.empty(*size, dtype=dtype, device=device) if buffer is None else buffer
 
     def _in_pool(self, tensor: torch.Tensor) -> bool:
         # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
@@ -214,10 +245,12 @@ def _make_attention_forward(
 # --- What is decided once, when a layer is built --------------------------------------------------------------------
 
 
-def uses_trtllm_nvfp4(experts: Any) -> bool:
-    """Whether a ``FusedMoE`` layer runs the NVFP4 TRT-LLM kernels."""
-    return bool(getattr(experts.quant_method, "enable_flashinfer_trtllm_moe", False)) and (
-        type(experts.quant_method).__name__ == "ModelOptNvFp4FusedMoEMethod"
+def takes_output_buffer(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer takes the offered buffer: NVFP4 with TRT-LLM, or CuteDSL (where
+    cutedsl-sizing takes it)."""
+    method = experts.quant_method
+    return type(method).__name__ == "ModelOptNvFp4FusedMoEMethod" and bool(
+        getattr(method, "enable_flashinfer_trtllm_moe", False) or getattr(method, "_is_cutedsl_v2_standard", False)
     )
 
 
@@ -239,16 +272,141 @@ def _make_model_init(original: Callable[..., None]) -> Callable[..., None]:
         # input_embeds; the buffers in which another stage's output arrives, still being sent on or reused).
         for layer in self.layers[self.start_layer + 1 : self.end_layer]:
             experts = getattr(layer.mlp, "experts", None)
-            if experts is not None and uses_trtllm_nvfp4(experts):
+            if experts is not None and takes_output_buffer(experts):
                 setattr(layer, _OFFERS, True)
 
     return __init__
 
 
+# --- Where the engine has a buffer of its own ------------------------------------------------------------------------
+
+
+def _residual_argument(forward_batch: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
+    """The residual that comes with a layer's input, where it is an argument of the layer."""
+    return residual
+
+
+def _residual_of_stream(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The residual that comes with a layer's input, where the batch carries it, or ``None``.
+
+    Without a pending contribution the input *is* the residual, or becomes it at the start of the stack.
+    """
+    stream = forward_batch.residual_stream
+    return None if stream is None or stream.pending is None else stream.residual
+
+
+def _make_offering_forward(
+    original: Callable[..., Any], residual_of: Callable[..., Any], is_compiling: Callable[[], bool]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or residual_of(forward_batch, *args, **kwargs) is not None:
+            return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
+        token = _withheld.set(True)
+        try:
+            return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
+        finally:
+            _withheld.reset(token)
+
+    return forward
+
+
+def _make_engine_offer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def moe_output_buffer_ctx(buf: Any) -> Any:
+        return original(None if _withheld.get() else buf)
+
+    return moe_output_buffer_ctx
+
+
+def _offering_layers() -> list[tuple[type, Callable[..., Any] | None]]:
+    """The decoder layers that offer their input without looking at the residual, and how to find their residual."""
+    found: list[tuple[type, Callable[..., Any] | None]] = []
+    for module, name in _OFFERING_LAYERS:
+        if util.find_spec(module) is None:
+            continue
+        layer = getattr(importlib.import_module(module), name, None)
+        forward = vars(layer).get("forward") if layer is not None else None
+        if layer is None or forward is None or not offers_regardless_of_the_residual(forward):
+            continue
+        residual_of: Callable[..., Any] | None = None
+        if not engine.missing_parameters(forward, ["self", "positions", "hidden_states", "forward_batch", "residual"]):
+            residual_of = _residual_argument
+        elif not engine.missing_parameters(forward, ["self", "positions", "hidden_states", "forward_batch"]):
+            residual_of = _residual_of_stream if _batches_carry_the_residual() else None
+        found.append((layer, residual_of))
+    return found
+
+
+def offers_regardless_of_the_residual(forward: Callable[..., Any]) -> bool:
+    """Whether a decoder layer's ``forward`` offers its input under a condition that does not look at the residual."""
+    for node in ast.walk(ast.parse(engine.source(forward))):
+        if isinstance(node, ast.If) and any(
+            isinstance(call, ast.Call) and ast.unparse(call.func).endswith(_ENGINE_OFFER)
+            for statement in node.body
+            for call in ast.walk(statement)
+        ):
+            return "residual" not in ast.unparse(node.test)
+    return engine.mentions(forward, _ENGINE_OFFER)
+
+
+def _batches_carry_the_residual() -> bool:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    try:
+        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+    except ImportError:
+        return False
+    fields = getattr(ForwardBatch, "__dataclass_fields__", {})
+    return "residual_stream" in fields and {"pending", "residual"} <= set(getattr(ResidualStream, "__slots__", ()))
+
+
+def _probe_native() -> Outcome:
+    layers = _offering_layers()
+    if not layers:
+        return Outcome(Status.NATIVE)
+    for layer, residual_of in layers:
+        if residual_of is None:
+            return Outcome(
+                Status.UNSUPPORTED,
+                f"the engine's own output buffer overwrites the residual where {layer.__name__} starts without one, "
+                "and where that residual is kept is not known here",
+            )
+        module = importlib.import_module(layer.__module__)
+        if hasattr(module, _ENGINE_OFFER):
+            return Outcome(Status.UNSUPPORTED, f"{module.__name__} no longer looks {_ENGINE_OFFER} up when called")
+    return Outcome(Status.HARDENED)
+
+
+def _install_native(patcher: Patcher) -> None:
+    import torch
+    from sglang.srt.layers.moe.moe_runner import base
+
+    patcher.wrap(base, _ENGINE_OFFER, _make_engine_offer)
+    for layer, residual_of in _offering_layers():
+        assert residual_of is not None  # the probe has seen to that
+        patcher.wrap(
+            layer,
+            "forward",
+            functools.partial(
+                _make_offering_forward, residual_of=residual_of, is_compiling=torch.compiler.is_compiling
+            ),
+        )
+
+
 # --- The change ------------------------------------------------------------------------------------------------------
 
 
+def _is_native() -> bool:
+    from sglang.srt.layers.moe.moe_runner import base
+
+    return hasattr(base, _ENGINE_OFFER)
+
+
 def _probe() -> Outcome:
+    if _is_native():
+        return _probe_native()
+
     from sglang.srt.distributed.device_communicators import pynccl_allocator
     from sglang.srt.layers import communicator
     from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
@@ -258,8 +416,6 @@ def _probe() -> Outcome:
     function = getattr(runner, _RUNNER_FUNCTION, None)
     if function is None:
         return Outcome(Status.UNSUPPORTED, f"{_RUNNER_MODULE} has no {_RUNNER_FUNCTION}")
-    if any("moe_output_buffer" in name for name in (*vars(runner), *vars(deepseek_v2))):
-        return Outcome(Status.NATIVE)
     allocations = [
         call for name in ("empty", "empty_like", "zeros") for call in engine.calls(function, f"torch.{name}")
     ]
@@ -302,6 +458,10 @@ def _globals_view_works() -> bool:
 
 
 def _install(patcher: Patcher) -> None:
+    if _is_native():
+        _install_native(patcher)
+        return
+
     import torch
     from sglang.srt.distributed.device_communicators import pynccl_allocator
     from sglang.srt.layers import communicator
@@ -331,5 +491,5 @@ CHANGE = Change(
     summary="the routed experts write into the decoder layer's dead input",
     probe=_probe,
     install=_install,
-    needed=trtllm_backend_needed,
+    needed=runner_needed(*TRTLLM_RUNNERS, CUTEDSL_RUNNER),
 )

@@ -155,6 +155,7 @@ def install() -> None:
     import wrapt
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_moe_patches.reference import cutedsl
     from sglang_moe_patches.reference import flashinfer_kernels as kernels
 
     if multiprocessing.parent_process() is None:  # once a server, not once a process
@@ -164,6 +165,7 @@ def install() -> None:
         "flashinfer.nvfp4_block_scale_interleave": kernels.nvfp4_block_scale_interleave,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_moe": kernels.trtllm_fp4_block_scale_moe,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe": kernels.trtllm_fp4_block_scale_routed_moe,
+        **(cutedsl.KERNELS if util.find_spec("cutlass") else {}),
     }.items():
         # The engine's own registry also finds the names that engine modules have imported already.
         HookRegistry.register(target, kernel, HookType.REPLACE)
@@ -172,17 +174,19 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
-        wrapt.register_post_import_hook(_name_quantizer, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+        wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+        wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
+        for target, hook in (cutedsl.ON_ONE_STREAM if util.find_spec("cutlass") else {}).items():
+            HookRegistry.register(target, hook, HookType.AROUND)
+        if util.find_spec("cutlass"):
+            HookRegistry.register(f"{cutedsl.WRAPPER}.__init__", _with_buffers, HookType.AROUND)
         for target in MATRIX_PRODUCTS:
             HookRegistry.register(target, _in_double, HookType.AROUND)
         # Weight preparation moves tensors "to the GPU" unasked; here they stay.
         HookRegistry.register("torch.Tensor.cuda", lambda tensor, *args, **kwargs: tensor, HookType.REPLACE)
         # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
-        HookRegistry.register(
-            "sglang.srt.model_executor.model_runner.ModelRunner.init_threads_binding",
-            lambda runner: setattr(runner, "local_omp_cpuid", ""),
-            HookType.REPLACE,
-        )
+        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.model_executor.model_runner")
+        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.utils.numa_utils")
         HookRegistry.register(
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", _without_gpu_links, HookType.AROUND
         )
@@ -192,16 +196,53 @@ def install() -> None:
 
 def _lift_blackwell_check(module: Any) -> None:
     # In this module alone: elsewhere the same question chooses kernels.
-    module.is_blackwell_supported = lambda *args, **kwargs: True
+    if hasattr(module, "get_platform"):
+        module.get_platform = _claiming_blackwell(module.get_platform)
+    else:
+        module.is_blackwell_supported = lambda *args, **kwargs: True
     module.ModelOptFp4Config.get_min_capability = classmethod(lambda cls: 0)
 
 
-def _name_quantizer(module: Any) -> None:
+def _claiming_blackwell(get_platform: Any) -> Any:
+    import wrapt
+
+    class Platform(wrapt.ObjectProxy):
+        is_blackwell = True
+
+    return lambda: Platform(get_platform())
+
+
+def _complete_runner(module: Any) -> None:
     from sglang_moe_patches.reference import flashinfer_kernels
 
     # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
     if module.fp4_quantize is None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
+    # Some releases pack ids and weights for the routed kernel in Triton; they bring the same in PyTorch.
+    if hasattr(module, "PackTopkIds"):
+        module.PackTopkIds.execute = module.PackTopkIds.vanilla
+
+
+def _bind_to_no_core(module: Any) -> None:
+    runner = getattr(module, "ModelRunner", None)
+    if runner is not None and hasattr(runner, "init_threads_binding"):
+        runner.init_threads_binding = lambda runner: setattr(runner, "local_omp_cpuid", "")
+    elif hasattr(module, "init_threads_binding"):  # releases in which a function gives the cores
+        module.init_threads_binding = lambda **place: ""
+
+
+def _unwrap_quantizer(module: Any) -> None:
+    from sglang_moe_patches.reference import flashinfer_kernels
+
+    # From 0.5.12 on the engine registers the quantizer as an operator, which PyTorch then has for GPUs alone.
+    if getattr(module, "fp4_quantize", None) is not None:
+        module.fp4_quantize = flashinfer_kernels.fp4_quantize
+
+
+def _with_buffers(original: Any, self: Any, *args: Any, use_cuda_graph: bool = False, **kwargs: Any) -> None:
+    # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
+    # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
+    original(self, *args, use_cuda_graph=True, **kwargs)
 
 
 def _register_attention_path(module: Any) -> None:

@@ -54,6 +54,7 @@ def fp4_quantize(
     is_global_scale_inversed: bool = False,
     enable_pdl: bool | None = None,
     backend: str = "cuda",
+    nvfp4_4over6: object | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-in for ``flashinfer.fp4_quantize``, NVFP4 only.
 
@@ -80,6 +81,7 @@ def fp4_quantize(
         raise NotImplementedError("is_sf_8x4_layout: only the linear and the 128x4 layouts")
     if backend != "cuda":
         raise NotImplementedError(f"backend={backend!r}: only 'cuda'")
+    _refuse(nvfp4_4over6=nvfp4_4over6)
     if input.dtype not in (torch.bfloat16, torch.float16):
         raise NotImplementedError(f"input of {input.dtype}: only bfloat16 and float16")
     if input.dim() != 2 or input.stride(-1) != 1:
@@ -120,6 +122,14 @@ def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
     return tiles.transpose(2, 4).flatten()
 
 
+def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The inverse of ``nvfp4_block_scale_interleave`` for one matrix without padding: uint8 [rows, cols]."""
+    tiles = interleaved.view(torch.uint8).reshape(
+        rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
+    )
+    return tiles.transpose(1, 3).reshape(rows, cols)
+
+
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -152,6 +162,11 @@ def trtllm_fp4_block_scale_routed_moe(
     per_token_scale: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
     tune_max_num_tokens: int = 8192,
+    gemm1_lora_delta: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    num_fused_shared_experts: int | None = None,
+    hidden_states_scale_layout: object | None = None,
 ) -> list[torch.Tensor]:
     """Stand-in for FlashInfer's NVFP4 MoE kernel with the routing decided by the caller.
 
@@ -171,6 +186,11 @@ def trtllm_fp4_block_scale_routed_moe(
         gemm1_clamp_limit=gemm1_clamp_limit,
         gemm2_bias=gemm2_bias,
         per_token_scale=per_token_scale,
+        gemm1_lora_delta=gemm1_lora_delta,
+        valid_hidden_size=valid_hidden_size,
+        valid_intermediate_size=valid_intermediate_size,
+        num_fused_shared_experts=num_fused_shared_experts,
+        hidden_states_scale_layout=hidden_states_scale_layout,
     )
     if not do_finalize:
         raise NotImplementedError("do_finalize=False")
@@ -234,6 +254,10 @@ def trtllm_fp4_block_scale_moe(
     tune_max_num_tokens: int = 8192,
     norm_topk_prob: bool = True,
     routing_replay_out: torch.Tensor | None = None,
+    num_fused_shared_experts: int | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    hidden_states_scale_layout: object | None = None,
 ) -> list[torch.Tensor]:
     """Stand-in for FlashInfer's NVFP4 MoE kernel that routes by itself.
 
@@ -277,6 +301,10 @@ def trtllm_fp4_block_scale_moe(
         gemm2_bias=gemm2_bias,
         per_token_scale=per_token_scale,
         routing_replay_out=routing_replay_out,
+        num_fused_shared_experts=num_fused_shared_experts,
+        valid_hidden_size=valid_hidden_size,
+        valid_intermediate_size=valid_intermediate_size,
+        hidden_states_scale_layout=hidden_states_scale_layout,
     )
     if not do_finalize:
         raise NotImplementedError("do_finalize=False")
@@ -307,7 +335,7 @@ def trtllm_fp4_block_scale_moe(
     )
 
 
-def _refuse(**arguments: torch.Tensor | None) -> None:
+def _refuse(**arguments: object | None) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(name)
@@ -407,10 +435,7 @@ def _load_weights(
 ) -> torch.Tensor:
     """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out."""
     rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
-    tiles = interleaved_scale.view(torch.uint8).reshape(
-        rows // _TILE_ROWS, cols // _TILE_COLS, _TILE_ROWS // 4, 4, _TILE_COLS
-    )
-    scales = tiles.transpose(1, 3).reshape(rows, cols)
+    scales = undo_block_scale_interleave(interleaved_scale, rows, cols)
     order, scale_order = orders
     return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
 

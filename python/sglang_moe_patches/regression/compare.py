@@ -55,6 +55,8 @@ class Memory:
     """Calls of the routed-experts kernel per forward."""
     output_buffers: int | None
     """The most distinct allocations that MoE layers put their output into during one forward."""
+    kernel_buffer_bytes: int | None = None
+    """Bytes that the MoE kernels hold between forwards (CuteDSL); None where they hold none."""
 
 
 @dataclass(frozen=True)

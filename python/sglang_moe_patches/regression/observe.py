@@ -9,9 +9,10 @@ import functools
 import gc
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from sglang_moe_patches.patch import Outcome
 from sglang_moe_patches.regression.history import Recorder
@@ -31,7 +32,8 @@ class Observer:
     forward started; the most over the layers. ``peak_forward_bytes`` (CUDA): the allocator's peak of a forward beyond
     what was allocated before it. Both are of the forward with the most ``tokens``, and of several such the least, so
     that workspaces which libraries allocate once do not count. ``output_buffers``: most distinct allocations that the
-    routed-experts kernels of one forward wrote their output into.
+    routed-experts kernels of one forward wrote their output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold
+    between forwards; ``None`` without any.
     """
 
     def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
@@ -44,6 +46,7 @@ class Observer:
             "forwards": 0,
             "moe_layers": 0,
             "output_buffers": 0,
+            "kernel_buffer_bytes": None,
             "changes": changes,
         }
         self.before = 0
@@ -52,6 +55,7 @@ class Observer:
         self.kernels = 0
         self.buffers = 0
         self.live = 0
+        self.wrappers: WeakSet[Any] = WeakSet()
         self.history_tokens = int(os.environ.get(HISTORY_VARIABLE, "0"))
         self.history: Recorder | None = None
 
@@ -103,10 +107,26 @@ class Observer:
             self.figures |= {**measured, "tokens": self.tokens}
         self.figures["moe_layers"] = max(self.kernels, self.figures["moe_layers"])
         self.figures["output_buffers"] = max(self.buffers, self.figures["output_buffers"])
+        if self.wrappers and self.kernels:
+            self.figures["kernel_buffer_bytes"] = _held_bytes(self.wrappers)
         if {**self.figures, "forwards": 0} != {**kept, "forwards": 0} or self.figures["forwards"] % 100 == 1:
             partial = self.path.with_suffix(".partial")
             partial.write_text(json.dumps(self.figures))
             partial.replace(self.path)
+
+
+def _held_bytes(wrappers: Iterable[Any]) -> int:
+    """Bytes of the tensors that the wrappers hold, one storage counted once."""
+    import torch
+
+    storages = {}
+    for wrapper in wrappers:
+        held = [value for value in vars(wrapper).values() if isinstance(value, torch.Tensor | dict)]
+        for value in held:
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def _live_bytes() -> int:
@@ -149,6 +169,19 @@ def install(folder: str, outcomes: Mapping[str, Outcome]) -> None:
 
         return run
 
+    def observed_wrapper(original: Any) -> Any:
+        @functools.wraps(original)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            observer.wrappers.add(self)
+            if self._moe_output is not None:
+                observer.kernel_starts(self._moe_output)
+            return original(self, *args, **kwargs)
+
+        return run
+
+    wrapper = getattr(flashinfer.fused_moe, "CuteDslMoEWrapper", None)
+    if wrapper is not None:
+        wrapper.run = observed_wrapper(wrapper.run)
     for name in KERNELS:
         setattr(flashinfer.fused_moe, name, observed_kernel(getattr(flashinfer.fused_moe, name)))
     ModelRunner.forward = observed_forward(ModelRunner.forward)

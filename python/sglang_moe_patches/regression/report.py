@@ -112,6 +112,7 @@ def rows(comparison: Comparison) -> list[Row]:
         *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
         *memory("Tokens in the largest forward", "tokens", "{:,}".format),
         *memory("MoE output buffers per forward", "output_buffers", str),
+        *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
         *memory("MoE layers", "moe_layers", str),
         *memory("Forwards observed", "forwards", "{:,}".format),
     ]

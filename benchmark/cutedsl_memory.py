@@ -1,0 +1,239 @@
+"""Memory that CuteDSL MoE buffers hold on one rank: stock, sized for the worst case in each layer, and in one wrapper.
+
+Nothing is measured on a GPU and no formula is retyped: FlashInfer's own ``CuteDslMoEWrapper`` allocates its buffers on
+PyTorch's meta device, and their bytes are added up. What the stock engine would allocate comes from its own
+``ensure_cutedsl_wrapper``, given the server arguments that it reads.
+
+stock         the engine's guess: the larger of cuda_graph_max_bs and chunked_prefill_size, which data-parallel
+              attention has divided by its size; a buffer set in each MoE layer. "too small" where a forward of
+              --tokens tokens on each data-parallel rank ends the server.
+upstream      buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
+              releases from 0.5.13.
+ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
+              the decoder layer offers, or into a tensor of the layer's own.
+
+Run it through `sglang-moe-patches exec --reference-kernels -- python benchmark/cutedsl_memory.py`: where there is no
+CUDA driver, that lets the engine's modules be imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Model:
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    moe_layers: int
+
+
+MODELS = {
+    "kimi-k2.5": Model(384, 8, 7168, 2048, 60),
+    "deepseek-v3": Model(256, 8, 7168, 2048, 58),
+    "qwen3-235b": Model(128, 8, 4096, 1536, 94),
+}
+#: (tensor-parallel, data-parallel attention, expert-parallel)
+LAYOUTS = ((4, 1, 1), (8, 1, 1), (4, 4, 1), (4, 4, 4), (8, 4, 1), (8, 4, 8), (8, 8, 1), (8, 8, 8))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one wrapper holds, in bytes."""
+
+    max_num_tokens: int
+    output: int
+    gemm1: int
+    sorting: int
+
+    @property
+    def total(self) -> int:
+        return self.output + self.gemm1 + self.sorting
+
+    @classmethod
+    def of(cls, wrapper: Any) -> Buffers:
+        tensors = {name: value.nbytes for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
+        output, gemm1 = tensors.pop("_moe_output", 0), tensors.pop("_gemm1_output") + tensors.pop("_gemm1_output_scale")
+        assert not tensors, f"FlashInfer's wrapper has buffers that this script does not know: {sorted(tensors)}"
+        return cls(wrapper.max_num_tokens, output, gemm1, sum(t.nbytes for t in wrapper._moe_sort_buffers.values()))
+
+
+def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
+    return {
+        "num_experts": model.experts,
+        "top_k": model.top_k,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate * ep // tp,
+        "num_local_experts": model.experts // ep,
+    }
+
+
+def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
+    """The buffers of a wrapper for ``tokens`` tokens, as FlashInfer makes it and as the layers share it."""
+    from flashinfer import CuteDslMoEWrapper
+    from sglang_moe_patches.changes.cutedsl_sizing import SharedMoE
+
+    wrapper = CuteDslMoEWrapper(
+        **wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta"
+    )
+    upstream = Buffers.of(wrapper)
+    SharedMoE(wrapper, 1, lambda: False)
+    return upstream, Buffers.of(wrapper)
+
+
+def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cuda_graph_max_bs: int) -> Buffers:
+    """The buffers that the installed engine makes for one layer."""
+    from sglang.srt import server_args as engine
+    from sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl import ensure_cutedsl_wrapper
+
+    server = SimpleNamespace(
+        tp_size=tp,
+        dp_size=dp,
+        enable_dp_attention=dp > 1,
+        enable_dp_lm_head=False,
+        schedule_conservativeness=1.0,
+        chunked_prefill_size=chunked_prefill_size,
+        cuda_graph_max_bs=cuda_graph_max_bs,
+        disable_cuda_graph=False,
+    )
+    engine.logger.disabled = True  # one line for each case about the chunked prefill size
+    engine.ServerArgs._handle_data_parallelism(server)
+    arguments = wrapper_arguments(model, tp, ep)
+    scale = torch.ones(arguments["num_local_experts"], device="meta")
+    layer = SimpleNamespace(
+        num_experts=model.experts,
+        num_local_experts=arguments["num_local_experts"],
+        top_k=model.top_k,
+        hidden_size=model.hidden,
+        intermediate_size_per_partition=arguments["intermediate_size"],
+        moe_ep_rank=0,
+        moe_runner_config=SimpleNamespace(params_dtype=torch.bfloat16),
+        w13_weight=torch.empty(0, device="meta"),
+        **dict.fromkeys(
+            (
+                "w13_input_scale_quant",
+                "w2_input_scale_quant",
+                "w13_weight_scale_2",
+                "w2_weight_scale_2",
+                "g1_alphas",
+                "g2_alphas",
+            ),
+            scale,
+        ),
+    )
+    saved = engine.get_global_server_args
+    engine.get_global_server_args = lambda: server
+    try:
+        ensure_cutedsl_wrapper(layer)
+    finally:
+        engine.get_global_server_args = saved
+    return Buffers.of(layer._cutedsl_wrapper)
+
+
+def without_streams() -> None:
+    """A wrapper on the meta device has no CUDA stream."""
+    from flashinfer import CuteDslMoEWrapper
+    from sglang_moe_patches.reference import cutedsl
+
+    allocate = CuteDslMoEWrapper._allocate_buffers
+    hook = cutedsl.ON_ONE_STREAM[f"{cutedsl.WRAPPER}._allocate_buffers"]
+    CuteDslMoEWrapper._allocate_buffers = lambda self: hook(allocate, self)
+
+
+HEADER = (
+    "model",
+    "TP",
+    "DP",
+    "EP",
+    "stock tokens",
+    "stock",
+    "tokens",
+    "MoE layers",
+    "upstream",
+    "ours",
+    "ours: GEMM1",
+    "ours: sorting",
+)
+
+
+def row(name: str, layout: tuple[int, int, int], tokens: int, chunked_prefill_size: int, max_bs: int) -> list[str]:
+    def mb(count: int) -> str:
+        return f"{count / 1e6:,.1f} MB"
+
+    def gb(count: int) -> str:
+        return f"{count / 1e9:.1f} GB"
+
+    model, (tp, dp, ep) = MODELS[name], layout
+    guess = stock(model, tp, dp, ep, chunked_prefill_size, max_bs)
+    upstream, ours = upstream_and_ours(model, tp, ep, tokens * dp)
+    return [
+        name,
+        str(tp),
+        str(dp),
+        str(ep),
+        f"{guess.max_num_tokens:,}" + (", too small" if guess.max_num_tokens < ours.max_num_tokens else ""),
+        gb(guess.total * model.moe_layers),
+        f"{ours.max_num_tokens:,}",
+        str(model.moe_layers),
+        gb(upstream.total * model.moe_layers),
+        mb(ours.total),
+        mb(ours.gemm1),
+        mb(ours.sorting),
+    ]
+
+
+def main(
+    tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens that one forward brings on one data-parallel rank.")
+    ] = 16384,
+    chunked_prefill_size: Annotated[
+        int, typer.Option(help="The stock engine's, as given or chosen for the GPU (16384 on a B200); off: -1.")
+    ] = 16384,
+    cuda_graph_max_bs: Annotated[int, typer.Option(help="The stock engine's (512 on a B200).")] = 512,
+    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the table there, in Markdown.")] = None,
+) -> None:
+    unknown = sorted(set(model or ()) - set(MODELS))
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(MODELS)}", param_hint="--model")
+    try:
+        import flashinfer
+        import sglang
+        import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl
+        from flashinfer import CuteDslMoEWrapper  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(
+            f"cutedsl_memory.py: {error}; start it through `sglang-moe-patches exec --reference-kernels --`"
+        ) from None
+    without_streams()
+    rows = [
+        row(name, layout, tokens, chunked_prefill_size, cuda_graph_max_bs)
+        for name in model or MODELS
+        for layout in LAYOUTS
+    ]
+    title = f"SGLang {sglang.__version__}, FlashInfer {flashinfer.__version__}"
+    table = Table(title=title)
+    for column in HEADER:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for cells in rows:
+        table.add_row(*cells)
+    Console(width=180).print(table)
+    if output:
+        lines = [HEADER, ["---", *["--:"] * (len(HEADER) - 1)], *rows]
+        output.write_text(f"{title}.\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines))
+
+
+main.__doc__ = __doc__
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,89 @@
+"""``--moe-runner-backend flashinfer_cutedsl`` on the CPU: the engine's own path down to the stand-in kernels."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+BENCHMARK = Path(__file__).parents[2] / "benchmark" / "cutedsl_memory.py"
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
+CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
+
+
+@pytest.fixture(scope="module")
+def exact_scales(checkpoint, tmp_path_factory) -> Path:
+    """The tiny checkpoint with scales that are powers of two.
+
+    TRT-LLM's kernel takes the product of two of them, CuteDSL's takes them apart, and the engine makes the other
+    scales of CuteDSL's by dividing by a reciprocal. With these, both are free of rounding.
+    """
+    folder = tmp_path_factory.mktemp("models") / "exact"
+    shutil.copytree(checkpoint(dense_layers=0), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith((".weight_scale_2", ".input_scale")):
+            tensors[name] = tensor.log2().round().exp2()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_answers_as_trtllm_does(engine, exact_scales):
+    """Other weight layout, other scales, other kernels: the same logits to the last bit."""
+    tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)
+    with engine.arguments(**CUTEDSL):
+        model = engine.load(exact_scales)
+        cutedsl_tokens, cutedsl_logits = engine.generate(model, PROMPTS, 6)
+    assert all(hasattr(layer.mlp.experts, "_cutedsl_wrapper") for layer in model.model.layers)
+    assert not torch.isnan(logits).any()
+    assert tokens == cutedsl_tokens
+    assert torch.equal(logits, cutedsl_logits)
+
+
+def test_each_layer_has_buffers_of_its_own_and_nothing_that_is_left_in_them_matters(engine, checkpoint):
+    with engine.arguments(**CUTEDSL):
+        model = engine.load(checkpoint(dense_layers=0))
+        tokens, logits = engine.generate(model, PROMPTS, 2)
+        wrappers = [layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers]
+        assert len({wrapper._moe_output.data_ptr() for wrapper in wrappers}) == len(wrappers) == 4
+        for wrapper in wrappers:
+            wrapper._gemm1_output.fill_(255)
+            wrapper._gemm1_output_scale.fill_(255)  # NaN
+            wrapper._moe_output.fill_(float("nan"))
+        assert engine.generate(model, PROMPTS, 2)[0] == tokens
+        assert torch.equal(engine.generate(model, PROMPTS, 2)[1], logits)
+
+
+def test_stock_engine_ends_on_a_forward_that_is_larger_than_the_buffers(engine, checkpoint):
+    with engine.arguments(**CUTEDSL, chunked_prefill_size=64, cuda_graph_max_bs=16):
+        model = engine.load(checkpoint(dense_layers=0))
+        engine.generate(model, PROMPTS[:2], 1)
+        with pytest.raises(ValueError, match=r"num_tokens \(130\) exceeds max_num_tokens \(64\)"):
+            engine.generate(model, PROMPTS[2:3], 0)
+
+
+def test_memory_of_the_buffers():
+    """What was added up from FlashInfer's shapes before there was a benchmark: output and GEMM1, MB per layer."""
+    benchmark = runpy.run_path(str(BENCHMARK))
+    models, both, stock = benchmark["MODELS"], benchmark["upstream_and_ours"], benchmark["stock"]
+    for name, tp, ep, tokens, megabytes in (
+        ("kimi-k2.5", 4, 1, 16_384, 287),
+        ("kimi-k2.5", 4, 4, 65_536, 1_558),
+        ("deepseek-v3", 4, 1, 16_384, 282),
+    ):
+        buffers, ours = both(models[name], tp, ep, tokens)
+        assert round((buffers.output + buffers.gemm1) / 1e6) == megabytes
+        assert buffers.sorting < 0.01 * buffers.total
+        assert ours == replace(buffers, output=0)
+    # What the engine itself chooses; data-parallel attention divides the chunks but not the gathered batch.
+    kimi = models["kimi-k2.5"]
+    assert stock(kimi, 4, 1, 1, 16_384, 512) == both(kimi, 4, 1, 16_384)[0]
+    assert stock(kimi, 4, 4, 4, 16_384, 512) == both(kimi, 4, 4, 4_096)[0]
+    assert stock(kimi, 4, 1, 1, 256, 512) == both(kimi, 4, 1, 512)[0]

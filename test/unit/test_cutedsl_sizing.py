@@ -1,0 +1,191 @@
+"""The decisions of cutedsl-sizing, as functions of plain values, and its wrapper without an engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_moe_patches.changes import cutedsl_sizing
+from sglang_moe_patches.changes.cutedsl_sizing import (
+    BUDGET_VARIABLE,
+    ForwardLimits,
+    SharedMoE,
+    budget_error,
+    check_budget,
+    max_forward_tokens,
+    may_share,
+    other_tokens_per_request,
+    slices,
+    wrapper_tokens,
+)
+
+COUNTS = st.integers(0, 20_000)
+LIMITS = st.builds(
+    ForwardLimits,
+    max_prefill_tokens=COUNTS,
+    graph_requests=st.integers(0, 1024),
+    piecewise_tokens=COUNTS,
+    draft_tokens=st.integers(1, 16),
+    chunk_tokens=st.none() | COUNTS,
+    request_tokens=COUNTS,
+    unchecked_requests=st.booleans(),
+    requests=st.integers(0, 4096),
+    other_tokens_per_request=st.integers(1, 16),
+    cache_tokens=COUNTS,
+    padding=st.sampled_from([1, 2, 4, 6, 8]),
+)
+
+
+@given(LIMITS)
+def test_the_bound_is_never_below_upstreams_number(limits):
+    upstream = max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)
+    assert max_forward_tokens(limits) >= upstream
+    assert max_forward_tokens(limits) % limits.padding == 0
+
+
+@given(LIMITS, st.sampled_from(["max_prefill_tokens", "graph_requests", "piecewise_tokens", "requests"]), COUNTS)
+def test_the_bound_grows_with_every_limit(limits, name, more):
+    larger = replace(limits, **{name: getattr(limits, name) + more})
+    assert max_forward_tokens(larger) >= max_forward_tokens(limits)
+
+
+@given(LIMITS)
+def test_what_is_not_known_adds_nothing(limits):
+    known = replace(limits, requests=0, request_tokens=0, cache_tokens=0, chunk_tokens=0, padding=1)
+    decode = limits.graph_requests * max(limits.draft_tokens, limits.other_tokens_per_request)
+    assert max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
+
+
+def test_tokens_of_a_draft_step():
+    assert other_tokens_per_request(1, 3, multi_layer=False) == 4
+    assert other_tokens_per_request(8, 3, multi_layer=False) == 8
+    # Layer i of n extends by n + 1 + i tokens, as the engine's graph runner for it does: 5, 6, 7, 8 for n = 4.
+    assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
+
+
+def test_the_buffers_hold_all_gathered_ranks_or_what_the_dispatcher_takes():
+    assert wrapper_tokens(100, 4, None, 8) == 400
+    assert wrapper_tokens(100, 1, None, 8) == 100
+    assert wrapper_tokens(100, 4, 1024, 8) == 8192
+
+
+@given(required=st.integers(1, 100_000), budget=st.integers(1, 5_000), ep_size=st.integers(1, 64))
+def test_the_budget_that_is_named_is_the_smallest_that_does(required, budget, ep_size):
+    error = budget_error(required, budget, ep_size)
+    assert (error is None) == (budget * ep_size >= required)
+    if error:
+        named = int(error.split(f"export {BUDGET_VARIABLE}=")[1].split()[0])
+        assert budget_error(required, named, ep_size) is None
+        assert budget_error(required, named - 1, ep_size)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"moe_runner_backend": "flashinfer_trtllm"}, {"moe_a2a_backend": "none"}, {"disaggregation_mode": "decode"}],
+)
+def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_alone(other):
+    values = {
+        "moe_runner_backend": "flashinfer_cutedsl",
+        "moe_a2a_backend": "flashinfer",
+        "disaggregation_mode": "null",
+        "ep_size": 2,
+        "cutedsl_moe_max_num_tokens": lambda: 5000,
+    }
+    with pytest.raises(ValueError, match=f"{BUDGET_VARIABLE}=1024 times"):
+        check_budget(SimpleNamespace(**values), {})
+    check_budget(SimpleNamespace(**{**values, **other}), {})
+
+
+def test_layers_share_unless_they_overlap_in_time():
+    assert may_share(two_batch_overlap=False, prefill_decode_multiplexing=False)
+    assert not may_share(two_batch_overlap=True, prefill_decode_multiplexing=False)
+    assert not may_share(two_batch_overlap=False, prefill_decode_multiplexing=True)
+
+
+@given(st.integers(0, 500), st.integers(1, 100))
+def test_slices_cover_every_row_once_and_are_as_few_as_can_be(tokens, size):
+    parts = slices(tokens, size)
+    assert [row for part in parts for row in range(tokens)[part]] == list(range(tokens))
+    assert len(parts) == max(-(-tokens // size), 1)
+    assert all(part.stop - part.start <= size for part in parts)
+
+
+class Wrapper:
+    """As FlashInfer's: refuses what does not fit, writes into the first rows of its output, which it returns."""
+
+    max_num_tokens, hidden_size, output_dtype = 4, 3, torch.float32
+    extra = "delegated"
+
+    def __init__(self):
+        self._moe_output = torch.empty(4, 3)
+        self.calls = []
+
+    def run(self, *, x, x_sf, token_selected_experts, token_final_scales, w1_weight):
+        tokens = token_selected_experts.shape[0]
+        assert tokens <= self.max_num_tokens
+        assert {len(x), len(x_sf), len(token_final_scales)} == {tokens}
+        self.calls.append(tokens)
+        out = self._moe_output[:tokens]
+        out.copy_(x * x_sf * token_final_scales * w1_weight + token_selected_experts)
+        return out
+
+
+def arguments(tokens):
+    row = torch.arange(float(tokens)).unsqueeze(1)
+    return {
+        "x": row.repeat(1, 3),
+        "x_sf": row + 1,
+        "token_selected_experts": torch.arange(tokens, dtype=torch.int32).unsqueeze(1),
+        "token_final_scales": row + 2,
+        "w1_weight": torch.tensor([1.0, 10.0, 100.0]),
+    }
+
+
+def expected(tokens):
+    given = arguments(tokens)
+    return (
+        given["x"] * given["x_sf"] * given["token_final_scales"] * given["w1_weight"] + given["token_selected_experts"]
+    )
+
+
+def test_outputs_are_their_own_and_the_wrapper_holds_none():
+    wrapper = Wrapper()
+    shared = SharedMoE(wrapper, 1, lambda: False)
+    assert wrapper._moe_output is None
+    first, second = shared.run(**arguments(4)), shared.run(**arguments(2))
+    assert torch.equal(first, expected(4))
+    assert torch.equal(second, expected(2))
+    assert wrapper._moe_output is None
+    assert shared.extra == "delegated"
+    assert shared.run(**arguments(0)).shape == (0, 3)
+
+
+def test_slices_are_told_once_with_the_flag_per_rank(caplog):
+    wrapper = Wrapper()
+    shared = SharedMoE(wrapper, 2, lambda: False)
+    with caplog.at_level(logging.WARNING, cutedsl_sizing.logger.name):
+        assert torch.equal(shared.run(**arguments(11)), expected(11))
+        assert torch.equal(shared.run(**arguments(9)), expected(9))
+    assert wrapper.calls == [4, 4, 3, 4, 4, 1]
+    assert len(caplog.records) == 1
+    assert "--max-prefill-tokens 6 " in caplog.text
+
+
+def test_an_error_in_the_kernel_leaves_no_output_behind():
+    wrapper = Wrapper()
+    shared = SharedMoE(wrapper, 1, lambda: False)
+    with pytest.raises(TypeError):
+        shared.run(**arguments(2), unknown=1)
+    assert wrapper._moe_output is None
+
+
+def test_while_graphs_are_captured_a_slice_is_an_error():
+    shared = SharedMoE(Wrapper(), 1, lambda: True)
+    with pytest.raises(ValueError, match="--max-prefill-tokens 5"):
+        shared.run(**arguments(5))
+    assert torch.equal(shared.run(**arguments(4)), expected(4))
