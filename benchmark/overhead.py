@@ -41,9 +41,6 @@ MODES = {"eager": EAGER, "captured": CAPTURED}
 # --- Servers ---------------------------------------------------------------------------------------------------------
 
 
-CONTROL = "stock-again"
-
-
 def ratio(stock: list[float], other: list[float]) -> dict[str, float]:
     """Of paired runs: the median of stock over the other (more is faster), and how the pairs spread."""
     pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
@@ -71,21 +68,22 @@ def in_turn(servers: dict[str, Any], prompt: list[int], new_tokens: int, rounds:
 def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     shape = serving.with_layers(serving.SHAPES[arguments.model], None, arguments.moe_layers)
     setups = {}
-    for mode, flags in MODES.items():
-        setup = serving.Setup(shape, work, arguments.tp, arguments.tokens, flags, observe=False)
-        for name in (*serving.SERVERS, CONTROL):
+    modes = arguments.modes.split(",")
+    for mode in modes:
+        setup = serving.Setup(shape, work, arguments.tp, arguments.tokens, MODES[mode], observe=False)
+        for name in (*serving.SERVERS, serving.CONTROL):
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
     result: dict[str, Any] = {name: vars(arguments)[name] for name in ("model", "tp", "tokens")} | {
         "machine": machine()
     }
     with serving.servers(setups, at_once=True) as running:
-        result["engine"] = serving.state(running["stock-eager"])["version"]
+        result["engine"] = serving.state(running[f"stock-{modes[0]}"])["version"]
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
         # Prompts that fit a captured size, that are padded to one, and that are too long for all.
         lengths = (7, GRAPH_TOKENS[0], GRAPH_TOKENS[1] - 3, GRAPH_TOKENS[2], GRAPH_TOKENS[2] + 50)
         questions = [(length, logprobs) for length in lengths for logprobs in (True, False)]
-        result["questions"], result["differing"] = len(questions) * len(MODES), []
+        result["questions"], result["differing"] = len(questions) * len(modes), []
         answers: dict[str, list[Any]] = {}
         for name, server in running.items():
             # Without log-probabilities: the engine replays no piecewise graph for requests that want them.
@@ -93,19 +91,19 @@ def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]
                 serving.generate(server, serving.prompt(length, 0), 24, logprobs=logprobs)
                 for length, logprobs in questions
             ]
-        for mode in MODES:
+        for mode in modes:
             for question, stock, patched in zip(
                 questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
             ):
                 if not serving.same(stock, patched):
                     result["differing"].append((mode, *question))
-        eager, captured = (answers[f"stock-{mode}"] for mode in MODES)
-        result["captured_as_eager"] = sum(a["tokens"] == b["tokens"] for a, b in zip(eager, captured, strict=True))
+        first, last = (answers[f"stock-{mode}"] for mode in (modes[0], modes[-1]))
+        result["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
         result["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
         if result["differing"]:
             return result
-        for mode in MODES:
-            servers = {name: running[f"{name}-{mode}"] for name in (*serving.SERVERS, CONTROL)}
+        for mode in modes:
+            servers = {name: running[f"{name}-{mode}"] for name in (*serving.SERVERS, serving.CONTROL)}
 
             result[f"decode-{mode}"] = in_turn(servers, serving.prompt(8, 1), arguments.steps, arguments.rounds)
             result[f"prefill-{mode}"] = in_turn(servers, serving.prompt(arguments.tokens, 1), 1, arguments.rounds)
@@ -122,15 +120,15 @@ def replayed(log: str) -> dict[str, bool]:
 def server_tables(result: dict[str, Any]) -> str:
     lines = [
         f"{result['machine']}, SGLang {result['engine']}, {result['model']} widths, TP={result['tp']}. Answers equal: "
-        f"{result['questions'] - len(result['differing'])} of {result['questions']} (eager and with CUDA "
-        f"graphs, piecewise ones too); stock captured against stock eager: {result['captured_as_eager']} of "
-        f"{result['questions'] // 2}.",
+        f"{result['questions'] - len(result['differing'])} of {result['questions']} ({' and '.join(result['modes'])}); "
+        f"stock's own in {result['modes'][0]} and {result['modes'][-1]} mode: {result['modes_alike']} of "
+        f"{result['questions'] // len(result['modes'])}.",
         "",
         "| one request at a time | stock | | | stock over it: speed, median of pairs | pairs from .. to |",
         "| --- | --: | --- | --: | --: | --: |",
     ]
     for what, unit in (("decode", "ms a step"), ("prefill", f"ms for {result['tokens']:,} tokens")):
-        for mode in MODES:
+        for mode in result["modes"]:
             for name, r in result[f"{what}-{mode}"].items():
                 lines.append(
                     f"| {what}, {mode}, {unit} | {r['stock_s'] * 1e3:.3f} | {name} | {r['other_s'] * 1e3:.3f} "
@@ -153,7 +151,7 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     model_folder = work / "model"
     make_model(model_folder, ModelSpec(layers=2, dense_layers=1))
-    gpu = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2}
+    gpu = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.9, "disable_piecewise_cuda_graph": True}
     engine = InProcess(model_folder, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
@@ -232,7 +230,8 @@ def main() -> int:
     parser.add_argument("what", choices=["servers", "host"])
     parser.add_argument("--model", choices=serving.SHAPES, default="kimi-k2.5", help="whose layer shapes (servers)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument("--moe-layers", type=int, default=1, help="four servers share a GPU (default: %(default)s)")
+    parser.add_argument("--modes", default=",".join(MODES), help="of %(default)s (servers)")
+    parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="decode steps a run (default: %(default)s)")

@@ -32,6 +32,8 @@ VARIABLES_KEPT = "SGLANG_MOE_PATCHES_BENCHMARK_VARIABLES"
 #: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
 MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 SERVERS = ("stock", "patched")
+#: A second stock server: what differs between it and the first is not the patches' doing.
+CONTROL = "stock-again"
 
 
 @dataclass(frozen=True)
