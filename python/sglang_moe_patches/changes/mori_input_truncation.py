@@ -450,17 +450,31 @@ def _read_layout(layer: Any) -> Layout:
     return Layout(ranks=layer.moe_ep_size, attn_tp=attn_tp, attn_cp=attn_cp, dp_rank=dp_rank)
 
 
+def _server_setting(bag: str, name: str) -> Any:
+    """A setting of this server; ``None`` where this release has none of that name.
+
+    :param bag: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    """
+    try:
+        from sglang.srt import runtime_context
+
+        settings = getattr(runtime_context, bag)()
+    except (ImportError, AttributeError):
+        from sglang.srt.server_args import get_global_server_args
+
+        settings = get_global_server_args()
+    return getattr(settings, name, None)
+
+
 def _read_policy(layer: Any) -> Policy | None:
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
-    from sglang.srt.server_args import get_global_server_args
 
     if not get_moe_a2a_backend().is_mori():
         return None
-    server_args = get_global_server_args()
     unreliable = None
-    stale = str(getattr(server_args, "speculative_algorithm", None)).upper() == "DSPARK"
-    if getattr(server_args, "enable_dynamic_chunking", False):
+    stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    if _server_setting("get_schedule", "enable_dynamic_chunking"):
         # Its profiling run tells each rank that the others bring nothing, while all of them do.
         unreliable = "--enable-dynamic-chunking"
     elif stale:
@@ -522,7 +536,7 @@ def _where_the_engine_cuts(layer: type, dispatched: Any) -> str | None:
 
 
 def _probe() -> Outcome:
-    from sglang.srt import environ, server_args
+    from sglang.srt import environ
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.moe.token_dispatcher import moriep
@@ -547,7 +561,6 @@ def _probe() -> Outcome:
                 (dp_attention, "_DpGatheredBufferWrapper"),
                 (utils, "is_tbo_enabled"),
                 (utils, "get_moe_a2a_backend"),
-                (server_args, "get_global_server_args"),
             )
         ),
         None
