@@ -1,6 +1,6 @@
 # Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
 ENGINE  ?= 0.5.12.post1
-ENGINES ?= 0.5.12.post1 0.5.11
+ENGINES ?= 0.5.12.post1 0.5.11 0.5.13 0.5.23
 PYTHON  ?= python3
 BACKEND ?= flashinfer_trtllm_routed
 
@@ -13,7 +13,7 @@ BIN   = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test demo soak constraints clean
+.PHONY: help env lint types unit engine-tests test demo soak constraints compatibility clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -66,6 +66,9 @@ constraints: env ## write constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
 	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > constraints/.new
 	mv constraints/.new constraints/$(ENGINE).txt
+
+compatibility: env ## install every release in turn and write docs/compatibility.md (half an hour)
+	PATH=$(abspath .venvs/tools/bin):$$PATH $(BIN)/python test/compatibility.py
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

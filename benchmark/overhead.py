@@ -151,7 +151,13 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     model_folder = work / "model"
     make_model(model_folder, ModelSpec(layers=2, dense_layers=1))
-    gpu = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.9, "disable_piecewise_cuda_graph": True}
+    gpu = {
+        "device": "cuda",
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "mem_fraction_static": 0.9,
+        "disable_piecewise_cuda_graph": True,
+    }
     engine = InProcess(model_folder, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
