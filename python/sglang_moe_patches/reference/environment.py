@@ -172,6 +172,7 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
+        wrapt.register_post_import_hook(_scale_routed_experts_once, "sglang.srt.models.deepseek_v2")
         wrapt.register_post_import_hook(_name_quantizer, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
         for target in MATRIX_PRODUCTS:
             HookRegistry.register(target, _in_double, HookType.AROUND)
@@ -202,6 +203,18 @@ def _name_quantizer(module: Any) -> None:
     # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
     if module.fp4_quantize is None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
+
+
+def _scale_routed_experts_once(module: Any) -> None:
+    import wrapt
+
+    def initialise(original: Any, moe: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+        # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
+        if moe.experts.should_fuse_routed_scaling_factor_in_topk:
+            moe.routed_scaling_factor = 1.0
+
+    wrapt.wrap_function_wrapper(module, "DeepseekV2MoE.__init__", initialise)
 
 
 def _register_attention_path(module: Any) -> None:
