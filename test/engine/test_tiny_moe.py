@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import installed
+from conftest import DEFAULT_ENGINE_ONLY, installed
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.patch import Patcher
 from sglang_moe_patches.regression import report
@@ -57,6 +57,7 @@ def test_the_patched_engine_gives_the_same_answers(engine, stock):
     assert found.exit_code == 0
 
 
+@DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_a_broken_patch_is_called_worse(engine, stock, name):
     patcher = Patcher()
