@@ -24,7 +24,7 @@ def bench_module() -> Any:
 
 
 class InProcess:
-    """One model runner, whose model can be exchanged for another one of the same shape.
+    """One model runner, whose model can be exchanged for another one with as many layers.
 
     :param checkpoint: a folder written by ``make-model``.
     """
@@ -103,12 +103,25 @@ class InProcess:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.eplb import expert_location
         from sglang.srt.model_loader import get_model
 
         config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
+        # The weights are loaded by it: it must know this model's number of experts. (Releases that publish the
+        # arguments read what is published.)
+        compute = expert_location.compute_initial_expert_location_metadata
+        expert_location._global_expert_location_metadata = compute(
+            *(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :]
+        )
         return get_model(
             model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
         )
+
+    @staticmethod
+    def tokenizer_of(checkpoint: Path) -> Any:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        return get_tokenizer(str(checkpoint))
 
     def generate(self, model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], torch.Tensor]:
         """Greedy tokens for each prompt, and the logits of every step, [steps + 1, prompts, vocabulary]."""

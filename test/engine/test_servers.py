@@ -18,19 +18,19 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from conftest import DEFAULT_ENGINE_ONLY
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression import observe
 from sglang_moe_patches.regression.server import Server, ServerFailed
+from tiny_moe.mutations import SHIPPED, plugin
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "data" / "gsm8k" / "test.jsonl"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
+ARITHMETIC = ["--data-path", str(SHIPPED / "test.jsonl"), "--num-questions", "24", "--num-shots", "1"]
+ARITHMETIC += ["--max-new-tokens", "128"]
 REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--reference-kernels"]
-DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
-    os.environ.get("ENGINE", "0.5.12.post1") != "0.5.12.post1",
-    reason="the same code path on every release; run on the default engine to keep the tests short",
-)
 
 
 def _has_native_buffer() -> bool:
@@ -69,26 +69,26 @@ def server(name, model, tmp_path, *arguments, backend="flashinfer_trtllm_routed"
         yield running
 
 
-def plugin(folder: Path, body: str) -> str:
-    """An installed plugin of the engine that runs ``body``, to put on PYTHONPATH."""
-    (folder / "deliberate_mutation.py").write_text(
-        "def register():\n" + "".join(f"    {x}\n" for x in body.splitlines())
-    )
-    info = folder / "deliberate_mutation-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deliberate-mutation\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmutation = deliberate_mutation:register\n")
-    return str(folder)
-
-
 # --- Equal -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm_routed"])
+def test_a_model_that_can_do_arithmetic_loses_no_answer(tmp_path, backend):
+    output = tmp_path / "report"
+    model = str(SHIPPED / "model")
+    done = regress("--model", model, *ARITHMETIC, "--output", str(output), "--", *SERVER, backend)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((output / "report.json").read_text())["results"]
+    assert results["accuracy"]["stock"] >= 0.85
+    assert results["accuracy_can_tell"]
+    assert results["token_identical"]
 
 
 @pytest.mark.parametrize(
     ("backend", "dense_layers", "more"),
     [
         ("flashinfer_trtllm_routed", 1, []),
-        pytest.param("flashinfer_trtllm", 0, [], marks=OWN_BUFFER_ONLY),
+        pytest.param("flashinfer_trtllm", 0, [], marks=[OWN_BUFFER_ONLY, DEFAULT_ENGINE_ONLY]),
         pytest.param("flashinfer_trtllm_routed", 0, ["--tp", "2"], marks=DEFAULT_ENGINE_ONLY),
         pytest.param("flashinfer_cutedsl", 0, [], marks=DEFAULT_ENGINE_ONLY),
     ],

@@ -98,6 +98,14 @@ def test_too_few_questions(model, data):
     refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "6"), "5 questions", "6")
 
 
+def test_too_few_questions_to_show_a_drop(model, data):
+    base = ["regress", "--model", model, "--data-path", data, "--port", "1"]
+    refused(
+        run(*base, "--num-questions", "4"), "4 questions cannot show a drop", "ask at least 5", "--require-identical"
+    )
+    refused(run(*base, "--num-questions", "5", "--alpha", "0.01"), "ask at least 7")
+
+
 def test_a_port_in_use(model, data):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

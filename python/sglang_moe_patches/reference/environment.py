@@ -174,6 +174,7 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
+        wrapt.register_post_import_hook(_scale_routed_experts_once, "sglang.srt.models.deepseek_v2")
         wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
         wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
         for target, hook in (cutedsl.ON_ONE_STREAM if util.find_spec("cutlass") else {}).items():
@@ -243,6 +244,18 @@ def _with_buffers(original: Any, self: Any, *args: Any, use_cuda_graph: bool = F
     # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
     # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
     original(self, *args, use_cuda_graph=True, **kwargs)
+
+
+def _scale_routed_experts_once(module: Any) -> None:
+    import wrapt
+
+    def initialise(original: Any, moe: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+        # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
+        if moe.experts.should_fuse_routed_scaling_factor_in_topk:
+            moe.routed_scaling_factor = 1.0
+
+    wrapt.wrap_function_wrapper(module, "DeepseekV2MoE.__init__", initialise)
 
 
 def _register_attention_path(module: Any) -> None:
