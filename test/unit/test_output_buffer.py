@@ -88,7 +88,7 @@ def symmetric_memory():
 
 @pytest.fixture
 def run(symmetric_memory, monkeypatch):
-    # The view replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
+    # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     with_globals = output_buffer._with_globals
     monkeypatch.setattr(
         output_buffer, "_with_globals", lambda function, torch: with_globals(function, torch_of_the_runner=torch)
@@ -164,6 +164,27 @@ def test_names_that_are_not_replaced_are_looked_up_in_the_module_at_call_time(ru
     monkeypatch.setitem(globals(), "scale", 5)
     with moe_output_buffer_ctx(torch.empty(2, 3)):
         assert torch.equal(run(Dispatched(hidden), 1), torch.full((2, 3), 5.0))
+
+
+def test_the_engines_own_function_stays_as_it_was(run):
+    hidden, buffer = torch.ones(2, 3), torch.empty(2, 3)
+    with moe_output_buffer_ctx(buffer):
+        assert not shares_storage(runner_of_the_engine(Dispatched(hidden)), buffer)
+    assert torch_of_the_runner is torch
+
+
+def test_a_name_that_is_more_than_a_global_is_noticed():
+    def attribute():
+        return scale, torch.torch_of_the_runner
+
+    def imported():
+        import torch
+
+        return torch
+
+    assert output_buffer._only_a_global(runner_of_the_engine, "torch_of_the_runner")
+    assert not output_buffer._only_a_global(attribute, "torch_of_the_runner")
+    assert not output_buffer._only_a_global(imported, "torch")
 
 
 def test_offers_stay_in_their_own_context(run):

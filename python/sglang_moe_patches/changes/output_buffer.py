@@ -27,11 +27,10 @@ Remove when
 from __future__ import annotations
 
 import ast
-import builtins
+import dis
 import functools
 import importlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import util
@@ -174,26 +173,23 @@ class _OutputAllocator:
         return False
 
 
-class _GlobalsWith(dict):
-    """The live globals of a module, with some names replaced, for one function to run in.
-
-    CPython looks a global up by ``__getitem__`` when the mapping is not exactly a ``dict``, so that a name which is not
-    replaced is found in the module at the time of the call, as in the module's own functions.
-    """
-
-    def __init__(self, module_globals: Mapping[str, Any], **replaced: Any) -> None:
-        super().__init__(replaced, __builtins__=builtins)
-        self._module_globals = module_globals
-
-    def __missing__(self, name: str) -> Any:
-        return self._module_globals[name]
-
-
 def _with_globals(function: FunctionType, **replaced: Any) -> FunctionType:
-    view = _GlobalsWith(function.__globals__, **replaced)
-    bound = FunctionType(function.__code__, view, function.__name__, function.__defaults__, function.__closure__)
+    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
+
+    The replacements get names of their own in the module, and the function's code is made to ask for those: looking
+    a name up costs what it did.
+    """
+    new = {name: f"_moe_patches_{name}" for name in replaced}
+    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
+    function.__globals__.update({new[name]: value for name, value in replaced.items()})
+    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     bound.__kwdefaults__ = function.__kwdefaults__
     return bound
+
+
+def _only_a_global(function: FunctionType, name: str) -> bool:
+    """Whether ``name`` in the function's code is never an attribute or an import of that name."""
+    return all(i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(function) if i.argval == name)
 
 
 def _make_runner(original: FunctionType, torch_module: Any, symmetric_memory: Any) -> Callable[..., Any]:
@@ -443,18 +439,11 @@ def _probe() -> Outcome:
             None if hasattr(pynccl_allocator, name) else f"{pynccl_allocator.__name__} has no {name}"
             for name in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool")
         ),
-        None if _globals_view_works() else "this Python does not look globals up through a dict subclass",
+        None if _only_a_global(function, "torch") else f"in {_RUNNER_FUNCTION}, torch is not only the module's global",
     ):
         if reason is not None:
             return Outcome(Status.UNSUPPORTED, reason)
     return Outcome(Status.APPLIED)
-
-
-def _globals_view_works() -> bool:
-    def replaced_and_live() -> Any:
-        return sys, Outcome
-
-    return _with_globals(replaced_and_live, sys="replaced")() == ("replaced", Outcome)  # type: ignore[arg-type]
 
 
 def _install(patcher: Patcher) -> None:

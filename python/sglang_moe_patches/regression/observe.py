@@ -138,9 +138,9 @@ def _live_bytes() -> int:
         if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
             try:
                 storage = candidate.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                continue  # no storage: meta or wrapper tensors
-            storages[storage.data_ptr()] = storage.nbytes()
+                continue  # no memory: meta, fake or wrapper tensors
     return sum(storages.values())
 
 
