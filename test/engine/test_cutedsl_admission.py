@@ -7,13 +7,14 @@ forward is left out: every request gets its next token at once.
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import padded_tokens
+from harness import graph_arguments, padded_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing import ForwardLimits, Pools, max_forward_tokens, wrapper_tokens
 
@@ -47,9 +48,7 @@ def random_case(seed: int) -> Case:
         "chunked_prefill_size": chunk,
         "enable_mixed_chunk": mixed,
         "disable_radix_cache": pick.random() < 0.5,
-        "cuda_graph_max_bs": pick.choice([1, 4, 32]),
-        "disable_piecewise_cuda_graph": pick.random() < 0.5,
-        "piecewise_cuda_graph_max_tokens": pick.choice([4, 64]),
+        **graph_arguments(pick.choice([1, 4, 32]), pick.choice([None, None, 4, 64])),
         "pp_max_micro_batch_size": slots,
         "attention_backend": "torch_native",
         "device": "cpu",
@@ -66,6 +65,11 @@ def random_case(seed: int) -> Case:
         prompt = pick.choice([1, pick.randrange(1, context), context - 2])
         requests.append((max(prompt, 1), pick.randrange(1, max(context - prompt, 2)) % 12 + 1, pick.random() < 0.5))
     return Case(arguments, page * pick.randrange(context // page + 2, 400), slots, context, tuple(requests))
+
+
+def known_as(owner: Any, *names: str) -> str:
+    """The name that the installed release has, of those that an attribute went by."""
+    return next(name for name in names if hasattr(owner, name))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,11 @@ def tokens_of_forwards():
         def maybe_prepare_mlp_sync_batch(self, batch: Any, need_sync: Any = None) -> Any:
             return batch
 
+        # Newer releases have these in components of their own.
+        dp_attn_adapter = property(lambda self: self)
+        load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda **deduct: 0)
+        metrics_reporter = SimpleNamespace()
+
     def drive(case: Case) -> tuple[Any, list[int]]:
         args = server_args_module.ServerArgs(model_path="dummy")
         vars(args).update(case.arguments)
@@ -131,9 +140,7 @@ def tokens_of_forwards():
             is_mixed_chunk=chunked and args.enable_mixed_chunk,
             max_prefill_tokens=args.max_prefill_tokens,
             max_running_requests=case.request_slots,
-            new_token_ratio=0.1,
-            min_new_token_ratio=0.05,
-            new_token_ratio_decay=0.01,
+            **new_token_ratio(),
             priority_scheduling_preemption_threshold=0,
             max_prefill_bs=0,
             waiting_queue=[],
@@ -146,17 +153,21 @@ def tokens_of_forwards():
             sampling = SamplingParams(max_new_tokens=new, ignore_eos=ignore_eos, temperature=0)
             sampling.normalize(None)
             ids = [pick.randrange(VOCABULARY) for _ in range(prompt)]
-            scheduler.waiting_queue.append(Req(str(number), "", ids, sampling, vocab_size=VOCABULARY))
+            req = Req(str(number), "", ids, sampling, vocab_size=VOCABULARY)
+            if isinstance(req.output_ids, array):  # newer releases
+                req = Req(str(number), "", array(req.output_ids.typecode, ids), sampling, vocab_size=VOCABULARY)
+            scheduler.waiting_queue.append(req)
         found = []
         while (batch := scheduler.get_next_batch_to_run()) is not None:
             extends = batch.forward_mode.is_extend()
             found.append((True, batch.extend_num_tokens) if extends else (False, batch.batch_size()))
             for req in batch.reqs:
-                if req.is_chunked > 0 and extends:
-                    req.is_chunked -= 1
+                middle_chunks = known_as(req, "inflight_middle_chunks", "is_chunked")
+                if extends and getattr(req, middle_chunks) > 0:
+                    setattr(req, middle_chunks, getattr(req, middle_chunks) - 1)
                     continue
                 req.output_ids.append(pick.randrange(VOCABULARY))
-                req.check_finished()
+                getattr(req, known_as(req, "update_finish_state", "check_finished"))()
                 if req.finished():
                     release_kv_cache(req, cache)
                 elif extends and req not in (batch.decoding_reqs or []):
@@ -167,6 +178,15 @@ def tokens_of_forwards():
             assert len(found) < 2_000, "the scheduler does not get anywhere"
         per_request = max(tokens_per_request(args))
         return args, [count if extends else count * per_request for extends, count in found]
+
+    def new_token_ratio() -> dict[str, Any]:
+        ratio, least, decay = 0.1, 0.05, 0.01
+        try:
+            from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+        except ImportError:
+            return {"new_token_ratio": ratio, "min_new_token_ratio": least, "new_token_ratio_decay": decay}
+        tracker = NewTokenRatioTracker(init=ratio, min=least, decay=decay, current=ratio)
+        return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
         """Of a decode, or of the draft, verification and draft-extend forwards, by the engine's own inputs to them."""
