@@ -39,8 +39,10 @@ def exact_scales(checkpoint, tmp_path_factory) -> Path:
     return folder
 
 
-def test_answers_as_trtllm_does(engine, exact_scales):
+def test_answers_as_trtllm_does(engine, exact_scales, monkeypatch):
     """Other weight layout, other scales, other kernels: the same logits to the last bit."""
+    # Newer releases add the experts up in a step of its own by default, and round each one's output before.
+    monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
     tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)
     with engine.arguments(**CUTEDSL):
         model = engine.load(exact_scales)

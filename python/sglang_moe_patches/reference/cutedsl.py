@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sglang_moe_patches.engine import has_module
 from sglang_moe_patches.reference import nvfp4
 from sglang_moe_patches.reference.flashinfer_kernels import (
     ACTIVATION_SWIGLU,
@@ -45,7 +46,6 @@ _ONLY = {
     "sf_dtype": "float8_e4m3fn",
     "sf_vec_size": nvfp4.BLOCK_SIZE,
     "quantize_output": True,
-    "use_fused_finalize": True,
     "gated": True,
     "activation_type": ACTIVATION_SWIGLU,
     "swiglu_alpha": 1.0,
@@ -213,6 +213,7 @@ def gemm_finalize(
     *,
     out_dtype: str = "bfloat16",
     mma_tiler_mn: tuple[int, int] = (256, 128),
+    use_fused_finalize: bool = True,
     **options: Any,
 ) -> torch.Tensor:
     """Stand-in for ``blockscaled_contiguous_grouped_gemm_finalize_fusion(_nvfp4)``.
@@ -224,6 +225,8 @@ def gemm_finalize(
         b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
         token_final_scales: routing weights, float [tokens, top_k].
         out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
+        use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it as
+            it is, for ``unpermute`` to weigh and add.
 
     Raises:
         NotImplementedError: naming the argument that is not supported.
@@ -234,11 +237,12 @@ def gemm_finalize(
         raise NotImplementedError(f"out_dtype={out_dtype!r}: only 'bfloat16'")
     experts, hidden, half = b.shape
     tokens, topk = token_final_scales.shape
+    shape = (tokens if use_fused_finalize else tokens * topk, hidden)
     if out is None:
-        out = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=a.device)
+        out = torch.zeros(shape, dtype=torch.bfloat16, device=a.device)
     # The real kernel takes the address and assumes the rest.
-    if out.shape != (tokens, hidden) or out.dtype != torch.bfloat16 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous bfloat16 {[tokens, hidden]}, got {out.dtype} {list(out.shape)}")
+    if out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bfloat16 {list(shape)}, got {out.dtype} {list(out.shape)}")
     columns = half * 2 // nvfp4.BLOCK_SIZE
     total = out.float()
     for expert, start, stop in _runs(
@@ -250,9 +254,41 @@ def gemm_finalize(
         linear = undo_block_scale_interleave(scale, padded, columns)[: stop - start]
         intermediate = nvfp4.decode(a[start:stop], linear.view(torch.float8_e4m3fn)).double()
         y = ((intermediate @ _weight(b, b_scale, expert, experts).T) * alpha[expert].double()).float()
+        if not use_fused_finalize:
+            out[pair] = y.to(out.dtype)
+            continue
         weight = token_final_scales[pair // topk, pair % topk].float()
         total.index_add_(0, pair // topk, y * weight.unsqueeze(-1))
-    return out.copy_(total)
+    return out.copy_(total) if use_fused_finalize else out
+
+
+def unpermute(
+    permuted_input: torch.Tensor,
+    output: torch.Tensor,
+    expanded_idx_to_permuted_idx: torch.Tensor,
+    topk_scales: torch.Tensor,
+    num_tokens: int,
+    top_k: int,
+    enable_pdl: bool = False,
+    input_is_expanded: bool = False,
+) -> None:
+    """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
+
+    Args:
+        permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
+        expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
+
+    Raises:
+        NotImplementedError: rows in the order of the experts.
+    """
+    if not input_is_expanded:
+        raise NotImplementedError("input_is_expanded=False: only True")
+    total = torch.zeros(num_tokens, output.shape[1], device=output.device)
+    rows = permuted_input[: num_tokens * top_k].view(num_tokens, top_k, -1)
+    for slot in range(top_k):
+        local = expanded_idx_to_permuted_idx[:num_tokens, slot] >= 0
+        total[local] += rows[local, slot].float() * topk_scales[:num_tokens][local, slot, None].float()
+    output[:num_tokens] = total.to(output.dtype)
 
 
 def zero(output: torch.Tensor) -> None:
@@ -317,30 +353,34 @@ def _zero_in_line(original: Callable[..., torch.Tensor], *args: Any, **kwargs: A
     return original(*args, **{**kwargs, "use_async_memset": False})
 
 
-_MODULE = "flashinfer.fused_moe.cute_dsl.fused_moe"
-WRAPPER = f"{_MODULE}.CuteDslMoEWrapper"
+_PACKAGE = "flashinfer.fused_moe.cute_dsl"
+INIT = f"{_PACKAGE}.fused_moe.CuteDslMoEWrapper.__init__"
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "moe_sort": moe_sort,
-    "moe_output_memset_inplace": zero,  # before 0.6.12, PyTorch's own zero_
-    "blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4": gather_gemm_swiglu,
-    "blockscaled_contiguous_gather_grouped_gemm_act_fusion_nvfp4": gather_gemm_swiglu,  # from 0.6.14
-    "blockscaled_contiguous_gather_grouped_gemm_act_fusion": gather_gemm_swiglu,  # from 0.7.1
-    "blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4": gemm_finalize,
-    "blockscaled_contiguous_grouped_gemm_finalize_fusion": gemm_finalize,  # from 0.7.1
+    "fused_moe.moe_sort": moe_sort,
+    "fused_moe.moe_output_memset_inplace": zero,  # before 0.6.12, PyTorch's own zero_
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4": gather_gemm_swiglu,
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion_nvfp4": gather_gemm_swiglu,  # from 0.6.14
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion": gather_gemm_swiglu,  # from 0.7.1
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4": gemm_finalize,
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion": gemm_finalize,  # from 0.7.1
+    "fused_moe.moe_unpermute": unpermute,  # from 0.6.17
+    "blackwell.moe_finalize.moe_unpermute": unpermute,  # from 0.7.2
 }
 """Stand-ins by the names under which FlashInfer's wrapper calls the kernels, in any of its releases."""
 
-INIT = f"{WRAPPER}.__init__"
-
 ON_ONE_STREAM: dict[str, Callable[..., Any]] = {
     INIT: _without_streams,
-    f"{_MODULE}._moe_core_impl": _zero_in_line,
+    f"{_PACKAGE}.fused_moe._moe_core_impl": _zero_in_line,
 }
 """What is wrapped where there is no GPU: each is called with the original and its arguments."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
     """What replaces what in the installed FlashInfer, of which this imports the wrapper's module."""
-    module = importlib.import_module(_MODULE)
-    return {f"{_MODULE}.{name}": kernel for name, kernel in KERNELS.items() if hasattr(module, name)}
+
+    def is_there(module: str, name: str) -> bool:
+        return has_module(module) and hasattr(importlib.import_module(module), name)
+
+    targets = {f"{_PACKAGE}.{name}": kernel for name, kernel in KERNELS.items()}
+    return {target: kernel for target, kernel in targets.items() if is_there(*target.rsplit(".", 1))}
