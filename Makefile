@@ -1,8 +1,15 @@
 # Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
 ENGINE  ?= 0.5.12.post1
-ENGINES ?= 0.5.12.post1 0.5.11
+ENGINES ?= 0.5.12.post1 0.5.11 0.5.13 0.5.23
 PYTHON  ?= python3
 BACKEND ?= flashinfer_trtllm_routed
+
+# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
+MODEL     ?= data/tiny_moe/model
+DATA      ?= data/tiny_moe/test.jsonl
+QUESTIONS ?= 100
+SHOTS     ?= 1
+TOKENS    ?= 128
 
 VENV  = .venvs/$(ENGINE)
 UV    = .venvs/tools/bin/uv
@@ -13,7 +20,7 @@ BIN   = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test demo soak constraints clean
+.PHONY: help env lint types unit engine-tests test demo accuracy mutations soak constraints compatibility clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -51,12 +58,18 @@ test: lint types ## lint, types and all tests, on every release in ENGINES
 	@set -e; for engine in $(ENGINES); do echo "== SGLang $$engine"; \
 	  $(MAKE) --no-print-directory unit engine-tests ENGINE=$$engine; done
 
-demo: env ## serve a tiny model stock and patched and compare them on 20 questions of GSM8K
+demo: env ## serve a tiny model that can do arithmetic, stock and patched, and compare them on 100 questions
 	rm -rf demo && mkdir -p demo
-	$(BIN)/sglang-moe-patches make-model demo/model
-	$(BIN)/sglang-moe-patches regress --reference-kernels --model demo/model --data-path data/gsm8k/test.jsonl \
-	  --num-questions 20 --num-shots 1 --max-new-tokens 32 --output demo/report -- \
+	$(BIN)/sglang-moe-patches regress --reference-kernels --model $(MODEL) --data-path $(DATA) \
+	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- \
 	  --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
+
+accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
+	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.accuracy
+
+mutations: env ## what deliberately broken patches do to its answers: the table of docs/accuracy.md
+	PYTHONPATH=benchmark $(BIN)/sglang-moe-patches exec --reference-kernels -- \
+	  $(BIN)/python -W ignore -m tiny_moe.mutations --backend $(BACKEND)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
@@ -66,6 +79,9 @@ constraints: env ## write constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
 	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > constraints/.new
 	mv constraints/.new constraints/$(ENGINE).txt
+
+compatibility: env ## install every release in turn and write docs/compatibility.md (half an hour)
+	PATH=$(abspath .venvs/tools/bin):$$PATH $(BIN)/python test/compatibility.py
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

@@ -5,8 +5,9 @@ PyTorch's meta device, and their bytes are added up. What the stock engine would
 ``ensure_cutedsl_wrapper``, given the server arguments that it reads.
 
 stock         the engine's guess: the larger of cuda_graph_max_bs and chunked_prefill_size, which data-parallel
-              attention has divided by its size; a buffer set in each MoE layer. "too small" where a forward of
-              --tokens tokens on each data-parallel rank ends the server.
+              attention has divided by its size (releases from 0.5.13: its own number, for its default
+              max_prefill_tokens); a buffer set in each MoE layer. "too small" where a forward of --tokens tokens on
+              each data-parallel rank ends the server.
 upstream      buffers for --tokens tokens times the data-parallel size, a set in each MoE layer: the sizing of
               releases from 0.5.13.
 ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
@@ -105,6 +106,11 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         chunked_prefill_size=chunked_prefill_size,
         cuda_graph_max_bs=cuda_graph_max_bs,
         disable_cuda_graph=False,
+        # Read by releases that have a number of their own.
+        max_prefill_tokens=engine.ServerArgs.max_prefill_tokens,
+        disable_piecewise_cuda_graph=True,
+        speculative_algorithm=None,
+        cutedsl_moe_max_num_tokens=lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server),
     )
     engine.logger.disabled = True  # one line for each case about the chunked prefill size
     engine.ServerArgs._handle_data_parallelism(server)
@@ -145,9 +151,8 @@ def without_streams() -> None:
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.reference import cutedsl
 
-    allocate = CuteDslMoEWrapper._allocate_buffers
-    hook = cutedsl.ON_ONE_STREAM[f"{cutedsl.WRAPPER}._allocate_buffers"]
-    CuteDslMoEWrapper._allocate_buffers = lambda self: hook(allocate, self)
+    make, hook = CuteDslMoEWrapper.__init__, cutedsl.ON_ONE_STREAM[cutedsl.INIT]
+    CuteDslMoEWrapper.__init__ = lambda self, *args, **kwargs: hook(make, self, *args, **kwargs)
 
 
 HEADER = (
@@ -210,11 +215,16 @@ def main(
         import flashinfer
         import sglang
         import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl
-        from flashinfer import CuteDslMoEWrapper  # noqa: F401
+        from flashinfer import CuteDslMoEWrapper
+        from sglang_moe_patches.changes.cutedsl_sizing import keeps_buffers
     except ImportError as error:
         raise SystemExit(
             f"cutedsl_memory.py: {error}; start it through `sglang-moe-patches exec --reference-kernels --`"
         ) from None
+    if not keeps_buffers(CuteDslMoEWrapper):
+        raise SystemExit(
+            f"cutedsl_memory.py: nothing to add up: the wrapper of FlashInfer {flashinfer.__version__} keeps no buffers"
+        )
     without_streams()
     rows = [
         row(name, layout, tokens, chunked_prefill_size, cuda_graph_max_bs)

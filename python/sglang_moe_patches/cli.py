@@ -219,7 +219,8 @@ def regress(
     it, does the same with the patched server, and reports accuracy with McNemar's exact test, the questions whose
     answers differ, throughput, start-up time and memory side by side.
 
-    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run could not be made.
+    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run could not be made, or no drop could have
+    been detected: at --alpha 0.05 five correct answers must be lost, and none gained, to be called a drop.
     """
     import signal
     import tempfile
@@ -252,7 +253,7 @@ def regress(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     try:
-        regression.check(evaluation, model, arguments, port)
+        regression.check(evaluation, model, arguments, port, require_identical=identical, alpha=alpha)
         with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-logs-") as folder:
             logs = Path(folder)
             try:
@@ -282,7 +283,9 @@ def regress(
         fail("interrupted; the servers are stopped and no report was written", 130)
     report.print_table(comparison, console)
     console.print(f"Report: {output / 'report.html'}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1 if comparison.worse else 0)
+    if not comparison.conclusive:
+        fail(f"inconclusive: {report.inconclusive(comparison)}", comparison.exit_code)
+    raise typer.Exit(comparison.exit_code)
 
 
 def main() -> None:

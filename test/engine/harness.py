@@ -24,7 +24,7 @@ def bench_module() -> Any:
 
 
 class InProcess:
-    """One model runner, whose model can be exchanged for another one of the same shape.
+    """One model runner, whose model can be exchanged for another one with as many layers.
 
     :param checkpoint: a folder written by ``make-model``.
     """
@@ -103,12 +103,25 @@ class InProcess:
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.eplb import expert_location
         from sglang.srt.model_loader import get_model
 
         config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
+        # The weights are loaded by it: it must know this model's number of experts. (Releases that publish the
+        # arguments read what is published.)
+        compute = expert_location.compute_initial_expert_location_metadata
+        expert_location._global_expert_location_metadata = compute(
+            *(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :]
+        )
         return get_model(
             model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
         )
+
+    @staticmethod
+    def tokenizer_of(checkpoint: Path) -> Any:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        return get_tokenizer(str(checkpoint))
 
     def generate(self, model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], torch.Tensor]:
         """Greedy tokens for each prompt, and the logits of every step, [steps + 1, prompts, vocabulary]."""
@@ -142,6 +155,28 @@ class InProcess:
         self.runner.token_to_kv_pool_allocator.clear()
 
 
+def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[str, Any]:
+    """Server arguments that capture decodes of up to so many requests and, unless ``None``, prefills of so many tokens,
+    in the words of the installed release."""
+    from sglang.srt.server_args import ServerArgs
+
+    if "cuda_graph_config" not in ServerArgs.__dataclass_fields__:
+        return {
+            "cuda_graph_max_bs": requests,
+            "disable_piecewise_cuda_graph": piecewise_tokens is None,
+            "piecewise_cuda_graph_max_tokens": piecewise_tokens,
+        }
+    from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+
+    prefill = Backend.DISABLED if piecewise_tokens is None else Backend.TC_PIECEWISE
+    return {
+        "cuda_graph_config": CudaGraphConfig(
+            decode=PhaseConfig(backend=Backend.FULL, max_bs=requests),
+            prefill=PhaseConfig(backend=prefill, max_bs=piecewise_tokens),
+        )
+    }
+
+
 def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:
     """Tokens of each data-parallel rank as the engine's own preparation of a forward pads them.
 
@@ -150,6 +185,7 @@ def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: boo
     """
     from sglang.srt.batch_overlap import two_batch_overlap
     from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.utils import cp_utils
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -169,7 +205,10 @@ def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: boo
         patch.setattr(two_batch_overlap.TboForwardBatchPreparer, "prepare", lambda **kwargs: None)
         for name in ("get_attention_tp_size", "get_attention_dp_rank"):
             patch.setattr(forward_batch_info, name, lambda n=name: attn_tp if "tp" in n else 0)
-        patch.setattr(forward_batch_info, "get_attention_cp_size", lambda: 1)
+        # Newer releases ask for the ranks of context parallelism through another module.
+        for module in (forward_batch_info, cp_utils):
+            if hasattr(module, "get_attention_cp_size"):
+                patch.setattr(module, "get_attention_cp_size", lambda: 1)
         patch.setattr(dp_attention, "get_attention_dp_size", lambda: len(counts))
         # Pinned memory needs a GPU.
         patch.setattr(torch, "tensor", lambda data, pin_memory=False, **kwargs: tensor(data, **kwargs))

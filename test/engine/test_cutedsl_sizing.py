@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed
+from harness import graph_arguments
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
-from sglang_moe_patches.changes.cutedsl_sizing import BUDGET_VARIABLE, Pools, SharedMoE
+from sglang_moe_patches.changes.cutedsl_sizing import BUDGET_VARIABLE, Pools, SharedMoE, max_forward_tokens
+from sglang_moe_patches.engine import has_module
 from sglang_moe_patches.patch import Status, probe
 from sglang_moe_patches.regression.observe import _held_bytes
 
@@ -23,16 +25,18 @@ STEPS = 6
 CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 LARGE_ENOUGH = {
     "moe_runner_backend": "flashinfer_cutedsl",
-    "cuda_graph_max_bs": 512,
     "chunked_prefill_size": 512,
     "max_prefill_tokens": 512,
 }
-SMALL = {"cuda_graph_max_bs": 4, "chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4}
+SMALL = {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4}
 
 
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
     """The model runner of these tests was made before the change was installed: only the configuration counts."""
+    outcome = probe(cutedsl_sizing.CHANGE)
+    if outcome.status is Status.NATIVE:
+        pytest.skip(f"nothing to bound or to share: {outcome.reason}")
     monkeypatch.setattr(cutedsl_sizing, "_seen", Pools())
 
 
@@ -40,9 +44,17 @@ def experts(model):
     return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
 
 
+def large_enough():
+    return {**LARGE_ENOUGH, **graph_arguments(512)}
+
+
+def small():
+    return {**SMALL, **graph_arguments(4)}
+
+
 def run(engine, path, *changes, steps=STEPS, **arguments):
     """Greedy tokens and logits of all steps, and the model."""
-    with engine.arguments(**{**LARGE_ENOUGH, **arguments}), installed(*changes):
+    with engine.arguments(**{**large_enough(), **arguments}), installed(*changes):
         model = engine.load(path)
         return *engine.generate(model, PROMPTS, steps), model
 
@@ -99,7 +111,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
         monkeypatch.setattr(cutedsl_sizing, "_output", lambda shape, dtype, device: own.view(shape))
-    with engine.arguments(**LARGE_ENOUGH), installed(*CHANGES):
+    with engine.arguments(**large_enough()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
         output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
         before = output.clone()
@@ -121,7 +133,7 @@ def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, ch
     """Target and draft take turns, each with the answers it gives alone; the next model's wrapper is the same one."""
     target, draft = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=7)
     alone = [run(engine, path) for path in (target, draft)]
-    with engine.arguments(**LARGE_ENOUGH), installed(*CHANGES), poisoned(monkeypatch):
+    with engine.arguments(**large_enough()), installed(*CHANGES), poisoned(monkeypatch):
         models = [engine.load(path) for path in (target, draft)]
         for _ in range(2):
             for model, (tokens, logits, _) in zip(models, alone, strict=True):
@@ -148,7 +160,7 @@ def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint, option):
 
     path = checkpoint(dense_layers=0)
     stock = run(engine, path)
-    with engine.arguments(**LARGE_ENOUGH), installed(*CHANGES):
+    with engine.arguments(**large_enough()), installed(*CHANGES):
         model = engine.load(path)
         with engine.arguments(**{option: True}):
             for layer in experts(model):
@@ -162,9 +174,9 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, ca
     path = checkpoint(dense_layers=0)
     stock = run(engine, path)
     with pytest.raises(ValueError, match=r"num_tokens \(176\) exceeds max_num_tokens \(64\)"):
-        run(engine, path, **SMALL)
+        run(engine, path, **small())
     with caplog.at_level(logging.WARNING, "sglang.srt.moe_patches"):
-        patched = run(engine, path, *CHANGES, **SMALL)
+        patched = run(engine, path, *CHANGES, **small())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
     assert same(stock, patched)
     told = [record.message for record in caplog.records if "CuteDSL" in record.message]
@@ -174,11 +186,10 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, ca
 
 
 def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, checkpoint, monkeypatch):
-    from sglang.srt.model_executor import cuda_graph_runner
-
-    monkeypatch.setattr(cuda_graph_runner, "is_capture_mode", True)  # as from the warm-up runs on
+    name = next(filter(has_module, cutedsl_sizing._CAPTURE_MODULES))
+    monkeypatch.setattr(f"{name}.is_capture_mode", True)  # as from the warm-up runs on
     with pytest.raises(ValueError, match="--max-prefill-tokens 176"):
-        run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **SMALL)
+        run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **small())
 
 
 def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
@@ -186,7 +197,7 @@ def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoin
     taken = []
     take = output_buffer.take
     monkeypatch.setattr(output_buffer, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
-    with engine.arguments(**LARGE_ENOUGH), installed(*CHANGES):
+    with engine.arguments(**large_enough()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
@@ -204,15 +215,17 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
     )
     cutedsl_sizing._make_init_memory_pool(lambda self: None)(runner)
     assert cutedsl_sizing._seen == Pools(300, 8192, 1024)
-    with installed(*CHANGES), engine.arguments(**SMALL, disable_piecewise_cuda_graph=True):
-        assert (
-            cutedsl_sizing.max_forward_tokens(cutedsl_sizing._limits_of(engine.server_args, cutedsl_sizing._seen))
-            == 300
-        )
-        assert engine.server_args.cutedsl_moe_max_num_tokens() == 64
+    with installed(*CHANGES), engine.arguments(**small()):
+        assert max_forward_tokens(cutedsl_sizing._limits_of(engine.server_args, cutedsl_sizing._seen)) == 300
+        assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
 
 # --- The server's arguments ------------------------------------------------------------------------------------------
+
+
+def bound(args):
+    """What a wrapper's buffers are sized by when start-up has not decided anything yet."""
+    return max_forward_tokens(cutedsl_sizing._limits_of(args, Pools()))
 
 
 @pytest.fixture
@@ -229,33 +242,26 @@ def server_args():
 
 
 def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_args):
-    piecewise = server_args(
-        max_prefill_tokens=16384,
-        disable_piecewise_cuda_graph=False,
-        piecewise_cuda_graph_max_tokens=2048,
-        cuda_graph_max_bs=512,
-    )
-    assert piecewise.cutedsl_moe_max_num_tokens() == 16384
-    eagle = server_args(
-        max_prefill_tokens=512,
-        disable_piecewise_cuda_graph=False,
-        piecewise_cuda_graph_max_tokens=512,
-        speculative_algorithm="EAGLE",
-        speculative_num_draft_tokens=8,
-        cuda_graph_max_bs=512,
-    )
-    assert eagle.cutedsl_moe_max_num_tokens() == 4096
-    without = server_args(
-        max_prefill_tokens=512,
-        disable_piecewise_cuda_graph=True,
-        piecewise_cuda_graph_max_tokens=2048,
-        cuda_graph_max_bs=64,
-    )
-    assert without.cutedsl_moe_max_num_tokens() == 512
+    for expected, args in (
+        (16384, server_args(max_prefill_tokens=16384, **graph_arguments(512, 2048))),
+        (
+            4096,
+            server_args(
+                max_prefill_tokens=512,
+                speculative_algorithm="EAGLE",
+                speculative_num_draft_tokens=8,
+                **graph_arguments(512, 512),
+            ),
+        ),
+        (512, server_args(max_prefill_tokens=512, **graph_arguments(64))),
+    ):
+        assert bound(args) == args.cutedsl_moe_max_num_tokens() == expected
 
 
 def test_beyond_upstreams_terms_each_flag_counts(server_args):
-    base = {"max_prefill_tokens": 512, "disable_piecewise_cuda_graph": True, "cuda_graph_max_bs": 64}
+    """Engines with a number of their own keep it, and it is less."""
+    own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
+    base = {"max_prefill_tokens": 512, **graph_arguments(64)}
     whole = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
     for more, expected in (
         ({"chunked_prefill_size": 700}, 700),
@@ -277,34 +283,50 @@ def test_beyond_upstreams_terms_each_flag_counts(server_args):
             1024,  # the engine's own candidates go up to 7 steps
         ),
     ):
-        assert server_args(**{**base, **more}).cutedsl_moe_max_num_tokens() == expected, more
+        args = server_args(**{**base, **more})
+        assert bound(args) == expected, more
+        assert (args.cutedsl_moe_max_num_tokens() < expected) == own, more
+
+
+def test_prefill_graphs_of_every_kind_count(server_args):
+    """The engine's own number leaves out those that are not piecewise."""
+    graphs = graph_arguments(4, 2048)
+    if "cuda_graph_config" not in graphs:
+        pytest.skip("this release captures piecewise prefills only")
+    for backend, expected in (("tc_piecewise", 2048), ("breakable", 2048), ("full", 2048), ("disabled", 512)):
+        graphs["cuda_graph_config"].prefill.backend = backend
+        assert bound(server_args(max_prefill_tokens=512, **graphs)) == expected
 
 
 def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_mends_it(server_args, monkeypatch):
-    """The engine's own check first: it does not allow this combination in 0.5.11 and 0.5.12.post1."""
+    """Ours, or where it has one the engine's own; 0.5.11 and 0.5.12.post1 do not allow this combination at all."""
     args = server_args(
         moe_runner_backend="flashinfer_cutedsl",
         moe_a2a_backend="flashinfer",
         ep_size=8,
         tp_size=8,
         max_prefill_tokens=16385,
-        disable_piecewise_cuda_graph=True,
+        **graph_arguments(512),
         disaggregation_mode="null",
         chunked_prefill_size=8192,
         served_model_name="dummy",
         page_size=1,
         enable_grpc=False,
     )
+    check = getattr(args, "_validate_cutedsl_a2a_token_budget", args.check_server_args)
     monkeypatch.delenv(BUDGET_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=f"export {BUDGET_VARIABLE}=2049"):
-        args.check_server_args()
+        check()
     monkeypatch.setenv(BUDGET_VARIABLE, "2048")
     with pytest.raises(ValueError, match="2049"):
-        args.check_server_args()
+        check()
     monkeypatch.setenv(BUDGET_VARIABLE, "2049")
-    args.check_server_args()
+    check()
 
 
 def test_the_change_says_what_it_is_here(server_args):
-    assert probe(cutedsl_sizing.CHANGE).status is Status.APPLIED
-    assert probe(cutedsl_sizing.CHANGE).status is Status.APPLIED  # its own method is not mistaken for the engine's
+    from sglang.srt.server_args import ServerArgs
+
+    # Its own method, installed by the fixture, is not mistaken for the engine's.
+    own = ServerArgs.cutedsl_moe_max_num_tokens is not cutedsl_sizing._cutedsl_moe_max_num_tokens
+    assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

@@ -12,23 +12,37 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import util
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from conftest import DEFAULT_ENGINE_ONLY
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression import observe
 from sglang_moe_patches.regression.server import Server, ServerFailed
+from tiny_moe.mutations import SHIPPED, plugin
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "data" / "gsm8k" / "test.jsonl"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
+ARITHMETIC = ["--data-path", str(SHIPPED / "test.jsonl"), "--num-questions", "24", "--num-shots", "1"]
+ARITHMETIC += ["--max-new-tokens", "128"]
 REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--reference-kernels"]
-DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
-    os.environ.get("ENGINE", "0.5.12.post1") != "0.5.12.post1",
-    reason="the same code path on every release; run on the default engine to keep the tests short",
+
+
+def _has_native_buffer() -> bool:
+    """Whether this engine has an output buffer of its own. Looks without importing the engine."""
+    where = util.find_spec("sglang")
+    (root,) = where.submodule_search_locations
+    return "moe_output_buffer_ctx" in (Path(root) / "srt/layers/moe/moe_runner/base.py").read_text()
+
+
+NATIVE_BUFFER = _has_native_buffer()
+OWN_BUFFER_ONLY = pytest.mark.skipif(
+    NATIVE_BUFFER, reason="the stock engine answers wrongly here, which the test below shows"
 )
 
 
@@ -55,27 +69,28 @@ def server(name, model, tmp_path, *arguments, backend="flashinfer_trtllm_routed"
         yield running
 
 
-def plugin(folder: Path, body: str) -> str:
-    """An installed plugin of the engine that runs ``body``, to put on PYTHONPATH."""
-    (folder / "deliberate_mutation.py").write_text(
-        "def register():\n" + "".join(f"    {x}\n" for x in body.splitlines())
-    )
-    info = folder / "deliberate_mutation-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deliberate-mutation\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmutation = deliberate_mutation:register\n")
-    return str(folder)
-
-
 # --- Equal -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm_routed"])
+def test_a_model_that_can_do_arithmetic_loses_no_answer(tmp_path, backend):
+    output = tmp_path / "report"
+    model = str(SHIPPED / "model")
+    done = regress("--model", model, *ARITHMETIC, "--output", str(output), "--", *SERVER, backend)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((output / "report.json").read_text())["results"]
+    assert results["accuracy"]["stock"] >= 0.85
+    assert results["accuracy_can_tell"]
+    assert results["token_identical"]
 
 
 @pytest.mark.parametrize(
     ("backend", "dense_layers", "more"),
     [
         ("flashinfer_trtllm_routed", 1, []),
-        ("flashinfer_trtllm", 0, []),
+        pytest.param("flashinfer_trtllm", 0, [], marks=[OWN_BUFFER_ONLY, DEFAULT_ENGINE_ONLY]),
         pytest.param("flashinfer_trtllm_routed", 0, ["--tp", "2"], marks=DEFAULT_ENGINE_ONLY),
+        pytest.param("flashinfer_cutedsl", 0, [], marks=DEFAULT_ENGINE_ONLY),
     ],
 )
 def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(checkpoint, tmp_path, backend, dense_layers, more):
@@ -88,13 +103,17 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(checkpoint, 
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
     assert len(stock["answers"]) == 6
     moe_layers = 4 - dense_layers
-    assert (stock["memory"]["moe_layers"], stock["memory"]["output_buffers"]) == (moe_layers, moe_layers)
+    stock_buffers = 1 if NATIVE_BUFFER else moe_layers
+    assert (stock["memory"]["moe_layers"], stock["memory"]["output_buffers"]) == (moe_layers, stock_buffers)
     assert (patched["memory"]["moe_layers"], patched["memory"]["output_buffers"]) == (moe_layers, 1)
-    assert patched["memory"]["live_at_kernel_bytes"] < stock["memory"]["live_at_kernel_bytes"]
+    if not NATIVE_BUFFER:
+        assert patched["memory"]["live_at_kernel_bytes"] < stock["memory"]["live_at_kernel_bytes"]
     assert {status for _, status, _ in stock["changes"]} == {"not selected"}
     statuses = {name: status for name, status, _ in patched["changes"]}
-    assert statuses.pop("mori-input-truncation") == "not needed here"
-    assert set(statuses.values()) <= {"applied", "native"}
+    unreached = {"mori-input-truncation", "nvfp4-weights" if backend == "flashinfer_cutedsl" else "cutedsl-sizing"}
+    assert {statuses.pop(name) for name in unreached} <= {"not needed here", "native"}
+    assert statuses.pop("output-buffer") == ("hardened" if NATIVE_BUFFER else "applied")
+    assert set(statuses.values()) <= {"applied", "native", "hardened"}
     assert (output / "report.html").stat().st_size > 10_000
 
 
@@ -143,6 +162,28 @@ def test_cutedsl_serves_what_ends_the_stock_server_from_buffers_of_one_layer(che
     log = (tmp_path / "patched.log").read_text()
     assert log.count("CuteDSL: one set of buffers") == 1
     assert "runs in slices" not in log
+
+
+WITHOUT_THE_ENGINES_BUFFER = """
+import contextlib, wrapt
+def switch_off(base):
+    base.moe_output_buffer_ctx = lambda buf: contextlib.nullcontext()
+wrapt.register_post_import_hook(switch_off, "sglang.srt.layers.moe.moe_runner.base")
+"""
+
+
+@pytest.mark.skipif(not NATIVE_BUFFER, reason="this engine release has no output buffer of its own")
+def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it(checkpoint, tmp_path):
+    """`first_k_dense_replace: 0`, in-place norm as on a GPU: compared with the engine whose buffer is switched off."""
+    model = checkpoint(dense_layers=0)
+    off = plugin(tmp_path, WITHOUT_THE_ENGINES_BUFFER)
+    with server("off", model, tmp_path, PYTHONPATH=off, SGLANG_MOE_PATCHES="none") as without:
+        for name, variables, wrong in (("patched", {}, False), ("stock", {"SGLANG_MOE_PATCHES": "none"}, True)):
+            with server(name, model, tmp_path, **variables) as other:
+                urls = ["--baseline-url", without.url, "--patched-url", other.url, "--require-identical"]
+                done = regress(*urls, *EVALUATION, "--output", str(tmp_path / f"report-{name}"))
+            assert done.returncode == (1 if wrong else 0), done.stdout + done.stderr
+            assert ("of 6 answers differ" in done.stdout) == wrong
 
 
 # --- Mutations -------------------------------------------------------------------------------------------------------
@@ -301,12 +342,14 @@ def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_pa
 
 
 def test_strict_ends_the_start_up_when_a_seam_has_changed(checkpoint, tmp_path):
-    path = plugin(tmp_path, "from sglang_moe_patches import engine\nengine.calls = lambda function, dotted: []")
+    path = plugin(
+        tmp_path, "from sglang_moe_patches import engine\nengine.missing_parameters = lambda *args: 'changed'"
+    )
     variables = {"PYTHONPATH": path, "SGLANG_MOE_PATCHES_STRICT": "1"}
     with pytest.raises(ServerFailed) as failure, server("strict", checkpoint(), tmp_path, **variables):
         pass
     assert "SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied" in failure.value.args[0]
-    assert "expected its output alone" in (tmp_path / "strict.log").read_text()
+    assert "output-buffer: unsupported, because" in (tmp_path / "strict.log").read_text()
 
 
 @DEFAULT_ENGINE_ONLY

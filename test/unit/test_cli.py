@@ -98,6 +98,14 @@ def test_too_few_questions(model, data):
     refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "6"), "5 questions", "6")
 
 
+def test_too_few_questions_to_show_a_drop(model, data):
+    base = ["regress", "--model", model, "--data-path", data, "--port", "1"]
+    refused(
+        run(*base, "--num-questions", "4"), "4 questions cannot show a drop", "ask at least 5", "--require-identical"
+    )
+    refused(run(*base, "--num-questions", "5", "--alpha", "0.01"), "ask at least 7")
+
+
 def test_a_port_in_use(model, data):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -205,17 +213,17 @@ def test_doctor_reports_every_change_as_json():
     found = json.loads(done.stdout)
     statuses = {change["name"]: change["status"] for change in found["changes"]}
     assert done.returncode == 0, done.stderr
-    assert statuses.pop("output-buffer") == "applied"
+    assert statuses.pop("output-buffer") in ("applied", "hardened")
     assert set(statuses.values()) == {"not selected"}
     assert found["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
 
 
 def test_doctor_exits_with_1_when_a_seam_has_changed(tmp_path):
-    """An engine whose runner allocates something else beside its output."""
+    """An engine whose functions take other arguments."""
     sabotage = tmp_path / "sitecustomize.py"
-    sabotage.write_text("from sglang_moe_patches import engine\nengine.calls = lambda function, dotted: []\n")
+    sabotage.write_text("from sglang_moe_patches import engine\nengine.missing_parameters = lambda *a: 'changed'\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path))
     found = {change["name"]: change for change in json.loads(done.stdout)["changes"]}
     assert done.returncode == 1
     assert found["output-buffer"]["status"] == "unsupported"
-    assert "expected its output alone" in found["output-buffer"]["reason"]
+    assert any(words in found["output-buffer"]["reason"] for words in ("changed", "not known here"))

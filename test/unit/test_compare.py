@@ -13,6 +13,7 @@ from sglang_moe_patches.regression.compare import (
     compare,
     mcnemar,
     smallest_detectable_drop,
+    smallest_sample,
 )
 
 MEMORY = Memory("cpu", None, 4096, 12, forwards=30, moe_layers=3, output_buffers=3)
@@ -92,6 +93,34 @@ def test_detectable_drop_in_points_and_when_accuracy_can_tell():
     assert not outcome(0, 0, 4).accuracy_can_tell
     few = compare(run("stock", [True] * 4 + [False] * 16), run("patched", [False] * 20), require_identical=False)
     assert not few.accuracy_can_tell  # nothing that patched answers could be called a drop
+
+
+@given(questions=st.integers(1, 30), right=st.integers(0, 30), lost=st.integers(0, 30), alpha=st.floats(1e-6, 0.6))
+def test_a_pass_is_given_only_where_a_drop_could_have_been_called_one(questions, right, lost, alpha):
+    """Had patched answered nothing, it must have been called worse; else the run is no pass."""
+    right, lost = min(right, questions), min(lost, right, questions)
+    stock = [True] * right + [False] * (questions - right)
+    patched = [False] * lost + stock[lost:]
+    found = compare(run("stock", stock), run("patched", patched), require_identical=False, alpha=alpha)
+    nothing = compare(run("stock", stock), run("patched", [False] * questions), require_identical=False, alpha=alpha)
+    assert found.conclusive == nothing.worse
+    assert found.exit_code == (2 if not nothing.worse else int(found.worse))
+
+
+def test_identical_answers_are_a_verdict_of_their_own():
+    nothing_right = run("stock", [False] * 20)
+    required = compare(nothing_right, nothing_right, require_identical=True)
+    assert (required.conclusive, required.exit_code) == (True, 0)
+    found_only = compare(nothing_right, nothing_right, require_identical=False)
+    assert (found_only.conclusive, found_only.exit_code) == (False, 2)
+    assert found_only.to_dict()["results"]["conclusive"] is False
+    differing = compare(nothing_right, replaced(nothing_right, 3, tokens=(9,)), require_identical=True)
+    assert (differing.conclusive, differing.exit_code) == (True, 1)
+
+
+@pytest.mark.parametrize(("alpha", "questions"), [(0.5, 2), (0.49, 2), (0.05, 5), (0.03, 6), (1e-6, 20)])
+def test_the_smallest_sample(alpha, questions):
+    assert smallest_sample(alpha) == questions
 
 
 def test_a_drop_is_worse_and_a_rise_is_not():

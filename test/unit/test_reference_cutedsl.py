@@ -3,12 +3,14 @@
 import functools
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sglang_moe_patches.changes.cutedsl_sizing import keeps_buffers
 from sglang_moe_patches.reference import cutedsl
 from sglang_moe_patches.reference import flashinfer_kernels as kernels
 from test_reference_kernels import Layer, assert_close, engine_function, pack, routing
@@ -20,22 +22,24 @@ except ImportError:
     pytest.skip("this FlashInfer has no CuteDSL kernels here", allow_module_level=True)
 from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout
 
-REAL = {target: getattr(fused_moe, target.rsplit(".", 1)[1]) for target in cutedsl.KERNELS}
+KERNELS = cutedsl.kernels()
+REAL = {target: pkgutil.resolve_name(target) for target in KERNELS}
+GATHER, FINALIZE = (next(target for target in REAL if part in target) for part in ("_gather_", "_finalize_"))
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashinfer.nvfp4_block_scale_interleave", kernels.nvfp4_block_scale_interleave)
-    for target, kernel in cutedsl.KERNELS.items():
+    for target, kernel in KERNELS.items():
         monkeypatch.setattr(target, kernel)
     wrapper = fused_moe.CuteDslMoEWrapper
-    allocate, core = wrapper._allocate_buffers, fused_moe._moe_core_impl
+    make, core = wrapper.__init__, fused_moe._moe_core_impl
     hooks = cutedsl.ON_ONE_STREAM
-    monkeypatch.setattr(wrapper, "_allocate_buffers", lambda self: hooks[ALLOCATE](allocate, self))
+    monkeypatch.setattr(wrapper, "__init__", lambda self, **arguments: hooks[INIT](make, self, **arguments))
     monkeypatch.setattr(fused_moe, "_moe_core_impl", functools.partial(hooks[CORE], core))
 
 
-ALLOCATE, CORE = cutedsl.ON_ONE_STREAM
+INIT, CORE = cutedsl.ON_ONE_STREAM
 
 
 def prepare(layer: Layer) -> dict[str, torch.Tensor]:
@@ -99,6 +103,17 @@ def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) ->
     assert_close(got, layer.expect(tokens, ids, scales))
 
 
+def test_the_experts_may_be_added_up_in_a_step_of_their_own() -> None:
+    """FlashInfer's deterministic mode; each expert's output is rounded first."""
+    if "use_fused_finalize" not in inspect.signature(fused_moe.CuteDslMoEWrapper).parameters:
+        pytest.skip("this FlashInfer has no deterministic mode")
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(33), routing(33, layer.experts, 3)
+    ids[4, 1] = -1  # nobody's: a padded slot
+    wrapper = make_wrapper(layer, 3, use_fused_finalize=False)
+    assert_close(run(wrapper, prepare(layer), tokens, ids, scales), layer.expect(tokens, ids, scales))
+
+
 @pytest.mark.parametrize("tile", [128, 256])
 def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
     layer = Layer(experts=2)
@@ -152,9 +167,15 @@ def test_no_tokens() -> None:
     assert run(make_wrapper(layer, 2), prepare(layer), layer.tokens(0), *routing(0, 4, 2)).shape == (0, 256)
 
 
+holds_buffers = pytest.mark.skipif(
+    not keeps_buffers(fused_moe.CuteDslMoEWrapper), reason="this FlashInfer's wrapper keeps no buffers"
+)
+
+
 # --- FlashInfer's wrapper ---------------------------------------------------------------------------------------------
 
 
+@holds_buffers
 def test_more_tokens_than_the_buffers_are_for() -> None:
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(17), routing(17, 4, 2)
@@ -165,6 +186,7 @@ def test_more_tokens_than_the_buffers_are_for() -> None:
     assert_close(run(wrapper, weights, tokens, ids, scales), layer.expect(tokens, ids, scales))
 
 
+@holds_buffers
 def test_the_output_is_the_wrappers_own_and_the_next_run_overwrites_it() -> None:
     layer = Layer()
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
@@ -176,6 +198,7 @@ def test_the_output_is_the_wrappers_own_and_the_next_run_overwrites_it() -> None
     assert not torch.equal(first, kept)
 
 
+@holds_buffers
 def test_another_output_put_into_the_wrapper_is_written_instead() -> None:
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
@@ -193,6 +216,7 @@ def buffers(wrapper: Any) -> list[torch.Tensor]:
     return own + list(wrapper._moe_sort_buffers.values())
 
 
+@holds_buffers
 def test_what_is_left_in_the_buffers_does_not_matter() -> None:
     layer = Layer()
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
@@ -204,6 +228,7 @@ def test_what_is_left_in_the_buffers_does_not_matter() -> None:
     assert torch.equal(run(wrapper, weights, tokens, ids, scales), expected)
 
 
+@holds_buffers
 @pytest.mark.parametrize("name", ["_gemm1_output", "_gemm1_output_scale", "_moe_output"])
 def test_the_buffers_are_what_is_computed_in(name: str) -> None:
     """One that is too small ends the run; none is silently replaced."""
@@ -214,6 +239,7 @@ def test_the_buffers_are_what_is_computed_in(name: str) -> None:
         run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
 
 
+@holds_buffers
 @pytest.mark.parametrize(
     "name",
     [
@@ -234,12 +260,7 @@ def test_the_buffers_are_what_is_sorted_into(name: str) -> None:
 def test_an_output_that_was_not_zeroed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
-    finalize = fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4
-    monkeypatch.setattr(
-        fused_moe,
-        "blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4",
-        lambda out, **arguments: finalize(out=out.fill_(8), **arguments),
-    )
+    monkeypatch.setattr(FINALIZE, lambda out, **arguments: KERNELS[FINALIZE](out=out.fill_(8), **arguments))
     got = run(make_wrapper(layer, 2), prepare(layer), tokens, ids, scales)
     assert_close(got, 8 + layer.expect(tokens, ids, scales))
 
@@ -293,10 +314,10 @@ def test_a_wrong_layout_gives_wrong_answers(change: Callable[[dict[str, torch.Te
 # --- The kernels ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", cutedsl.KERNELS)
+@pytest.mark.parametrize("target", KERNELS)
 def test_signatures(target: str) -> None:
     """What FlashInfer can be called with, its stand-in can: same names, order and defaults, or as an option."""
-    stand_in = inspect.signature(cutedsl.KERNELS[target]).parameters
+    stand_in = inspect.signature(KERNELS[target]).parameters
     for position, (name, parameter) in enumerate(inspect.signature(REAL[target]).parameters.items()):
         if name not in stand_in:
             assert parameter.kind is parameter.KEYWORD_ONLY, name
@@ -309,15 +330,19 @@ def test_signatures(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"ab_dtype": "float8_e4m3fn"}, {"sf_vec_size": 32}, {"c_dtype": "bfloat16"}, {"global_scale": None}]
+    "option",
+    [
+        {"ab_dtype": "float8_e4m3fn"},
+        {"sf_vec_size": 32},
+        {"c_dtype": "bfloat16"},
+        {"global_scale": None},
+        {"gated": False},
+        {"swiglu_limit": 7.0},
+        {"a_per_token_scale": torch.ones(3)},
+    ],
 )
 def test_refuses_what_it_does_not_do(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
-    gemm = fused_moe.blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4
-    monkeypatch.setattr(
-        fused_moe,
-        "blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4",
-        lambda **arguments: gemm(**{**arguments, **option}),
-    )
+    monkeypatch.setattr(GATHER, lambda **arguments: KERNELS[GATHER](**{**arguments, **option}))
     with pytest.raises(NotImplementedError, match=next(iter(option))):
         run(make_wrapper(layer, 2), prepare(layer), layer.tokens(3), *routing(3, 4, 2))

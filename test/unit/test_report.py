@@ -114,6 +114,28 @@ def test_the_table_of_a_worse_run():
     assert "no, 1 of 20 differ" in line(table, "Token for token identical")
 
 
+def unable(**changes) -> Comparison:
+    """Identical answers were not required, and too few are right for a drop to show."""
+    stock = run("stock", **{"right": 4, **changes})
+    return compare(stock, dataclasses.replace(stock, name="patched"), require_identical=False)
+
+
+def test_a_run_that_could_show_nothing_says_so_and_what_to_change():
+    table = terminal(unable())
+    assert "INCONCLUSIVE: no drop could have been detected." in table
+    assert "no worse" not in table
+    assert "none (4 of 20 right)" in line(table, "Smallest drop")
+    assert report.inconclusive(unable()) == (
+        "stock answers 4 of 20 questions correctly, and fewer than 5 lost are never called a drop at --alpha 0.05; "
+        "ask more questions (--num-questions), or use a model that can answer them, or make identical answers the "
+        "test (--require-identical --parallel 1)"
+    )
+    assert "ask at least 5 (--num-questions)" in report.inconclusive(unable(count=3, right=3))
+    assert '<header class="open">' in report.render_html(unable())
+    assert "5 questions (25.0 points)" in line(terminal(same()), "Smallest drop")
+    assert report.verdict(same(right=0)) == "Patched answers exactly as stock does"
+
+
 def test_what_was_not_measured_is_left_out_or_said():
     table = terminal(same(memory=None, startup_s=0.0))
     assert "MoE output buffers" not in table
@@ -146,7 +168,7 @@ def test_human_units(value, text):
     assert report._bytes(value) == text
 
 
-@pytest.mark.parametrize("comparison", [same(), different(), same(memory=None), same(count=1, right=0)])
+@pytest.mark.parametrize("comparison", [same(), different(), same(memory=None), same(count=1, right=0), unable()])
 def test_the_page_is_whole_and_loads_nothing(comparison):
     html = report.render_html(comparison)
     page = Page(html)

@@ -312,12 +312,12 @@ def _limits_of(server_args: Any, pools: Pools) -> ForwardLimits:
     speculative = bool(server_args.speculative_algorithm)
     chunk = server_args.chunked_prefill_size
     chunked = chunk is None or chunk > 0
-    piecewise = 0 if server_args.disable_piecewise_cuda_graph else server_args.piecewise_cuda_graph_max_tokens
+    graph_requests, piecewise_tokens = _graph_limits(server_args)
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
     return ForwardLimits(
         max_prefill_tokens=server_args.max_prefill_tokens,
-        graph_requests=server_args.cuda_graph_max_bs or 0,
-        piecewise_tokens=piecewise or 0,
+        graph_requests=graph_requests,
+        piecewise_tokens=piecewise_tokens,
         draft_tokens=(server_args.speculative_num_draft_tokens or 1) if speculative else 1,
         chunk_tokens=(chunk or 0) if chunked else None,
         request_tokens=0 if chunked else pools.request_tokens or server_args.get_model_config().context_len,
@@ -329,13 +329,29 @@ def _limits_of(server_args: Any, pools: Pools) -> ForwardLimits:
     )
 
 
+def _graph_limits(server_args: Any) -> tuple[int, int]:
+    """The most requests of a captured decode, and the most tokens of a captured prefill."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None:  # releases from 0.5.14
+        # The engine's own number leaves out prefill graphs other than piecewise ones. They are captured all the same.
+        captured = config.prefill.backend != "disabled"
+        return config.decode.max_bs or 0, (config.prefill.max_bs or 0) if captured else 0
+    piecewise = 0 if server_args.disable_piecewise_cuda_graph else server_args.piecewise_cuda_graph_max_tokens
+    return server_args.cuda_graph_max_bs or 0, piecewise or 0
+
+
+def _adaptive_steps(initial: int, path: str | None) -> int:
+    from sglang.srt.speculative import adaptive_spec_params as adaptive
+
+    if hasattr(adaptive, "resolve_candidate_steps_from_config"):  # releases from 0.5.13
+        return max(adaptive.resolve_candidate_steps_from_config(path))
+    return adaptive.AdaptiveSpeculativeParams(initial, adaptive.load_adaptive_config(path)).max_steps
+
+
 def _other_tokens_per_request(server_args: Any) -> int:
     steps = server_args.speculative_num_steps or 0
     if server_args.speculative_adaptive:
-        from sglang.srt.speculative import adaptive_spec_params as adaptive
-
-        config = adaptive.load_adaptive_config(server_args.speculative_adaptive_config)
-        steps = max(steps, adaptive.AdaptiveSpeculativeParams(steps, config).max_steps)
+        steps = max(steps, _adaptive_steps(steps, server_args.speculative_adaptive_config))
     return other_tokens_per_request(
         server_args.speculative_eagle_topk or 1, steps, multi_layer=bool(server_args.enable_multi_layer_eagle)
     )
@@ -375,6 +391,9 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
 def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
     """Give ``ServerArgs`` the method and the start-up check, unless the engine has them.
+
+    Where it has, both keep the engine's own number: other things are sized by it, and a dispatcher's budget that the
+    engine accepts is not refused here. The wrapper's buffers are sized by ours.
 
     Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
     """
@@ -429,6 +448,32 @@ def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 # --- The change ------------------------------------------------------------------------------------------------------
 
 
+_ARGUMENTS = (
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+    "disable_radix_cache",
+    "max_running_requests",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_adaptive",
+    "speculative_adaptive_config",
+    "enable_multi_layer_eagle",
+    "enable_dp_attention",
+    "enable_two_batch_overlap",
+    "enable_attn_tp_input_scattered",
+    "moe_dense_tp_size",
+    "moe_a2a_backend",
+)
+_GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens")
+
+
+def keeps_buffers(wrapper_class: Any) -> bool:
+    """Whether FlashInfer's wrapper holds buffers for a number of tokens, and refuses a forward of more."""
+    return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
+
+
 def _probe() -> Outcome:
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang.srt.server_args import ServerArgs
@@ -437,7 +482,7 @@ def _probe() -> Outcome:
         from flashinfer import CuteDslMoEWrapper
     except ImportError:
         return Outcome(Status.NOT_NEEDED, "this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
-    if not any(engine.mentions(CuteDslMoEWrapper.run, name) for name in ("_moe_output", "max_num_tokens")):
+    if not keeps_buffers(CuteDslMoEWrapper):
         return Outcome(Status.NATIVE, "this FlashInfer's wrapper keeps no buffers and refuses no forward")
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -462,17 +507,7 @@ def _probe() -> Outcome:
         None if hasattr(ServerArgs, "check_server_args") else "ServerArgs has no check_server_args",
         *(
             None if name in fields else f"ServerArgs has no {name}"
-            for name in (
-                "max_prefill_tokens",
-                "chunked_prefill_size",
-                "cuda_graph_max_bs",
-                "disable_piecewise_cuda_graph",
-                "piecewise_cuda_graph_max_tokens",
-                "speculative_num_draft_tokens",
-                "max_running_requests",
-                "enable_dp_attention",
-                "enable_two_batch_overlap",
-            )
+            for name in (*_ARGUMENTS, *(() if "cuda_graph_config" in fields else _GRAPH_ARGUMENTS))
         ),
         None
         if engine.mentions(CuteDslMoEWrapper.run, "_moe_output")
@@ -480,7 +515,11 @@ def _probe() -> Outcome:
     ):
         if reason is not None:
             return Outcome(Status.UNSUPPORTED, reason)
-    return Outcome(Status.HARDENED if _sized_by_the_engine(ServerArgs) else Status.APPLIED)
+    if _sized_by_the_engine(ServerArgs):
+        return Outcome(
+            Status.HARDENED, "the engine's own number of tokens is not the worst case, and is paid per layer"
+        )
+    return Outcome(Status.APPLIED)
 
 
 def _install(patcher: Patcher) -> None:

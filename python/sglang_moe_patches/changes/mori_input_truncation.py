@@ -15,11 +15,16 @@ How
     wrapped to cut the dispatched tensors before it. Where the bound is provable the cut needs no check. Where it is
     not, the user's limit is applied under an assertion on the device. Neither reads anything back.
 
+    From 0.5.13 on MoRI's layer is ``DeepEPMoE``, of which the same two methods are wrapped, and the engine's own cut
+    sits elsewhere: up to 0.5.21 AITER's runner reads the limit from the environment at every forward, and in that
+    module it now reads 0; from 0.5.22 on the dispatcher chooses the rows and AITER's runner cuts to the ``recv_cap``
+    of the dispatch output, in which ours is put.
+
     During CUDA/HIP-graph capture the engine announces the padded batch instead of the counts. Every rank replays a
     graph of that size, so the bound made from it is static and holds for each replay.
 
 Upstream
-    sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases such as 0.5.23 have
+    sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 have
     ``SGLANG_MORI_RECV_BOUND`` beside the limit, which stays unsafe.
 
 Remove when
@@ -28,13 +33,16 @@ Remove when
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import inspect
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +53,10 @@ LIMIT_VARIABLE = "SGLANG_MORI_MOE_MAX_INPUT_TOKENS"
 BOUND_VARIABLE = "SGLANG_MORI_RECV_BOUND"
 
 _LAYER_MODULE = "sglang.srt.layers.moe.ep_moe.layer"
-_CLASS = "MoriEPMoE"
+_RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.aiter"
+_RUNNER_FUNCTION = "_pre_permute_deepep_to_aiter"
+_ENGINE_BOUND = "_mori_decode_recv_bound"
+_RECV_CAP = "recv_cap"
 _ENGINE_LIMIT = "mori_moe_max_input_tokens"
 _POLICY = "_moe_patches_mori_policy"
 _DISPATCHED = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
@@ -246,8 +257,9 @@ def _cut(
 class Policy:
     """What is decided once, when a layer is built.
 
-    ``unreliable`` says why the counts that the engine announces may be wrong on this server, or is ``None``;
-    ``assertions`` is whether a failed assertion on the device ends the process.
+    ``unreliable`` says why the counts that the engine announces of other ranks may be wrong on this server, or is
+    ``None``; ``stale`` is whether this rank's own may be, too. ``assertions`` is whether a failed assertion on the
+    device ends the process.
     """
 
     layout: Layout
@@ -256,6 +268,7 @@ class Policy:
     two_batch_overlap: bool = False
     unreliable: str | None = None
     assertions: bool = True
+    stale: bool = False
 
 
 _said: set[str] = set()
@@ -268,7 +281,9 @@ def _say_once(key: str, message: str, *arguments: Any) -> None:
 
 
 def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
-    """``dispatched``, the engine's dispatch output, with its tensors cut; the very same object if nothing is to be cut.
+    """``dispatched``, the engine's dispatch output, cut; the very same object if nothing is to be cut.
+
+    Its tensors are cut, or, where it says itself to how many rows the engine shall cut (``recv_cap``), that is set.
 
     :param dispatched: a named tuple with ``hidden_states`` [buffer, ...], ``hidden_states_scale`` [buffer, ...] or
         ``None``, ``topk_ids`` and ``topk_weights`` [buffer, top-k], ``num_recv_tokens_per_expert`` (despite its name
@@ -278,9 +293,9 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
     """
     buffer_rows = dispatched.hidden_states.shape[0]
     counts = None
-    if policy.unreliable is None or policy.layout.dp_ranks == 1:
+    if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
         counts = rows_per_dp_rank(
-            getattr(announced, "_global_num_tokens", None),
+            known_to_the_cpu(getattr(announced, "_global_num_tokens", None)),
             getattr(announced, "_local_dp_buffer_len", None),
             getattr(announced, "_global_dp_buffer_len", None),
             policy.layout.dp_ranks,
@@ -312,7 +327,7 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
                 LIMIT_VARIABLE,
                 why,
             )
-            return dispatched
+            return _cut_to(dispatched, buffer_rows)
         else:
             # Said beforehand: on ROCm a failed assertion aborts the process without its message.
             _say_once(
@@ -323,12 +338,25 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
                 LIMIT_VARIABLE,
                 policy.limit,
             )
-    if cut.rows >= buffer_rows:
-        return dispatched
     if cut.assert_needed:
         _assert_received(dispatched.num_recv_tokens_per_expert, cut.rows)
+    return _cut_to(dispatched, cut.rows)
+
+
+def _cut_to(dispatched: Any, rows: int) -> Any:
+    whole = rows >= dispatched.hidden_states.shape[0]
+    if _RECV_CAP in dispatched._fields:
+        cap = 0 if whole else rows
+        return dispatched if getattr(dispatched, _RECV_CAP) == cap else dispatched._replace(**{_RECV_CAP: cap})
+    if whole:
+        return dispatched
     tensors = {name: getattr(dispatched, name) for name in _DISPATCHED}
-    return dispatched._replace(**{name: t[: cut.rows] for name, t in tensors.items() if t is not None})
+    return dispatched._replace(**{name: t[:rows] for name, t in tensors.items() if t is not None})
+
+
+def known_to_the_cpu(counts: Any) -> Any:
+    """``counts``, or none of use where one lives on the device: reading it would stall every layer."""
+    return counts if counts is None or all(isinstance(count, int) for count in counts) else ()
 
 
 def _assert_received(received: Any, rows: int) -> None:
@@ -373,14 +401,15 @@ def _assertions_work() -> bool:
     return assertions_end_the_process(torch.version.hip, "\n".join(texts))
 
 
-def _make_init(original: Callable[..., None], read_policy: Callable[[Any], Policy]) -> Callable[..., None]:
+def _make_init(original: Callable[..., None], read_policy: Callable[[Any], Policy | None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         policy = read_policy(self)
-        if policy.limit or policy.recv_bound:
+        if policy is not None and (policy.limit or policy.recv_bound):
             setattr(self, _POLICY, policy)
-            setattr(self, _ENGINE_LIMIT, 0)
+            if hasattr(self, _ENGINE_LIMIT):
+                setattr(self, _ENGINE_LIMIT, 0)
 
     return __init__
 
@@ -396,30 +425,71 @@ def _make_run_moe_core(original: Callable[..., Any], announced: Any) -> Callable
     return run_moe_core
 
 
-def _read_policy(layer: Any) -> Policy:
-    from sglang.srt.environ import envs
-    from sglang.srt.layers import dp_attention
-    from sglang.srt.layers.moe.utils import is_tbo_enabled
-    from sglang.srt.server_args import get_global_server_args
+def _make_reading_no_limit(original: Callable[..., int]) -> Callable[..., int]:
+    """``get_int_env_var`` as AITER's runner sees it, from which it takes the limit at every forward."""
 
+    @functools.wraps(original)
+    def get_int_env_var(name: str, *args: Any, **kwargs: Any) -> int:
+        return 0 if name == LIMIT_VARIABLE else original(name, *args, **kwargs)
+
+    return get_int_env_var
+
+
+def _read_layout(layer: Any) -> Layout:
+    from sglang.srt.layers import dp_attention
+
+    if hasattr(dp_attention, "get_attention_tp_size"):
+        attn_tp = dp_attention.get_attention_tp_size()
+        attn_cp = dp_attention.get_attention_cp_size()
+        dp_rank = dp_attention.get_attention_dp_rank()
+    else:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        attn_tp, attn_cp, dp_rank = parallel.attn_tp_size, parallel.attn_cp_size, parallel.attn_dp_rank
+    return Layout(ranks=layer.moe_ep_size, attn_tp=attn_tp, attn_cp=attn_cp, dp_rank=dp_rank)
+
+
+def _server_setting(bag: str, name: str) -> Any:
+    """A setting of this server; ``None`` where this release has none of that name.
+
+    :param bag: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    """
+    try:
+        from sglang.srt import runtime_context
+
+        settings = getattr(runtime_context, bag)()
+    except (ImportError, AttributeError):
+        from sglang.srt.server_args import get_global_server_args
+
+        settings = get_global_server_args()
+    return getattr(settings, name, None)
+
+
+def _read_policy(layer: Any) -> Policy | None:
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
+
+    if not get_moe_a2a_backend().is_mori():
+        return None
     unreliable = None
-    if getattr(get_global_server_args(), "enable_dynamic_chunking", False):
+    stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    if _server_setting("get_schedule", "enable_dynamic_chunking"):
         # Its profiling run tells each rank that the others bring nothing, while all of them do.
         unreliable = "--enable-dynamic-chunking"
+    elif stale:
+        # The engine's own bound does not trust the counts with it: they can be of an earlier forward.
+        unreliable = "--speculative-algorithm DSPARK"
     elif envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
         unreliable = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
     return Policy(
-        layout=Layout(
-            ranks=layer.moe_ep_size,
-            attn_tp=dp_attention.get_attention_tp_size(),
-            attn_cp=dp_attention.get_attention_cp_size(),
-            dp_rank=dp_attention.get_attention_dp_rank(),
-        ),
+        layout=_read_layout(layer),
         limit=user_limit(),
         recv_bound=bound_requested(),
         two_batch_overlap=is_tbo_enabled(),
         unreliable=unreliable,
         assertions=_assertions_work(),
+        stale=stale,
     )
 
 
@@ -434,25 +504,51 @@ def _needed(server_args: Any) -> str | None:
     return None
 
 
+def _layer_class() -> type | None:
+    from sglang.srt.layers.moe.ep_moe import layer
+
+    found: type | None = getattr(layer, "MoriEPMoE", None) or getattr(layer, "DeepEPMoE", None)
+    return found
+
+
+def _reads_the_limit(runner: Any, function: Callable[..., Any]) -> bool:
+    """Whether AITER's runner itself takes the limit from the environment, by a name that can be replaced."""
+    reads = engine.calls(function, "get_int_env_var")
+    return hasattr(runner, "get_int_env_var") and any(LIMIT_VARIABLE in ast.unparse(call) for call in reads)
+
+
+def _where_the_engine_cuts(layer: type, dispatched: Any) -> str | None:
+    """Why the engine's own cut cannot be taken over, or ``None``."""
+    run_moe_core = vars(layer)["run_moe_core"]
+    if engine.mentions(run_moe_core, _ENGINE_LIMIT):
+        if engine.mentions(vars(layer)["__init__"], _ENGINE_LIMIT):
+            return None
+        return f"{layer.__name__}.__init__ does not use {_ENGINE_LIMIT}"
+    if util.find_spec(_RUNNER_MODULE) is None:
+        return f"{layer.__name__}.run_moe_core does not use {_ENGINE_LIMIT}"
+    runner = importlib.import_module(_RUNNER_MODULE)
+    function = getattr(runner, _RUNNER_FUNCTION, None)
+    if function is None:
+        return f"{_RUNNER_MODULE} has no {_RUNNER_FUNCTION}"
+    if _RECV_CAP in dispatched._fields:
+        return None if engine.mentions(function, _RECV_CAP) else f"{_RUNNER_FUNCTION} does not use {_RECV_CAP}"
+    return None if _reads_the_limit(runner, function) else f"{_RUNNER_FUNCTION} does not read {LIMIT_VARIABLE}"
+
+
 def _probe() -> Outcome:
-    from sglang.srt import environ, server_args
+    from sglang.srt import environ
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe import utils
-    from sglang.srt.layers.moe.ep_moe import layer
     from sglang.srt.layers.moe.token_dispatcher import moriep
 
-    mori = getattr(layer, _CLASS, None)
+    mori = _layer_class()
     if mori is None or not {"__init__", "run_moe_core"} <= set(vars(mori)):
-        return Outcome(Status.UNSUPPORTED, f"{_LAYER_MODULE} has no {_CLASS} with its own run_moe_core")
+        return Outcome(Status.UNSUPPORTED, f"{_LAYER_MODULE} has no MoE layer for MoRI with its own run_moe_core")
     needed_fields = {*_DISPATCHED, "num_recv_tokens_per_expert", "origin_topk_ids"}
     for reason in (
-        *(
-            None if engine.mentions(method, _ENGINE_LIMIT) else f"{method.__qualname__} does not use {_ENGINE_LIMIT}"
-            for method in (mori.__init__, mori.run_moe_core)
-        ),
         None
-        if engine.parameters(mori.run_moe_core) == ["self", "dispatch_output"]
-        else f"{_CLASS}.run_moe_core takes more than the dispatch output",
+        if engine.parameters(vars(mori)["run_moe_core"]) == ["self", "dispatch_output"]
+        else f"{mori.__name__}.run_moe_core takes more than the dispatch output",
         *(
             None
             if needed_fields <= set(getattr(getattr(moriep, name, None), "_fields", ()))
@@ -463,19 +559,19 @@ def _probe() -> Outcome:
             None if hasattr(module, name) else f"{module.__name__} has no {name}"
             for module, name in (
                 (dp_attention, "_DpGatheredBufferWrapper"),
-                (dp_attention, "get_attention_tp_size"),
-                (dp_attention, "get_attention_cp_size"),
-                (dp_attention, "get_attention_dp_rank"),
                 (utils, "is_tbo_enabled"),
-                (server_args, "get_global_server_args"),
+                (utils, "get_moe_a2a_backend"),
             )
         ),
         None
         if hasattr(environ.envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER")
         else "SGLANG_SCHEDULER_SKIP_ALL_GATHER is unknown",
+        _where_the_layout_is_unknown(),
     ):
         if reason is not None:
             return Outcome(Status.UNSUPPORTED, reason)
+    if reason := _where_the_engine_cuts(mori, moriep.MoriEPNormalDispatchOutput):
+        return Outcome(Status.UNSUPPORTED, reason)
     announces = dp_attention._DpGatheredBufferWrapper.set_dp_buffer_len
     expected = ["global_dp_buffer_len", "local_dp_buffer_len", "dp_max_padding", "global_num_tokens"]
     if reason := engine.missing_parameters(announces, expected):
@@ -486,15 +582,42 @@ def _probe() -> Outcome:
     return Outcome(Status.HARDENED)
 
 
+def _where_the_layout_is_unknown() -> str | None:
+    from sglang.srt.layers import dp_attention
+
+    names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
+    if all(hasattr(dp_attention, name) for name in names):
+        return None
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError as error:
+        return str(error)
+    for name in ("attn_tp_size", "attn_cp_size", "attn_dp_rank"):
+        try:
+            getattr(get_parallel(), name)
+        except AttributeError as error:
+            return str(error)
+        except Exception:
+            pass  # known, and not set yet
+    return None
+
+
 def _install(patcher: Patcher) -> None:
     from sglang.srt.layers import dp_attention
-    from sglang.srt.layers.moe.ep_moe import layer
+    from sglang.srt.layers.moe.token_dispatcher import moriep
 
-    mori = getattr(layer, _CLASS)
+    mori = _layer_class()
+    assert mori is not None  # the probe has seen to that
     patcher.wrap(mori, "__init__", lambda original: _make_init(original, _read_policy))
     patcher.wrap(
         mori, "run_moe_core", lambda original: _make_run_moe_core(original, dp_attention._DpGatheredBufferWrapper)
     )
+    if mori.__name__ == "MoriEPMoE" or _RECV_CAP in moriep.MoriEPNormalDispatchOutput._fields:
+        return
+    runner = importlib.import_module(_RUNNER_MODULE)
+    patcher.wrap(runner, "get_int_env_var", _make_reading_no_limit)
+    if hasattr(runner, _ENGINE_BOUND):
+        patcher.wrap(runner, _ENGINE_BOUND, lambda original: functools.wraps(original)(lambda *rows: 0))
 
 
 CHANGE = Change(

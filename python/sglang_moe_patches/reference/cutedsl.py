@@ -2,9 +2,9 @@
 
 The wrapper itself is not stood in for: its constructor, its buffers and their shapes, the ``num_tokens (…) exceeds
 max_num_tokens (…)`` guard, the output that is a view of a buffer of its own, and the order of the steps are
-FlashInfer's code, whichever release is installed. Replaced are the three kernels that it calls (:data:`KERNELS`),
-each at FlashInfer's own signature, and where there is no GPU the second stream on which it zeroes the output
-(:data:`ON_ONE_STREAM`).
+FlashInfer's code, whichever release is installed (from 0.6.14 on without buffers and guard). Replaced are the kernels
+that it calls (:data:`KERNELS`), each at FlashInfer's own signature, and where there is no GPU the second stream on
+which it zeroes the output (:data:`ON_ONE_STREAM`).
 
 The kernels use the wrapper's buffers as the real ones do. Sorting writes where each (token, expert) pair goes;
 the first product leaves NVFP4 intermediates and their interleaved scales in the GEMM1 buffers; the second reads them
@@ -21,6 +21,7 @@ Nothing is installed by importing this module.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -28,14 +29,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sglang_moe_patches.engine import has_module
 from sglang_moe_patches.reference import nvfp4
-from sglang_moe_patches.reference.flashinfer_kernels import nvfp4_block_scale_interleave, undo_block_scale_interleave
+from sglang_moe_patches.reference.flashinfer_kernels import (
+    ACTIVATION_SWIGLU,
+    nvfp4_block_scale_interleave,
+    undo_block_scale_interleave,
+)
 
 W13_GROUP = 64
 """Rows of up and of gate that alternate in the first weight: up 0-63, gate 0-63, up 64-127, ..."""
 
 _TILE_ROWS, _TILE_COLS = 128, 4
-_NVFP4 = {"ab_dtype": "float4_e2m1fn", "sf_dtype": "float8_e4m3fn", "sf_vec_size": nvfp4.BLOCK_SIZE}
+_ONLY = {
+    **dict.fromkeys(("ab_dtype", "a_dtype", "b_dtype"), "float4_e2m1fn"),
+    "sf_dtype": "float8_e4m3fn",
+    "sf_vec_size": nvfp4.BLOCK_SIZE,
+    "quantize_output": True,
+    "gated": True,
+    "activation_type": ACTIVATION_SWIGLU,
+    "swiglu_alpha": 1.0,
+    "swiglu_beta": 0.0,
+    "swiglu_limit": torch.finfo(torch.float32).max,
+    **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
+}
+"""Options of the products that are not about tuning, with the one value that is served: NVFP4, plain SwiGLU."""
 
 
 def moe_sort(
@@ -130,6 +148,8 @@ def gather_gemm_swiglu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-in for ``blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4``, NVFP4 output only.
 
+    Later FlashInfer releases have it among the activations of ``..._act_fusion(_nvfp4)``.
+
     out[row] = nvfp4(up * silu(gate)) with up, gate = alpha[expert] * (a[token of row] @ b[expert].T).
 
     Args:
@@ -142,7 +162,7 @@ def gather_gemm_swiglu(
         out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
         global_scale: float32 [1], multiplier for the intermediate.
         mma_tiler_mn: rows of a tile, and what only tunes the real kernel.
-        options: tuning without effect here, and dtypes, which must be NVFP4's.
+        options: tuning without effect here, and what must be as in ``_ONLY``.
 
     Returns:
         out and out_scale, allocated where they were not given.
@@ -151,7 +171,7 @@ def gather_gemm_swiglu(
         NotImplementedError: naming the argument that is not supported.
         ValueError: shapes that do not fit together.
     """
-    _require_nvfp4(options)
+    _require_supported(options)
     if c_dtype != "float4_e2m1fn" or global_scale is None:
         raise NotImplementedError(f"c_dtype={c_dtype!r}: only 'float4_e2m1fn', with a global_scale")
     experts, rows, intermediate = b.shape[0], token_id_mapping.shape[0], b.shape[1] // 2
@@ -193,9 +213,10 @@ def gemm_finalize(
     *,
     out_dtype: str = "bfloat16",
     mma_tiler_mn: tuple[int, int] = (256, 128),
+    use_fused_finalize: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Stand-in for ``blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4``.
+    """Stand-in for ``blockscaled_contiguous_grouped_gemm_finalize_fusion(_nvfp4)``.
 
     out[token of row] += alpha[expert] * (a[row] @ b[expert].T) * token_final_scales[pair of row].
 
@@ -204,21 +225,24 @@ def gemm_finalize(
         b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
         token_final_scales: routing weights, float [tokens, top_k].
         out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
+        use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it as
+            it is, for ``unpermute`` to weigh and add.
 
     Raises:
         NotImplementedError: naming the argument that is not supported.
         ValueError: shapes that do not fit together.
     """
-    _require_nvfp4(options)
+    _require_supported(options)
     if out_dtype != "bfloat16":
         raise NotImplementedError(f"out_dtype={out_dtype!r}: only 'bfloat16'")
     experts, hidden, half = b.shape
     tokens, topk = token_final_scales.shape
+    shape = (tokens if use_fused_finalize else tokens * topk, hidden)
     if out is None:
-        out = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=a.device)
+        out = torch.zeros(shape, dtype=torch.bfloat16, device=a.device)
     # The real kernel takes the address and assumes the rest.
-    if out.shape != (tokens, hidden) or out.dtype != torch.bfloat16 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous bfloat16 {[tokens, hidden]}, got {out.dtype} {list(out.shape)}")
+    if out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bfloat16 {list(shape)}, got {out.dtype} {list(out.shape)}")
     columns = half * 2 // nvfp4.BLOCK_SIZE
     total = out.float()
     for expert, start, stop in _runs(
@@ -230,15 +254,53 @@ def gemm_finalize(
         linear = undo_block_scale_interleave(scale, padded, columns)[: stop - start]
         intermediate = nvfp4.decode(a[start:stop], linear.view(torch.float8_e4m3fn)).double()
         y = ((intermediate @ _weight(b, b_scale, expert, experts).T) * alpha[expert].double()).float()
+        if not use_fused_finalize:
+            out[pair] = y.to(out.dtype)
+            continue
         weight = token_final_scales[pair // topk, pair % topk].float()
         total.index_add_(0, pair // topk, y * weight.unsqueeze(-1))
-    return out.copy_(total)
+    return out.copy_(total) if use_fused_finalize else out
 
 
-def _require_nvfp4(options: dict[str, Any]) -> None:
-    for name, value in _NVFP4.items():
-        if options.get(name, value) != value:
-            raise NotImplementedError(f"{name}={options[name]!r}: only {value!r} (NVFP4)")
+def unpermute(
+    permuted_input: torch.Tensor,
+    output: torch.Tensor,
+    expanded_idx_to_permuted_idx: torch.Tensor,
+    topk_scales: torch.Tensor,
+    num_tokens: int,
+    top_k: int,
+    enable_pdl: bool = False,
+    input_is_expanded: bool = False,
+) -> None:
+    """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
+
+    Args:
+        permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
+        expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
+
+    Raises:
+        NotImplementedError: rows in the order of the experts.
+    """
+    if not input_is_expanded:
+        raise NotImplementedError("input_is_expanded=False: only True")
+    total = torch.zeros(num_tokens, output.shape[1], device=output.device)
+    rows = permuted_input[: num_tokens * top_k].view(num_tokens, top_k, -1)
+    for slot in range(top_k):
+        local = expanded_idx_to_permuted_idx[:num_tokens, slot] >= 0
+        total[local] += rows[local, slot].float() * topk_scales[:num_tokens][local, slot, None].float()
+    output[:num_tokens] = total.to(output.dtype)
+
+
+def zero(output: torch.Tensor) -> None:
+    """Stand-in for ``moe_output_memset_inplace``."""
+    output.zero_()
+
+
+def _require_supported(options: dict[str, Any]) -> None:
+    for name, value in _ONLY.items():
+        given = options.get(name, value)
+        if given is not value and given != value:
+            raise NotImplementedError(f"{name}={given!r}: only {value!r}")
 
 
 def _runs(
@@ -273,14 +335,14 @@ def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int
 # --- Below FlashInfer's wrapper ---------------------------------------------------------------------------------------
 
 
-def _without_streams(original: Callable[..., None], wrapper: Any) -> None:
-    """Around ``CuteDslMoEWrapper._allocate_buffers``: all its buffers, and no CUDA stream and events beside them."""
+def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``CuteDslMoEWrapper.__init__``: all its buffers, and no CUDA stream and events beside them."""
     names = ("Stream", "Event")
     saved = [getattr(torch.cuda, name) for name in names]
     try:
         for name in names:
             setattr(torch.cuda, name, lambda *args, **kwargs: None)
-        original(wrapper)
+        original(self, *args, **kwargs)
     finally:
         for name, value in zip(names, saved, strict=True):
             setattr(torch.cuda, name, value)
@@ -291,18 +353,34 @@ def _zero_in_line(original: Callable[..., torch.Tensor], *args: Any, **kwargs: A
     return original(*args, **{**kwargs, "use_async_memset": False})
 
 
-_MODULE = "flashinfer.fused_moe.cute_dsl.fused_moe"
-WRAPPER = f"{_MODULE}.CuteDslMoEWrapper"
+_PACKAGE = "flashinfer.fused_moe.cute_dsl"
+INIT = f"{_PACKAGE}.fused_moe.CuteDslMoEWrapper.__init__"
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    f"{_MODULE}.moe_sort": moe_sort,
-    f"{_MODULE}.blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4": gather_gemm_swiglu,
-    f"{_MODULE}.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4": gemm_finalize,
+    "fused_moe.moe_sort": moe_sort,
+    "fused_moe.moe_output_memset_inplace": zero,  # before 0.6.12, PyTorch's own zero_
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4": gather_gemm_swiglu,
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion_nvfp4": gather_gemm_swiglu,  # from 0.6.14
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion": gather_gemm_swiglu,  # from 0.7.1
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4": gemm_finalize,
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion": gemm_finalize,  # from 0.7.1
+    "fused_moe.moe_unpermute": unpermute,  # from 0.6.17
+    "blackwell.moe_finalize.moe_unpermute": unpermute,  # from 0.7.2
 }
-"""What replaces what in FlashInfer."""
+"""Stand-ins by the names under which FlashInfer's wrapper calls the kernels, in any of its releases."""
 
 ON_ONE_STREAM: dict[str, Callable[..., Any]] = {
-    f"{WRAPPER}._allocate_buffers": _without_streams,
-    f"{_MODULE}._moe_core_impl": _zero_in_line,
+    INIT: _without_streams,
+    f"{_PACKAGE}.fused_moe._moe_core_impl": _zero_in_line,
 }
 """What is wrapped where there is no GPU: each is called with the original and its arguments."""
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """What replaces what in the installed FlashInfer, of which this imports the wrapper's module."""
+
+    def is_there(module: str, name: str) -> bool:
+        return has_module(module) and hasattr(importlib.import_module(module), name)
+
+    targets = {f"{_PACKAGE}.{name}": kernel for name, kernel in KERNELS.items()}
+    return {target: kernel for target, kernel in targets.items() if is_there(*target.rsplit(".", 1))}

@@ -165,7 +165,7 @@ def install() -> None:
         "flashinfer.nvfp4_block_scale_interleave": kernels.nvfp4_block_scale_interleave,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_moe": kernels.trtllm_fp4_block_scale_moe,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe": kernels.trtllm_fp4_block_scale_routed_moe,
-        **(cutedsl.KERNELS if util.find_spec("cutlass") else {}),
+        **(cutedsl.kernels() if util.find_spec("cutlass") else {}),
     }.items():
         # The engine's own registry also finds the names that engine modules have imported already.
         HookRegistry.register(target, kernel, HookType.REPLACE)
@@ -174,12 +174,12 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
+        wrapt.register_post_import_hook(_scale_routed_experts_once, "sglang.srt.models.deepseek_v2")
         wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
         wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
-        for target, hook in (cutedsl.ON_ONE_STREAM if util.find_spec("cutlass") else {}).items():
-            HookRegistry.register(target, hook, HookType.AROUND)
         if util.find_spec("cutlass"):
-            HookRegistry.register(f"{cutedsl.WRAPPER}.__init__", _with_buffers, HookType.AROUND)
+            for target, hook in {**cutedsl.ON_ONE_STREAM, cutedsl.INIT: _with_buffers}.items():
+                HookRegistry.register(target, hook, HookType.AROUND)
         for target in MATRIX_PRODUCTS:
             HookRegistry.register(target, _in_double, HookType.AROUND)
         # Weight preparation moves tensors "to the GPU" unasked; here they stay.
@@ -239,10 +239,24 @@ def _unwrap_quantizer(module: Any) -> None:
         module.fp4_quantize = flashinfer_kernels.fp4_quantize
 
 
-def _with_buffers(original: Any, self: Any, *args: Any, use_cuda_graph: bool = False, **kwargs: Any) -> None:
+def _with_buffers(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang_moe_patches.reference import cutedsl
+
     # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
     # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
-    original(self, *args, use_cuda_graph=True, **kwargs)
+    cutedsl.ON_ONE_STREAM[cutedsl.INIT](original, self, *args, **{**kwargs, "use_cuda_graph": True})
+
+
+def _scale_routed_experts_once(module: Any) -> None:
+    import wrapt
+
+    def initialise(original: Any, moe: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+        # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
+        if moe.experts.should_fuse_routed_scaling_factor_in_topk:
+            moe.routed_scaling_factor = 1.0
+
+    wrapt.wrap_function_wrapper(module, "DeepseekV2MoE.__init__", initialise)
 
 
 def _register_attention_path(module: Any) -> None:

@@ -1,5 +1,8 @@
 """A tiny DeepSeek-V3 checkpoint with NVFP4 routed experts, for the real engine on small machines.
 
+``make_model`` fills it with random numbers; ``benchmark/tiny_moe`` trains one of the same form and writes it with
+``quantize_experts`` and ``write_checkpoint`` from here.
+
 The architecture is DeepSeek-V3's own (multi-head latent attention, sigmoid routing with a correction bias, shared
 experts), only the sizes are small. The weights are random numbers drawn from a seed, so the model talks nonsense, but
 always the same nonsense, and nonsense that depends on every part of the model: a wrong expert, a wrong scale or an
@@ -15,7 +18,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -57,14 +60,25 @@ BOS_ID, EOS_ID, PAD_ID = range(3)
 
 # Words of school arithmetic problems. A GSM8K prompt has 1.7 times fewer tokens than bytes.
 WORDS = """
-a about after all also an and another answer apples are as at bag bags be before between books bought box boxes buy by
-buys cake can cards cars cents children cookies cost costs day days does dollars each earn earns eat eats eggs every
-finally first five for four friends from gave get gets give gives had half has have he her him his hour hours house how
-if in is it its job left less long made make makes many miles minutes money month months more morning much needs new
-nine number of off on one only or other out over paid pay pays people per pieces pounds price rest same school second
-sell sells seven she six sold some spend spends students takes ten than that the their them then there they third this
-three time times to total twice two up us was water week weeks were what when which while will with work worked works
-year years Answer Each How If In It Question She So The Then There They This What
+a about after all also an and another answer apples are as at away bag bags bakes be before between bike book books
+bought box boxes break bring brings buckets bus buses buy buys by cake cakes can cards cars cents child children come
+cookies cost costs cow cows cuts day days die do does dollars drives each earn earns eat eats eggs empty evening every
+farmer fewer fill finally first fit five flour food for four friends from game gave get gets give gives go had half has
+have he hen hens her him his hold holds hour hours house how if in into is it its job keep leave left less long loses
+lunch made make makes man many men miles minutes money month months more morning much need needed needs new next nine
+now number of off old on one ones only or other out over packs pages paid pay pays pens people per person pick picks
+piece pieces plants pool pounds price put puts read reads rest room rooms rows runs same saves school seats second sell
+sells seven share she shop sick sit six sold some spend spends starts stay still stop students take takes ten than that
+the their them then there they third this three ticket time times to together total toys train trees trip twice two up
+us was water week weeks were what when which while will with work worked works year years A After Amy Ann Answer At Ben
+Dan Each Eva First Friday He How If In It Kim Leo Max Mia Monday Now On One Question Sam She So Sunday That The Then
+There They This Together Tom What With Zoe
+"""
+# A line starts without the space that the tokens above begin with; and the signs of GSM8K's annotations.
+LINE_STARTS = """
+After Amy Ann Answer Ben Dan Each Eva He In It Kim Leo Max Mia Now Question Sam She So That The Then There They Together
+Tom With Zoe
+<< >> ##
 """
 
 
@@ -134,10 +148,14 @@ class ModelSpec:
         return (4, 2) if grouped else (1, 1)
 
 
-def config(spec: ModelSpec) -> dict[str, Any]:
-    """What config.json holds for a spec."""
+def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
+    """What config.json holds for a spec.
+
+    Args:
+        quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
+    """
     n_group, topk_group = spec.expert_groups
-    return {
+    values: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         MARKER: asdict(spec),
@@ -184,7 +202,9 @@ def config(spec: ModelSpec) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": ROUTED_SCALING_FACTOR,
-        "quantization_config": {
+    }
+    if quantized:
+        values["quantization_config"] = {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
@@ -195,8 +215,8 @@ def config(spec: ModelSpec) -> dict[str, Any]:
                 *(f"model.layers.{layer}.mlp.*" for layer in range(spec.dense_layers)),
                 *([f"model.layers.{spec.layers}.*"] if spec.nextn else []),
             ],
-        },
-    }
+        }
+    return values
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -338,6 +358,25 @@ def _quantize_expert(
     return tensors
 
 
+def quantize_experts(
+    spec: ModelSpec, weights: "Mapping[str, torch.Tensor]", seen: "Callable[[int, int], torch.Tensor]"
+) -> "dict[str, torch.Tensor]":
+    """The weights with the routed experts of the main model in ModelOpt NVFP4, and the others as they were.
+
+    Args:
+        weights: as ``original_weights`` returns them.
+        seen: float32 [n, hidden], what an expert sees in calibration, from its layer and its number.
+    """
+    quantized = dict(weights)
+    for layer in range(spec.dense_layers, spec.layers):
+        for expert in range(spec.experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            gate, up, down = (quantized.pop(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
+            for name, tensor in _quantize_expert(gate, up, down, seen(layer, expert)).items():
+                quantized[f"{prefix}.{name}"] = tensor
+    return quantized
+
+
 def checkpoint_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
     """The model as model.safetensors stores it: ``original_weights`` with the routed experts in ModelOpt NVFP4.
 
@@ -346,16 +385,9 @@ def checkpoint_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
         ``.weight`` uint8 [rows, K/2], ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and
         ``.input_scale``, float32 scalars.
     """
-    weights = original_weights(spec)
     # What an RMSNorm puts out is close to a normal distribution with standard deviation one; the margin does the rest.
     tokens = _normal(spec, "calibration", (CALIBRATION_TOKENS, spec.hidden))
-    for layer in range(spec.dense_layers, spec.layers):
-        for expert in range(spec.experts):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            gate, up, down = (weights.pop(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
-            for name, tensor in _quantize_expert(gate, up, down, tokens).items():
-                weights[f"{prefix}.{name}"] = tensor
-    return weights
+    return quantize_experts(spec, original_weights(spec), lambda layer, expert: tokens)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
@@ -363,18 +395,19 @@ def checkpoint_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
 
 @cache
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token -> id, merges) of a byte-level BPE: special tokens, the 256 bytes, and every prefix of " word".
+    """(token -> id, merges) of a byte-level BPE: special tokens, the 256 bytes, and every prefix of the words.
 
     Merging a word from its start on, one byte at a time, needs no training and has no ambiguity: each token can be
-    reached in one way only.
+    reached in one way only. Digits are never merged, so a number is read digit by digit.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())])}
     merges = []
-    for word in WORDS.split():
-        token = "Ġ"  # byte-level BPE's letter for the space
-        for letter in word:
+    # "Ġ" is byte-level BPE's letter for the space. Words with it come first, because the earliest merge wins.
+    for word in [*("Ġ" + word for word in WORDS.split()), *LINE_STARTS.split()]:
+        token = word[0]
+        for letter in word[1:]:
             if token + letter not in vocabulary:
                 vocabulary[token + letter] = len(vocabulary)
                 merges.append((token, letter))
@@ -396,7 +429,7 @@ def _unprintable_ids() -> list[int]:
     ]
 
 
-def _tokenizer_json() -> str:
+def tokenizer_json() -> str:
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -413,11 +446,11 @@ def _tokenizer_json() -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _json_files(spec: ModelSpec) -> Mapping[str, dict[str, Any]]:
+def _json_files(spec: ModelSpec, quantized: bool) -> Mapping[str, dict[str, Any]]:
     bos, eos, pad = SPECIAL_TOKENS
     special = {"bos_token": bos, "eos_token": eos, "pad_token": pad}
     return {
-        "config.json": config(spec),
+        "config.json": config(spec, quantized),
         "generation_config.json": {
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
@@ -471,7 +504,7 @@ def _check_replaceable(directory: Path) -> None:
 
 
 def make_model(directory: Path, spec: ModelSpec) -> None:
-    """Write a checkpoint that the stock engine loads with ``--quantization modelopt_fp4``.
+    """Write a checkpoint of random weights that the stock engine loads with ``--quantization modelopt_fp4``.
 
     The directory appears complete or not at all. The same spec gives the same bytes.
 
@@ -481,6 +514,19 @@ def make_model(directory: Path, spec: ModelSpec) -> None:
 
     Raises:
         FileExistsError: the directory holds anything else. Nothing is changed then.
+    """
+    _check_replaceable(Path(directory).resolve())
+    write_checkpoint(directory, spec, checkpoint_weights(spec))
+
+
+def write_checkpoint(
+    directory: Path, spec: ModelSpec, weights: "Mapping[str, torch.Tensor]", *, quantized: bool = True
+) -> None:
+    """Write given weights as a checkpoint, as ``make_model`` does its own.
+
+    Args:
+        weights: by DeepSeek-V3's checkpoint names, as ``checkpoint_weights`` returns them; if not ``quantized``, as
+            ``original_weights`` does.
     """
     from safetensors.torch import save_file
 
@@ -493,10 +539,10 @@ def make_model(directory: Path, spec: ModelSpec) -> None:
     new, old = work / "new", work / "old"
     try:
         new.mkdir(parents=True)
-        for name, content in _json_files(spec).items():
+        for name, content in _json_files(spec, quantized).items():
             (new / name).write_text(json.dumps(content, indent=2) + "\n")
-        (new / "tokenizer.json").write_text(_tokenizer_json())
-        save_file(checkpoint_weights(spec), str(new / "model.safetensors"), metadata={"format": "pt"})
+        (new / "tokenizer.json").write_text(tokenizer_json())
+        save_file(dict(weights), str(new / "model.safetensors"), metadata={"format": "pt"})
         if directory.exists():
             directory.rename(old)
         try:

@@ -362,6 +362,10 @@ def fused_moe(
     num_local_tokens: torch.Tensor | None = None,
     moe_sorting_dispatch_policy: bool = False,
     dtype: torch.dtype | None = None,
+    hidden_pad: int = 0,
+    intermediate_pad: int = 0,
+    bias1: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``aiter.fused_moe.fused_moe`` with unquantized weights.
 
@@ -372,7 +376,8 @@ def fused_moe(
     :param num_local_tokens: only that many rows are computed, int32 [1].
     :returns: [M, hidden] in ``dtype``; NaN in the rows that are not computed.
     """
-    assert w1_scale is w2_scale is a2_scale is None
+    assert w1_scale is w2_scale is a2_scale is bias1 is bias2 is None
+    assert hidden_pad == intermediate_pad == 0
     assert not doweight_stage1
     rows, dtype = topk_ids.shape[0], dtype or hidden_states.dtype
     assert hidden_states.shape[0] == topk_weight.shape[0] == rows

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from typing import Any
 
 SCHEMA = 1
@@ -139,6 +140,17 @@ class Comparison:
         return bool(self.reasons)
 
     @property
+    def conclusive(self) -> bool:
+        """Whether the run shows anything: a difference, identical answers where they were required, or an accuracy
+        that was high enough for a drop to be called one."""
+        return self.worse or self.require_identical or self.accuracy_can_tell
+
+    @property
+    def exit_code(self) -> int:
+        """Of ``regress``: 0 no worse, 1 worse, 2 nothing could have been detected."""
+        return int(self.worse) if self.conclusive else 2
+
+    @property
     def detectable_drop_points(self) -> float | None:
         """``detectable_drop`` in percentage points of accuracy."""
         return None if self.detectable_drop is None else 100 * self.detectable_drop / self.questions
@@ -156,6 +168,7 @@ class Comparison:
             "runs": {"stock": asdict(self.stock), "patched": asdict(self.patched)},
             "results": {
                 "worse": self.worse,
+                "conclusive": self.conclusive,
                 "reasons": list(self.reasons),
                 "questions": self.questions,
                 "accuracy": {"stock": self.stock.accuracy, "patched": self.patched.accuracy},
@@ -223,7 +236,13 @@ def smallest_detectable_drop(questions: int, alpha: float) -> int | None:
 
     One-sided p of k losses among k discordant pairs is 2 ** -k.
     """
-    return next((k for k in range(1, questions + 1) if 0.5**k < alpha), None)
+    drop = smallest_sample(alpha)
+    return drop if drop <= questions else None
+
+
+def smallest_sample(alpha: float) -> int:
+    """The fewest questions that can show a drop: all of them lost has p = 2 ** -k, which must be below ``alpha``."""
+    return next(k for k in count(1) if 0.5**k < alpha)
 
 
 def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float = 0.05) -> Comparison:
@@ -258,16 +277,15 @@ def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float =
     p_two_sided, p_worse = mcnemar(losses, gains)
     differing = tuple((i, a, b) for i, (a, b) in enumerate(pairs) if a.text != b.text or a.tokens != b.tokens)
 
-    count = len(pairs)
     reasons = []
     if losses > gains and p_worse < alpha:
         reasons.append(
-            f"Accuracy dropped from {stock.correct} to {patched.correct} of {count} questions "
+            f"Accuracy dropped from {stock.correct} to {patched.correct} of {len(pairs)} questions "
             f"({losses} lost, {gains} gained; one-sided exact McNemar p = {p_worse:.2g}, below {alpha:g})."
         )
     if require_identical and differing:
         verb = "differs" if len(differing) == 1 else "differ"
-        reasons.append(f"{len(differing)} of {count} answers {verb} although identical answers were required.")
+        reasons.append(f"{len(differing)} of {len(pairs)} answers {verb} although identical answers were required.")
     return Comparison(
         stock=stock,
         patched=patched,
@@ -279,7 +297,7 @@ def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float =
         p_worse=p_worse,
         texts_differ=sum(a.text != b.text for a, b in pairs),
         tokens_differ=sum(a.tokens != b.tokens for a, b in pairs),
-        detectable_drop=smallest_detectable_drop(count, alpha),
+        detectable_drop=smallest_detectable_drop(len(pairs), alpha),
         differing=differing,
         reasons=tuple(reasons),
     )

@@ -100,6 +100,8 @@ def _main() -> None:
         return lines
 
     few_shot_gsm8k.read_jsonl = keep_lines
+    if hasattr(few_shot_gsm8k, "normalize_base_url"):  # takes "http://host" for a host name in newer releases
+        few_shot_gsm8k.normalize_base_url = lambda host, port: options.url
     few_shot_gsm8k.dump_state_text = lambda name, all_states: states.extend(all_states)
     totals = few_shot_gsm8k.run_eval(
         argparse.Namespace(

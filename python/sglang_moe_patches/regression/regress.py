@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_moe_patches import patch
 from sglang_moe_patches.regression import gsm8k, observe
-from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare
+from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
 from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use
 
 OWN_ARGUMENTS = ("--host", "--port", "--model", "--model-path")
@@ -41,7 +41,15 @@ class Evaluation:
     parallel: int
 
 
-def check(evaluation: Evaluation, model: str | None, server_arguments: list[str], port: int | None) -> None:
+def check(
+    evaluation: Evaluation,
+    model: str | None,
+    server_arguments: list[str],
+    port: int | None,
+    *,
+    require_identical: bool,
+    alpha: float,
+) -> None:
     """Find out what is wrong before a minute is spent on starting a server.
 
     :raises CannotRun: one line that names the argument and what to give instead.
@@ -51,6 +59,11 @@ def check(evaluation: Evaluation, model: str | None, server_arguments: list[str]
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
         except gsm8k.DataError as error:
             raise CannotRun(str(error)) from None
+    if not require_identical and evaluation.questions < smallest_sample(alpha):
+        raise CannotRun(
+            f"{evaluation.questions} questions cannot show a drop in accuracy at --alpha {alpha:g}; ask at least "
+            f"{smallest_sample(alpha)} (--num-questions), or compare answers one by one (--require-identical)"
+        )
     for argument in server_arguments:
         if argument.split("=", 1)[0] in OWN_ARGUMENTS:
             raise CannotRun(f"{argument}: give --model and --port before the `--`; the servers listen on 127.0.0.1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches.regression.compare import Answer, Comparison, Run
+from sglang_moe_patches.regression.compare import Answer, Comparison, Run, smallest_sample
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,15 +65,46 @@ def _interval(run: Run) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
+def _smallest_drop(comparison: Comparison) -> str:
+    if not comparison.accuracy_can_tell:
+        return f"none ({comparison.stock.correct} of {comparison.questions} right)"
+    return f"{_count(comparison.detectable_drop or 0, 'question')} ({comparison.detectable_drop_points:.1f} points)"
+
+
 def verdict(comparison: Comparison) -> str:
     """The headline."""
-    return "Patched is WORSE than stock" if comparison.worse else "Patched is no worse than stock"
+    if comparison.worse:
+        return "Patched is WORSE than stock"
+    if not comparison.conclusive:
+        return "INCONCLUSIVE: no drop could have been detected"
+    if comparison.require_identical and not comparison.accuracy_can_tell:
+        return "Patched answers exactly as stock does"
+    return "Patched is no worse than stock"
+
+
+def inconclusive(comparison: Comparison) -> str:
+    """Why nothing could have been detected, and what to change, in one line."""
+    drop, count = comparison.detectable_drop, comparison.questions
+    if drop is None:
+        least = smallest_sample(comparison.alpha)
+        why = f"{_count(count, 'question')} cannot show a drop at --alpha {comparison.alpha:g}"
+        change = f"ask at least {least} (--num-questions)"
+    else:
+        why = (
+            f"stock answers {comparison.stock.correct} of {_count(count, 'question')} correctly, and fewer than {drop} "
+            f"lost are never called a drop at --alpha {comparison.alpha:g}"
+        )
+        change = "ask more questions (--num-questions), or use a model that can answer them"
+    return f"{why}; {change}, or make identical answers the test (--require-identical --parallel 1)"
 
 
 def summary(comparison: Comparison) -> tuple[str, ...]:
     """One or more sentences below the headline."""
     if comparison.worse:
         return comparison.reasons
+    if not comparison.conclusive:
+        why = inconclusive(comparison)
+        return (f"{why[0].upper()}{why[1:]}.",)
     if not comparison.differing:
         return (f"All {_count(comparison.questions, 'answer')} are identical, token for token.",)
     return (
@@ -103,6 +134,7 @@ def rows(comparison: Comparison) -> list[Row]:
             "McNemar's exact test",
             f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
         ),
+        Row("Smallest drop this run could show", _smallest_drop(comparison)),
         Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
@@ -189,7 +221,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for change, status, reason in comparison.patched.changes:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
-    console.print(Text(f"{verdict(comparison)}.", style="bold red" if comparison.worse else "bold green"))
+    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[comparison.exit_code]
+    console.print(Text(f"{verdict(comparison)}.", style=style))
     for sentence in summary(comparison):
         console.print(Text(sentence))
 

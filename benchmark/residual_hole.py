@@ -1,0 +1,101 @@
+"""Does the engine's own output buffer change answers, and does this package put them right?
+
+    sglang-moe-patches exec --reference-kernels -- python benchmark/residual_hole.py \\
+        --data-path data/gsm8k/test.jsonl --output hole.json [-- SERVER_ARGS...]
+
+For releases from 0.5.13 on. Serves one model (by default a tiny one whose first layer is MoE, in which the hole shows)
+three times: the stock engine with its buffer switched off, patched, and stock; asks all three the same questions one at
+a time, greedily; and compares patched and stock with the first. On a CPU or a GPU; see docs/output-buffer.md.
+
+Exits with 1 if the patched answers are not those without the buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from sglang_moe_patches import engine
+from sglang_moe_patches.reference import environment
+from sglang_moe_patches.reference.model import ModelSpec, make_model
+from sglang_moe_patches.regression import regress
+from sglang_moe_patches.regression.compare import Run
+from sglang_moe_patches.regression.server import Server
+
+BACKEND = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]
+
+SWITCH_OFF = """
+import contextlib, wrapt
+
+def switch_off(base):
+    base.moe_output_buffer_ctx = lambda buf: contextlib.nullcontext()
+
+def register():
+    wrapt.register_post_import_hook(switch_off, "sglang.srt.layers.moe.moe_runner.base")
+"""
+
+
+def switching_off(folder: Path) -> str:
+    """An installed plugin of the engine that turns its buffer off, to put on PYTHONPATH."""
+    (folder / "buffer_switched_off.py").write_text(SWITCH_OFF)
+    info = folder / "buffer_switched_off-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: buffer-switched-off\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbuffer_off = buffer_switched_off:register\n")
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: a tiny one with first_k_dense_replace: 0")
+    parser.add_argument("--data-path", type=Path, required=True, help="GSM8K's test.jsonl")
+    parser.add_argument("--num-questions", type=int, default=6)
+    parser.add_argument("--num-shots", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    parser.add_argument("--output", type=Path, required=True, help="JSON with the three runs")
+    parser.add_argument("server_args", nargs="*", help="after `--`: further arguments of the server")
+    options = parser.parse_args()
+    asked = regress.Evaluation(
+        options.data_path, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        model = options.model
+        if model is None:
+            model = work / "model"
+            make_model(model, ModelSpec(dense_layers=0))
+        arguments = environment.server_arguments(["--model-path", str(model), *BACKEND, *options.server_args])
+        off = work / "off"
+        off.mkdir()
+        runs: dict[str, Run] = {}
+        for name, variables in {
+            "without": {"SGLANG_MOE_PATCHES": "none", "PYTHONPATH": switching_off(off)},
+            "patched": {"SGLANG_MOE_PATCHES": "all"},
+            "stock": {"SGLANG_MOE_PATCHES": "none"},
+        }.items():
+            print(f"{name}: starting", flush=True)
+            with Server(name, arguments, {**os.environ, **variables}, work / f"{name}.log", timeout=600) as server:
+                both = regress.evaluate_urls({"stock": server.url}, dict(os.environ), asked)
+            runs[name] = both[0]
+    wanted = [answer.tokens for answer in runs["without"].answers]
+    found = {
+        name: {
+            "correct": run.correct,
+            "differing": sum(a.tokens != b for a, b in zip(run.answers, wanted, strict=True)),
+            "tokens": [answer.tokens for answer in run.answers],
+        }
+        for name, run in runs.items()
+    }
+    options.output.write_text(json.dumps({"engine": engine.version(), "questions": len(wanted), **found}, indent=1))
+    for name, facts in found.items():
+        print(f"{name}: {facts['differing']} of {len(wanted)} answers differ from those without the engine's buffer; "
+              f"{facts['correct']} correct")  # fmt: skip
+    sys.exit(1 if found["patched"]["differing"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Train the tiny model on the word problems of ``problems.py``.
+
+    PYTHONPATH=benchmark python -m tiny_moe.train --output trained.safetensors
+
+A few minutes on one GPU. The prompts are those of the engine's ``sglang.test.few_shot_gsm8k``: solved problems, one
+after the other. The loss counts the answers alone; after an answer the model is to stop, whatever follows in the row.
+Written are the bfloat16 weights; ``export.py`` quantizes them. The training ends long before the model has nothing left
+to learn: a model that is sure of everything would not notice a small error, and is no test of anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from sglang_moe_patches.reference.model import EOS_ID, ModelSpec, tokenizer_json
+
+from tiny_moe.network import Model, to_checkpoint
+from tiny_moe.problems import problems
+
+SPEC = ModelSpec(layers=4, dense_layers=1, experts=16, top_k=2, hidden=256, moe_intermediate=128, heads=2)
+IGNORED = -100
+
+
+def encode(count: int, test: bool, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``count`` problems as tokens.
+
+    Returns:
+        tokens int16 and targets int16 of all problems, one after the other, and the length of each problem.
+        A target is the token to say next, or IGNORED.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    source = problems(seed, test=test)
+    made = [next(source) for _ in range(count)]
+    # Apart, because a prompt ends with "Answer:"; nothing merges across these borders.
+    asked = tokenizer.encode_batch([f"Question: {problem.question}\nAnswer:" for problem in made])
+    answers = tokenizer.encode_batch([f" {problem.answer}" for problem in made])
+    end = tokenizer.encode("\n\n").ids
+    tokens, targets, lengths = [], [], []
+    for question, answer in zip(asked, answers, strict=True):
+        tokens += [*question.ids, *answer.ids, *end]
+        targets += [IGNORED] * (len(question.ids) - 1) + answer.ids + [EOS_ID] + [IGNORED] * len(end)
+        lengths.append(len(question.ids) + len(answer.ids) + len(end))
+    return np.array(tokens, np.int16), np.array(targets, np.int16), np.array(lengths)
+
+
+class Corpus:
+    """Problems on a device, served as rows of consecutive ones."""
+
+    def __init__(self, count: int, seed: int, device: str) -> None:
+        workers = max(1, (os.cpu_count() or 2) - 1)
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            # Not by the number of workers: the same seed is the same corpus on any machine.
+            parts = pool.map(partial(encode, count // 64, False), [seed * 1000 + part for part in range(64)])
+        self.tokens, self.targets = (torch.from_numpy(np.concatenate([p[i] for p in parts])).to(device) for i in (0, 1))
+        lengths = np.concatenate([p[2] for p in parts])
+        self.starts = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)[:-1]))).to(device)
+
+    def rows(self, count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        usable = int((self.starts < len(self.tokens) - length).sum())
+        chosen = torch.randint(0, usable, (count,), generator=generator).to(self.starts.device)
+        at = self.starts[chosen].unsqueeze(1) + torch.arange(length, device=self.starts.device)
+        return self.tokens[at].long(), self.targets[at].long()
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # every batch has another shape
+def held_out_accuracy(model: Model, device: str, count: int, shots: int) -> float:
+    """Share of held-out problems whose whole answer the model says, each token given the right ones before it."""
+    tokens, targets, lengths = encode(count * (shots + 1), True, 1)
+    ends = np.cumsum(lengths)
+    right = 0
+    for first in range(0, count, 100):
+        rows = range(first, min(first + 100, count))
+        groups = [(row * (shots + 1), (row + 1) * (shots + 1) - 1) for row in rows]  # first and last problem
+        spans = [(ends[one] - lengths[one], ends[last]) for one, last in groups]
+        longest = max(end - start for start, end in spans)
+        ids = torch.zeros(len(spans), longest, dtype=torch.long)
+        wanted = torch.full_like(ids, IGNORED)
+        for row, (start, end) in enumerate(spans):
+            ids[row, : end - start] = torch.from_numpy(tokens[start:end].astype(np.int64))
+            asked = end - lengths[groups[row][1]]  # the shots before it are given
+            wanted[row, asked - start : end - start] = torch.from_numpy(targets[asked:end].astype(np.int64))
+        with torch.autocast(device, torch.bfloat16):
+            said = model(ids.to(device)).argmax(-1).cpu()
+        right += int(((said == wanted) | (wanted == IGNORED)).all(-1).sum())
+    return right / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="where to write the bfloat16 weights")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--problems", type=int, default=400_000, help="to train on (%(default)s)")
+    parser.add_argument("--rows", type=int, default=48, help="per step (%(default)s)")
+    parser.add_argument("--length", type=int, default=768, help="tokens per row (%(default)s)")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--test", type=int, default=500, help="held-out problems to measure with (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    started = time.monotonic()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    model = Model(SPEC)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters", flush=True)
+    corpus = Corpus(options.problems, options.seed, options.device)
+    print(f"{len(corpus.tokens) / 1e6:.1f} M tokens after {time.monotonic() - started:.0f} s", flush=True)
+    model.to(options.device)
+    if options.device == "cuda":
+        for layer in model.layers:
+            layer.compile()
+
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=options.rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    generator = torch.Generator().manual_seed(options.seed)
+    interval = max(1, min(200, options.steps // 8))
+    clock = time.monotonic()
+    for step in range(options.steps):
+        progress = step / options.steps
+        warm = min(1.0, (step + 1) / 200)
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        ids, targets = corpus.rows(options.rows, options.length, generator)
+        with torch.autocast(options.device, torch.bfloat16):
+            logits = model(ids)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if progress < 0.8:
+            model.balance(1e-3)
+        if (step + 1) % interval == 0:
+            load = torch.stack([layer.load for layer in model.moe_layers]) / model.moe_layers[0].load.sum()
+            value = loss.item()
+            now = time.monotonic()
+            print(
+                f"step {step + 1:5d}  loss {value:.4f}  {interval / (now - clock):.1f} step/s  "
+                f"least and most used expert {100 * load.min():.1f} {100 * load.max():.1f} %",
+                flush=True,
+            )
+            clock = now
+    save_file(to_checkpoint(model), str(options.output), metadata={"format": "pt"})
+    print(f"{options.output}: after {time.monotonic() - started:.0f} s", flush=True)
+    for quantized in (False, True):
+        model.quantize(quantized)
+        found = [held_out_accuracy(model, options.device, options.test, shots) for shots in (0, 1, 5)]
+        print(
+            f"{'NVFP4' if quantized else 'bf16'} experts: whole answers right with 0, 1 and 5 shots: {found}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The word problems, the network, and that what ships is what the scripts make."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_moe_patches.reference import nvfp4
+from sglang_moe_patches.reference.model import MARKER, ModelSpec, tokenizer_json
+from sglang_moe_patches.regression.gsm8k import check_questions
+from tiny_moe import export, network, problems, train
+
+SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
+STEP = re.compile(r"(\d+)([-+*/])(\d+)=<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
+WORDS = {
+    *(name for names in problems.NAMES.values() for name in names),
+    *problems.THINGS,
+    *problems.PLURALS,
+    *problems.PLURALS.values(),
+    *("he", "she", "He", "She"),
+}
+
+
+def some(count: int, *, test: bool, seed: int = 3) -> list[problems.Problem]:
+    return list(islice(problems.problems(seed, test=test), count))
+
+
+def without_words(text: str) -> str:
+    """The text with every name, thing, holder and pronoun blotted out."""
+    return re.sub(r"[A-Za-z]+", lambda word: "_" if word[0] in WORDS else word[0], text)
+
+
+def test_every_step_is_right_and_the_last_one_is_the_answer():
+    kinds = set()
+    for problem in some(3000, test=False):
+        lines = problem.answer.split("\n")
+        steps = [step for line in lines[:-1] for step in STEP.findall(line)]
+        assert 2 <= len(steps) <= 4
+        assert all(STEP.search(line) for line in lines[:-1])
+        for one, sign, other, *annotated, result, said in steps:
+            assert [one, sign, other] == annotated
+            exact = {"+": int(one) + int(other), "-": int(one) - int(other), "*": int(one) * int(other)}
+            assert result == said
+            assert int(one) == int(other) * int(result) if sign == "/" else exact[sign] == int(result)
+            assert 1 <= int(result) <= 9999
+        assert lines[-1] == f"#### {steps[-1][-1]}"
+        assert "{" not in problem.question + problem.answer
+        kinds.add(re.sub(r"\d+", "_", without_words(problem.question)))
+    assert len(kinds) == len(problems.TEMPLATES) >= 25
+
+
+def test_a_step_uses_only_numbers_that_are_known_by_then():
+    for problem in some(500, test=False):
+        known = {*re.findall(r"\d+", problem.question), "2"}  # "half", "twice" and "second" are 2
+        known |= {str(int(number) + 2) for number in known}  # "they and c friends" are c + 2
+        for one, _, other, *_, result in STEP.findall(problem.answer):
+            assert {one, other} <= known, problem
+            known.add(result)
+
+
+def test_no_test_problem_is_a_training_problem_with_other_names():
+    training = {without_words(problem.question) for problem in some(30_000, test=False)}
+    testing = [without_words(problem.question) for problem in some(1500, test=True)]
+    assert not training & set(testing)
+
+
+def test_the_same_seed_gives_the_same_problems_and_test_questions_do_not_repeat():
+    assert some(50, test=False) == some(50, test=False) != some(50, test=False, seed=4)
+    assert len({problem.question for problem in some(1500, test=True)}) == 1500
+
+
+def test_every_word_is_one_token_and_every_digit_another():
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    text = "\n".join(f"Question: {p.question}\nAnswer: {p.answer}\n" for p in some(300, test=True))
+    tokens = tokenizer.encode(text).tokens
+    for word in re.findall(r"[A-Za-z]+", text):
+        assert word in tokens or f"\u0120{word}" in tokens, word
+    assert not [token for token in tokens if re.search(r"\d.|.\d", token)]
+
+
+def test_rows_are_the_prompts_of_the_engines_evaluation():
+    """The loss counts the answers alone, and after each the model is to stop."""
+    from sglang.test.few_shot_gsm8k import get_few_shot_examples, get_one_example
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    tokens, targets, lengths = train.encode(3, True, 3)
+    asked = [json.loads(problem.to_json()) for problem in some(3, test=True)]
+    prompt = get_few_shot_examples(asked, 2) + get_one_example(asked, 2, True)
+    assert tokenizer.decode(tokens.tolist()) == prompt + "\n\n"
+    assert tokenizer.encode(prompt + "\n\n").ids == tokens.tolist()
+    assert sum(lengths) == len(tokens) == len(targets)
+    counted = [int(target) for target in targets if target != train.IGNORED]
+    answers = tokenizer.decode(counted, skip_special_tokens=False).split("<|end_of_sentence|>")
+    assert answers == [*(f" {one['answer']}" for one in asked), ""]
+    following = [(int(a), int(b)) for a, b in zip(tokens[1:], targets, strict=False) if b not in (train.IGNORED, 1)]
+    assert all(a == b for a, b in following)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return network.Model(ModelSpec(layers=2, dense_layers=1, experts=8, top_k=2, heads=1, hidden=128))
+
+
+def test_weights_survive_the_way_to_a_checkpoint_and_back(model):
+    spec = ModelSpec(**model.settings[MARKER])
+    weights = network.to_checkpoint(model)
+    assert {name for name in weights if "experts.7." in name} == {
+        f"model.layers.1.mlp.experts.7.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    again = network.to_checkpoint(network.from_checkpoint(spec, weights))
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert set(again) == set(weights)
+
+
+def test_a_token_goes_to_the_best_experts_of_the_best_groups(model):
+    gate = model.moe_layers[0].gate
+    x = torch.randn(200, 128)
+    gate.e_score_correction_bias.copy_(torch.linspace(-0.05, 0.05, 8))
+    weights = gate(x)
+    scores = torch.sigmoid(x @ gate.weight.T)
+    for row in range(200):
+        choice = (scores[row] + gate.e_score_correction_bias).tolist()
+        groups = sorted(range(4), key=lambda g: -sum(choice[2 * g : 2 * g + 2]))[:2]
+        best = sorted((e for g in groups for e in (2 * g, 2 * g + 1)), key=lambda e: -choice[e])[:2]
+        assert sorted(weights[row].nonzero().flatten().tolist()) == sorted(best)
+        expected = scores[row, best] / scores[row, best].sum() * 2.5
+        torch.testing.assert_close(weights[row, best], expected)
+
+
+def test_experts_one_by_one(model):
+    experts = model.moe_layers[0].experts
+    x, weights = torch.randn(5, 128), torch.rand(5, 8)
+    expected = torch.zeros(5, 128)
+    for expert in range(8):
+        gate, up = experts.gate_up[expert].chunk(2)
+        inner = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+        expected += weights[:, expert : expert + 1] * (inner @ experts.down[expert].T)
+    torch.testing.assert_close(experts(x, weights), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_to_nvfp4_lets_gradients_pass():
+    x = torch.randn(4, 32, requires_grad=True)
+    rounded = network.round_to_nvfp4(x)
+    multiplier = nvfp4.global_scale_for(x.detach())
+    assert torch.equal(rounded, nvfp4.dequantize(*nvfp4.quantize(x.detach(), multiplier), 1 / multiplier))
+    (rounded * torch.arange(32.0)).sum().backward()
+    assert torch.equal(x.grad, torch.arange(32.0).expand(4, 32))
+
+
+def test_packed_experts_are_exact_and_close():
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    weight = torch.randn(128, 128).bfloat16()
+    packed = export.pack_experts({name: weight, "model.norm.weight": torch.ones(3)})
+    once = export.unpack_experts(packed)
+    assert set(once) == {name}
+    assert packed[name].dtype == torch.float8_e4m3fn
+    assert torch.equal(export.unpack_experts(export.pack_experts(once))[name], once[name])
+    assert ((once[name] - weight).abs() <= weight.abs() / 16 + 2.0**-9 * float(packed[f"{name}_scale"])).all()
+
+
+def test_the_shipped_questions_are_the_generators():
+    lines = (SHIPPED / export.QUESTIONS).read_text().splitlines()
+    assert len(lines) >= 500
+    assert lines == [problem.to_json() for problem in some(len(lines), test=True, seed=0)]
+    check_questions(SHIPPED / export.QUESTIONS, len(lines), 5)
+
+
+def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives():
+    from safetensors.torch import load_file
+
+    made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
+    shipped = load_file(str(SHIPPED / export.MODEL / "model.safetensors"))
+    assert set(made) == set(shipped)
+    for name, tensor in shipped.items():
+        assert made[name].dtype == tensor.dtype
+        assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+    assert (SHIPPED / export.MODEL / "tokenizer.json").read_text() == tokenizer_json()
+
+
+def test_what_ships_is_small():
+    sizes = [path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()]
+    assert sum(sizes) <= 16e6
