@@ -74,9 +74,8 @@ def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]
         for name in (*serving.SERVERS, serving.CONTROL):
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
-    result: dict[str, Any] = {name: vars(arguments)[name] for name in ("model", "tp", "tokens")} | {
-        "machine": machine()
-    }
+    result: dict[str, Any] = {name: vars(arguments)[name] for name in ("model", "tp", "tokens")}
+    result |= {"machine": machine(), "modes": modes}
     with serving.servers(setups, at_once=True) as running:
         result["engine"] = serving.state(running[f"stock-{modes[0]}"])["version"]
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
@@ -245,6 +244,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table (servers)")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     arguments = parser.parse_args()
+    if unknown := set(arguments.modes.split(",")) - set(MODES):
+        parser.error(f"--modes: unknown {', '.join(sorted(unknown))}; known: {', '.join(MODES)}")
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         work = Path(folder) / "work"
         try:

@@ -87,7 +87,7 @@ def write_model(folder: Path, shape: Shape) -> Path:
     """The folder that the servers are given: configuration and tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(shape)))
-    (folder / "tokenizer.json").write_text(model._tokenizer_json())
+    (folder / "tokenizer.json").write_text(model.tokenizer_json())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]})
     )
