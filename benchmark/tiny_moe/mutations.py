@@ -33,13 +33,13 @@ LAYER, EXPERT = 1, 4
 # --- Mutations: each breaks the engine through a Patcher, which can take it back -------------------------------------
 
 
-def _before_weights_are_prepared(patcher: Patcher, break_weights: Callable[[Any], None]) -> None:
+def _before_weights_are_prepared(patcher: Patcher, break_weights: Callable[[Any], None], every_layer: bool) -> None:
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
 
     def make(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def process_weights_after_loading(self: Any, layer: Any) -> None:
-            if layer.layer_id == LAYER:
+            if every_layer or layer.layer_id == LAYER:
                 break_weights(layer)
             original(self, layer)
 
@@ -55,17 +55,17 @@ def swapped_scales(patcher: Patcher) -> None:
         for scales in (layer.w13_weight_scale.data, layer.w2_weight_scale.data):
             scales[EXPERT] = scales[EXPERT + 1]
 
-    _before_weights_are_prepared(patcher, exchange)
+    _before_weights_are_prepared(patcher, exchange, every_layer=False)
 
 
 def misplaced_row(patcher: Patcher) -> None:
-    """Two neighbouring rows of one expert's w13 are exchanged, as by one wrong index in the shuffle."""
+    """One row of w13 is in the place of its neighbour: one wrong index in the permutation, which all experts share."""
 
     def exchange(layer: Any) -> None:
-        rows = layer.w13_weight.data[EXPERT, 8:10]
-        rows.copy_(rows.flip(0))
+        rows = layer.w13_weight.data[:, 8:10]
+        rows.copy_(rows.flip(1))
 
-    _before_weights_are_prepared(patcher, exchange)
+    _before_weights_are_prepared(patcher, exchange, every_layer=True)
 
 
 def residual_as_buffer(patcher: Patcher) -> None:
