@@ -341,6 +341,7 @@ def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_pa
     assert [path.name for path in output.iterdir()] == ["stock.log"]  # the whole log, and no report
 
 
+@DEFAULT_ENGINE_ONLY
 def test_strict_ends_the_start_up_when_a_seam_has_changed(checkpoint, tmp_path):
     path = plugin(
         tmp_path, "from sglang_moe_patches import engine\nengine.missing_parameters = lambda *args: 'changed'"
