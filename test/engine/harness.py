@@ -85,7 +85,7 @@ class InProcess:
     @contextmanager
     def _argument(self, name: str, value: Any) -> Iterator[None]:
         try:
-            from sglang.srt import runtime_context as published
+            from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
         except ImportError:
             before = getattr(self.server_args, name)
             setattr(self.server_args, name, value)
@@ -94,7 +94,7 @@ class InProcess:
             finally:
                 setattr(self.server_args, name, before)
         else:
-            bags = (published.get_exec().moe, published.get_schedule(), published.get_spec(), published.get_memory())
+            bags = (get_exec().moe, get_schedule(), get_spec(), get_memory())
             with next(bag for bag in bags if hasattr(bag, name)).override(**{name: value}):
                 yield
 
