@@ -3,6 +3,7 @@ docs/compatibility.md.
 
     python test/compatibility.py                    # all releases: about half an hour, and 10 GB of disk at a time
     python test/compatibility.py 0.5.23 0.5.24      # some; the others keep what was found before
+    python test/compatibility.py --doctor           # only doctor; what the tests showed before is kept
     python test/compatibility.py --render           # only the page, from docs/compatibility.json
 
 Needs uv. Environments are made below .venvs/compatibility and removed again.
@@ -61,7 +62,8 @@ NOTES = """
 - **mori-input-truncation.** Where the engine cuts: `MoriEPMoE.run_moe_core` (0.5.11 to 0.5.12.post1), AITER's runner,
   which reads the limit from the environment (0.5.13 to 0.5.21; from 0.5.19 on also a bound for decoding), the
   dispatcher (from 0.5.22 on). A limit that is too small loses rows on all of them, and none with this package.
-- **cutedsl-sizing.** Not part of this package yet.
+- **cutedsl-sizing.** The engine keeps one set of buffers per layer up to 0.5.15.post1; FlashInfer 0.6.14, which 0.5.16
+  and later bring, keeps none and refuses no forward ([cutedsl-sizing.md](cutedsl-sizing.md)).
 - Releases 0.5.18 to 0.5.22 name a package that its vendor's own index alone has (`cuda-tile`); it was left out, and
   nothing here imports it.
 """
@@ -94,13 +96,22 @@ def install(release: str) -> Path:
     return place
 
 
-def look_at(release: str, place: Path) -> dict[str, Any]:
-    """What doctor says of the release installed in ``place``, and the outcome of the tests."""
+def doctor(release: str, place: Path) -> dict[str, Any]:
+    """What doctor says of the release installed in ``place``."""
     binaries = place / "bin"
     asked = run([str(binaries / "sglang-moe-patches"), "doctor", "--json"])
     if not asked.stdout.strip():
         sys.exit(f"doctor failed on SGLang {release}:\n{asked.stderr}")
     found = json.loads(asked.stdout)
+    return {
+        "torch": found["torch"].split("+")[0],
+        "changes": {change["name"]: [change["status"], change["reason"]] for change in found["changes"]},
+    }
+
+
+def test(release: str, place: Path) -> str:
+    """The outcome of the tests on the release installed in ``place``."""
+    binaries = place / "bin"
     tested = run(
         [
             *(str(binaries / "sglang-moe-patches"), "exec", "--reference-kernels", "--"),
@@ -112,11 +123,7 @@ def look_at(release: str, place: Path) -> dict[str, Any]:
     summary = tested.stdout.strip().splitlines()[-1] if tested.stdout.strip() else tested.stderr.strip()[-200:]
     if tested.returncode:
         print(tested.stdout[-6000:], file=sys.stderr)
-    return {
-        "torch": found["torch"].split("+")[0],
-        "changes": {change["name"]: [change["status"], change["reason"]] for change in found["changes"]},
-        "tests": summary.split(" in ")[0].replace(", ", " · "),
-    }
+    return summary.split(" in ")[0].replace(", ", " · ")
 
 
 def render(found: dict[str, Any], in_ci: list[str]) -> str:
@@ -150,8 +157,11 @@ def releases_in_ci() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all of " + ", ".join(RELEASES))
+    parser.add_argument("--doctor", action="store_true", help="only ask doctor; keep what the tests showed before")
     parser.add_argument("--render", action="store_true", help="only write the page from what was found before")
     options = parser.parse_args()
+    if options.doctor and (untested := set(options.releases or RELEASES) - set(json.loads(FOUND.read_text()))):
+        parser.error(f"--doctor: {', '.join(sorted(untested))} was never tested; run it without --doctor")
     if unknown := set(options.releases) - set(RELEASES):
         parser.error(f"unknown release {', '.join(sorted(unknown))}; add it to RELEASES in {Path(__file__).name}")
     found: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() else {}
@@ -160,7 +170,8 @@ def main() -> None:
         try:
             place = install(release)
             print(f"SGLang {release}: looking and testing", flush=True)
-            found[release] = look_at(release, place)
+            outcome = found[release]["tests"] if options.doctor else test(release, place)
+            found[release] = {**doctor(release, place), "tests": outcome}
         finally:
             shutil.rmtree(environment_of(release), ignore_errors=True)
         print(f"SGLang {release}: {found[release]}", flush=True)
