@@ -9,6 +9,7 @@ place, as it does on GPUs (out of place, aliasing bugs would not show).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import multiprocessing
@@ -248,15 +249,16 @@ def _with_buffers(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _scale_routed_experts_once(module: Any) -> None:
-    import wrapt
+    original = module.DeepseekV2MoE.__init__
 
-    def initialise(original: Any, moe: Any, args: Any, kwargs: Any) -> None:
-        original(*args, **kwargs)
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
-        if moe.experts.should_fuse_routed_scaling_factor_in_topk:
-            moe.routed_scaling_factor = 1.0
+        if self.experts.should_fuse_routed_scaling_factor_in_topk:
+            self.routed_scaling_factor = 1.0
 
-    wrapt.wrap_function_wrapper(module, "DeepseekV2MoE.__init__", initialise)
+    module.DeepseekV2MoE.__init__ = __init__
 
 
 def _register_attention_path(module: Any) -> None:
