@@ -63,7 +63,8 @@ NOTES = """
   which reads the limit from the environment (0.5.13 to 0.5.21; from 0.5.19 on also a bound for decoding), the
   dispatcher (from 0.5.22 on). A limit that is too small loses rows on all of them, and none with this package.
 - **cutedsl-sizing.** The engine keeps one set of buffers per layer up to 0.5.15.post1; FlashInfer 0.6.14, which 0.5.16
-  and later bring, keeps none and refuses no forward ([cutedsl-sizing.md](cutedsl-sizing.md)).
+  and later bring, keeps none and refuses no forward ([cutedsl-sizing.md](cutedsl-sizing.md)). The tests counted above
+  are not about it; its own run on the releases in bold.
 - Releases 0.5.18 to 0.5.22 name a package that its vendor's own index alone has (`cuda-tile`); it was left out, and
   nothing here imports it.
 """
