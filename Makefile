@@ -1,6 +1,7 @@
 # Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
 ENGINE  ?= 0.5.12.post1
 ENGINES ?= 0.5.12.post1 0.5.11 0.5.13 0.5.23
+JOBS    ?= 2
 PYTHON  ?= python3
 BACKEND ?= flashinfer_trtllm_routed
 
@@ -54,9 +55,12 @@ unit: env ## tests that start no engine process
 engine-tests: env ## tests on the real engine, on the CPU
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python -m pytest -q test/engine
 
-test: lint types ## lint, types and all tests, on every release in ENGINES
-	@set -e; for engine in $(ENGINES); do echo "== SGLang $$engine"; \
-	  $(MAKE) --no-print-directory unit engine-tests ENGINE=$$engine; done
+test: lint types ## lint, types and all tests, on every release in ENGINES, JOBS of them at a time
+	@mkdir -p build
+	@printf '%s\n' $(ENGINES) | xargs -P $(JOBS) -I{} sh -c \
+	  'echo "== SGLang {}: started; log: build/test-{}.log"; \
+	  $(MAKE) --no-print-directory unit engine-tests ENGINE={} > build/test-{}.log 2>&1; status=$$?; \
+	  echo "== SGLang {}: its log"; cat build/test-{}.log; exit $$status'
 
 demo: env ## serve a tiny model that can do arithmetic, stock and patched, and compare them on 100 questions
 	rm -rf demo && mkdir -p demo

@@ -134,7 +134,7 @@ def rows(comparison: Comparison) -> list[Row]:
             "McNemar's exact test",
             f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
         ),
-        Row("Smallest drop this run could show", _smallest_drop(comparison)),
+        Row("Smallest drop it can show", _smallest_drop(comparison)),
         Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
