@@ -187,8 +187,8 @@ def runner_needed(*runners: str) -> Callable[[Any], str | None]:
 
     def needed(server_args: Any) -> str | None:
         backends = [str(server_args.moe_runner_backend)]
-        if draft := getattr(server_args, "speculative_moe_runner_backend", None):
-            backends.append(str(draft))
+        if getattr(server_args, "speculative_algorithm", None):
+            backends.append(str(getattr(server_args, "speculative_moe_runner_backend", None) or backends[0]))
         return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
 
     return needed

@@ -90,3 +90,28 @@ def test_undo_restores_what_was_there_in_reverse():
     assert Owner.value == "stock++"
     patcher.undo()
     assert Owner.value == "stock"
+
+
+@pytest.mark.parametrize(
+    ("server", "needed"),
+    [
+        ({"moe_runner_backend": "flashinfer_trtllm"}, True),
+        ({"moe_runner_backend": "auto"}, True),
+        ({"moe_runner_backend": "triton"}, False),
+        # Without speculation the engine may still name a backend for the draft model.
+        ({"moe_runner_backend": "triton", "speculative_moe_runner_backend": "auto"}, False),
+        (
+            {
+                "moe_runner_backend": "triton",
+                "speculative_algorithm": "EAGLE",
+                "speculative_moe_runner_backend": "flashinfer_trtllm",
+            },
+            True,
+        ),
+        ({"moe_runner_backend": "triton", "speculative_algorithm": "EAGLE"}, False),
+    ],
+)
+def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
+    reason = patch.runner_needed("flashinfer_trtllm", "flashinfer_trtllm_routed")(SimpleNamespace(**server))
+    assert (reason is None) == needed
+    assert needed or "triton" in reason
