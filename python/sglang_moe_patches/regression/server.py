@@ -21,10 +21,14 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A port on which nothing listens. Below 50000: the engine derives further ports by adding to it."""
+    """A port on which nothing listens, nor on the one 10,000 above it, which the engine takes for gRPC.
+
+    Both lie below 32768, from where on Linux gives ports to outgoing connections: a server binds its port many seconds
+    after it was chosen.
+    """
     while True:
-        port = random.randrange(20000, 50000)
-        if not port_in_use(port):
+        port = random.randrange(20000, 22768)
+        if not port_in_use(port) and not port_in_use(port + 10000):
             return port
 
 
