@@ -110,9 +110,12 @@ class InProcess:
         # The weights are loaded by it: it must know this model's number of experts. (Releases that publish the
         # arguments read what is published.)
         compute = expert_location.compute_initial_expert_location_metadata
-        expert_location._global_expert_location_metadata = compute(
-            *(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :]
-        )
+        location = compute(*(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :])
+        publish = expert_location.set_global_expert_location_metadata
+        if "allow_overwrite" in inspect.signature(publish).parameters:
+            publish(location, allow_overwrite=True)
+        else:
+            expert_location._global_expert_location_metadata = location
         return get_model(
             model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
         )
