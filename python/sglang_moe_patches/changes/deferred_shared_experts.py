@@ -78,10 +78,11 @@ def _make_forward_normal(original: Callable[..., Any], is_compiling: Callable[[]
     return forward_normal
 
 
-def _make_forward_shared_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _forward_shared_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _deferring.get():
+        # Asked first: the tracer knows no ContextVar, and piecewise CUDA graphs trace this without a way out.
+        if is_compiling() or not _deferring.get():
             return original(self, *args, **kwargs)
         return SharedExpertsLater(lambda: original(self, *args, **kwargs))
 
@@ -100,6 +101,10 @@ def _make_init(original: Callable[..., None]) -> Callable[..., None]:
             present=hasattr(self, "shared_experts"),
         )
         setattr(self, _DEFERS, defers)
+        if defers:
+            # The choice of runner is a flag of the server; a quantization may bring another kernel, which then must
+            # leave its input alone, too.
+            self.experts.moe_runner_config.inplace = False
 
     return __init__
 
@@ -136,7 +141,11 @@ def _install(patcher: Patcher) -> None:
     patcher.wrap(
         DeepseekV2MoE, "forward_normal", lambda original: _make_forward_normal(original, torch.compiler.is_compiling)
     )
-    patcher.wrap(DeepseekV2MoE, "_forward_shared_experts", _make_forward_shared_experts)
+    patcher.wrap(
+        DeepseekV2MoE,
+        "_forward_shared_experts",
+        lambda original: _make_forward_shared_experts(original, torch.compiler.is_compiling),
+    )
     patcher.wrap(DeepseekV2MoE, "__init__", _make_init)
 
 
