@@ -40,6 +40,7 @@ def rows_seen() -> list[int]:
 
 @pytest.fixture
 def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
+    from sglang.srt.layers.moe.ep_moe import layer as layer_module
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.aiter import AiterMoeQuantInfo
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -73,7 +74,8 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
             w2_weight=torch.randn(EXPERTS // RANKS, HIDDEN, INTERMEDIATE, generator=generator).bfloat16(),
             expert_mask=mask,
         )
-        made = object.__new__(mori._layer_class())  # its __init__ wants a GPU; what it decides is given here
+        # Its __init__ wants a GPU; what it decides is given here. With EPv2 the engine builds a plain FusedMoE.
+        made = object.__new__((layer_module.DeepEPMoE, layer_module.FusedMoE)[rank % 2])
         torch.nn.Module.__init__(made)
         made.deprecate_flag = True
         made.quant_method = SimpleNamespace(apply=lambda layer, dispatch_output: runner.run(dispatch_output, weights))
@@ -215,6 +217,49 @@ def test_a_layer_decides_its_policy_by_the_engines_own_state(engine, monkeypatch
     policy = mori._read_policy(layer)
     assert (policy.layout, policy.limit, policy.recv_bound) == (Layout(1), 7, False)
     assert policy.unreliable is None
+
+
+def backends(monkeypatch) -> Iterator[tuple[type, Policy]]:
+    """With MoRI, and with its EPv2 where there is one: the layer that the engine builds, and its policy."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.ep_moe import layer as layer_module
+
+    monkeypatch.setenv(LIMIT_VARIABLE, "7")
+    monkeypatch.setenv(BOUND_VARIABLE, "1")
+    for module in (utils, layer_module):
+        monkeypatch.setattr(module, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend.MORI)
+    has_epv2 = hasattr(utils.MoeA2ABackend, "is_mori_epv2")
+    for epv2 in ("0", "1") if has_epv2 else ("0",):
+        if has_epv2:
+            monkeypatch.setenv(envs.SGLANG_MORI_EP_V2.name, epv2)
+        yield layer_module.get_moe_impl_class(None), mori._read_policy(SimpleNamespace(moe_ep_size=1))
+
+
+def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_one(engine, monkeypatch):
+    from sglang.srt.layers.moe.ep_moe import layer as layer_module
+
+    built = list(backends(monkeypatch))
+    assert built[0][0] is layer_module.DeepEPMoE
+    assert (built[0][1].recv_bound, built[0][1].raise_only) == (True, False)
+    for layer, policy in built[1:]:
+        assert layer is layer_module.FusedMoE
+        assert (policy.limit, policy.recv_bound, policy.raise_only) == (7, False, True)
+    assert all(issubclass(layer, mori._layer_class()) for layer, _ in built)
+
+
+def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(layers, rows_seen, monkeypatch):
+    kind = kinds()[0]
+    announce([8] * 4, 8)
+    _, run = exchange([8] * 4, 1, 3, kind, rows_seen)
+    whole, _ = run(layers, 0)
+    in_the_dispatcher = mori._RECV_CAP in kind._fields
+    for limit, expected in ((3, 32), (40, 40), (2 * BUFFER, BUFFER)):
+        with installed(mori.CHANGE):
+            with_policy(layers, limit=limit, recv_bound=False, raise_only=True)
+            ours, rows = run(layers, limit)
+        assert equal(ours, whole)
+        assert rows == [expected if in_the_dispatcher else BUFFER] * RANKS
 
 
 def test_no_row_is_lost_in_random_forwards(layers, rows_seen, monkeypatch):

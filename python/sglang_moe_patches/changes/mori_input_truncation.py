@@ -15,10 +15,10 @@ How
     wrapped to cut the dispatched tensors before it. Where the bound is provable the cut needs no check. Where it is
     not, the user's limit is applied under an assertion on the device. Neither reads anything back.
 
-    From 0.5.13 on MoRI's layer is ``DeepEPMoE``, of which the same two methods are wrapped, and the engine's own cut
-    sits elsewhere: up to 0.5.21 AITER's runner reads the limit from the environment at every forward, and in that
-    module it now reads 0; from 0.5.22 on the dispatcher chooses the rows and AITER's runner cuts to the ``recv_cap``
-    of the dispatch output, in which ours is put.
+    From 0.5.13 on MoRI's layer is ``DeepEPMoE``, with EPv2 ``FusedMoE``, which the former goes through: of that one the
+    same two methods are wrapped. The engine's own cut sits elsewhere: up to 0.5.21 AITER's runner reads the limit from
+    the environment at every forward, and in that module it now reads 0; from 0.5.22 on the dispatcher chooses the rows
+    and AITER's runner cuts to the ``recv_cap`` of the dispatch output, in which ours is put.
 
     During CUDA/HIP-graph capture the engine announces the padded batch instead of the counts. Every rank replays a
     graph of that size, so the bound made from it is static and holds for each replay.
@@ -259,7 +259,7 @@ class Policy:
 
     ``unreliable`` says why the counts that the engine announces of other ranks may be wrong on this server, or is
     ``None``; ``stale`` is whether this rank's own may be, too. ``assertions`` is whether a failed assertion on the
-    device ends the process.
+    device ends the process. ``raise_only`` is whether the engine's own cut is never made smaller, only larger.
     """
 
     layout: Layout
@@ -269,6 +269,7 @@ class Policy:
     unreliable: str | None = None
     assertions: bool = True
     stale: bool = False
+    raise_only: bool = False
 
 
 _said: set[str] = set()
@@ -338,9 +339,15 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
                 LIMIT_VARIABLE,
                 policy.limit,
             )
-    if cut.assert_needed:
-        _assert_received(dispatched.num_recv_tokens_per_expert, cut.rows)
-    return _cut_to(dispatched, cut.rows)
+    rows = max(cut.rows, _engines_cut(dispatched)) if policy.raise_only else cut.rows
+    if cut.assert_needed and rows < buffer_rows:
+        _assert_received(dispatched.num_recv_tokens_per_expert, rows)
+    return _cut_to(dispatched, rows)
+
+
+def _engines_cut(dispatched: Any) -> int:
+    """The rows that the engine's dispatcher would cut to; all of them where it would not cut."""
+    return getattr(dispatched, _RECV_CAP, 0) or dispatched.hidden_states.shape[0]
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
@@ -470,8 +477,12 @@ def _read_policy(layer: Any) -> Policy | None:
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 
-    if not get_moe_a2a_backend().is_mori():
+    backend = get_moe_a2a_backend()
+    if not backend.is_mori():
         return None
+    # How EPv2 lays out what it received is its own affair: the engine bounds it only where it knows that layout. What
+    # is left to mend there is a limit of the user's that is too small.
+    epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
     unreliable = None
     stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
     if _server_setting("get_schedule", "enable_dynamic_chunking"):
@@ -485,11 +496,12 @@ def _read_policy(layer: Any) -> Policy | None:
     return Policy(
         layout=_read_layout(layer),
         limit=user_limit(),
-        recv_bound=bound_requested(),
+        recv_bound=bound_requested() and not epv2,
         two_batch_overlap=is_tbo_enabled(),
         unreliable=unreliable,
         assertions=_assertions_work(),
         stale=stale,
+        raise_only=epv2,
     )
 
 
@@ -505,9 +517,10 @@ def _needed(server_args: Any) -> str | None:
 
 
 def _layer_class() -> type | None:
+    """The MoE layer behind MoRI; from 0.5.13 on, the one that MoRI's own goes through and that EPv2 uses as it is."""
     from sglang.srt.layers.moe.ep_moe import layer
 
-    found: type | None = getattr(layer, "MoriEPMoE", None) or getattr(layer, "DeepEPMoE", None)
+    found: type | None = getattr(layer, "MoriEPMoE", None) or getattr(layer, "FusedMoE", None)
     return found
 
 
