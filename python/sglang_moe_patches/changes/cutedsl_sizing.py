@@ -211,7 +211,7 @@ class SharedMoE:
 
     def _run_into(self, output: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         # `run` has no parameter for its output; with buffers, it takes the first rows of this attribute.
-        self._wrapper._moe_output = _unowned(output)
+        self._wrapper._moe_output = output
         try:
             self._wrapper.run(**arguments)
         finally:
@@ -239,19 +239,6 @@ def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
     buffer = None if torch.compiler.is_compiling() else output_buffer.take(shape, dtype, device)
     return torch.empty(shape, dtype=dtype, device=device) if buffer is None else buffer
-
-
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that PyTorch's allocator does not own.
-
-    FlashInfer marks its output as used on a second stream (``record_stream``). The allocator would hold each output
-    back until the GPU is done with it, and the CPU runs many layers ahead. It ignores the mark on memory that it does
-    not own. The mark is not needed: that stream only zeroes the output, and ``run`` makes the caller's wait for it.
-    """
-    import torch
-    from torch.utils import dlpack
-
-    return tensor if torch.compiler.is_compiling() else dlpack.from_dlpack(dlpack.to_dlpack(tensor))
 
 
 _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
