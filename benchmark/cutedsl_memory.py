@@ -82,7 +82,7 @@ def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
 def upstream_and_ours(model: Model, tp: int, ep: int, tokens: int) -> tuple[Buffers, Buffers]:
     """The buffers of a wrapper for ``tokens`` tokens, as FlashInfer makes it and as the layers share it."""
     from flashinfer import CuteDslMoEWrapper
-    from sglang_moe_patches.changes.cutedsl_sizing import SharedMoE
+    from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
     wrapper = CuteDslMoEWrapper(
         **wrapper_arguments(model, tp, ep), use_cuda_graph=True, max_num_tokens=tokens, device="meta"

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_moe_patches.changes.mori_input_truncation import Layout, decide_rows, max_received_rows
+from sglang_moe_patches.changes.mori_input_truncation.bound import Layout, decide_rows, max_received_rows
 
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)

@@ -145,7 +145,8 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "test" / "engine"))
     from harness import InProcess
     from sglang_moe_patches.changes import output_buffer
-    from sglang_moe_patches.patch import Patcher, probe
+    from sglang_moe_patches.changes.output_buffer import lend
+    from sglang_moe_patches.patch import Patcher, look
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
     model_folder = work / "model"
@@ -163,17 +164,17 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA, DeepseekV2DecoderLayer
 
     change = output_buffer.CHANGE
-    outcome = probe(change)
-    if not outcome.installs:
-        raise SystemExit(f"overhead: {change.name} is {outcome} on this engine: nothing of ours to time")
+    plan = look(change)
+    if plan.install is None:
+        raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
     patches, around = Patcher(), Patcher()
-    change.install(patches)
+    plan.install(patches)
     model = engine.load(model_folder)
     patches.undo()
 
     # One real call of the runner, to repeat.
     calls: list[Any] = []
-    function = output_buffer._RUNNER_FUNCTION
+    function = lend._RUNNER
     around.wrap(runner, function, lambda original: lambda *a, **k: calls.append((a, k)) or original(*a, **k))
     engine.generate(model, [[5, 6, 7, 8]], 1)
     around.undo()
@@ -198,7 +199,7 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     def layers(name: str) -> float:
         """Microseconds of one layer's skeleton."""
         if name == "patched":
-            change.install(patches)
+            plan.install(patches)
         try:
             for _ in range(20):
                 output = layer.forward(None, hidden_states, None, residual).hidden_states

@@ -71,7 +71,7 @@ def misplaced_row(patcher: Patcher) -> None:
 def residual_as_buffer(patcher: Patcher) -> None:
     """The layer offers the residual, which is still needed, as output buffer."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
-    from sglang_moe_patches.changes.output_buffer import moe_output_buffer_ctx
+    from sglang_moe_patches.handoff import moe_output_buffer_ctx
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -136,6 +136,8 @@ def doctor(
     require_engine()
     try:
         found = diagnosis.examine()
+    except ValueError as error:
+        fail(str(error))
     except diagnosis.EngineUnusable as error:
         fail(str(error), 1)
     if json:

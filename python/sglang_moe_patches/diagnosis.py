@@ -7,11 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_moe_patches import __version__, engine, patch
-
-VARIABLE_PREFIXES = ("SGLANG_MOE_PATCHES", "SGLANG_PLUGINS", "SGLANG_MORI_", "SGLANG_FLASHINFER_NUM_MAX_DISPATCH")
 
 
 class EngineUnusable(RuntimeError):
@@ -24,9 +23,13 @@ def examine() -> dict[str, Any]:
     Where no CUDA driver is installed the engine's kernels cannot be imported; a stub driver helps over that.
 
     :returns: the JSON-ready facts that ``doctor --json`` prints.
+    :raises ValueError: a variable has a value with which no server starts; in the words that the server would use.
     :raises EngineUnusable: the engine cannot be imported.
     """
+    from sglang_moe_patches.changes import CHANGES
     from sglang_moe_patches.reference import environment
+
+    patch.check_environment(CHANGES)
 
     child = dict(os.environ)
     if not environment.has_gpu():
@@ -53,9 +56,9 @@ def _examine_here() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     changes = []
     for change in CHANGES:
-        outcome = patch.probe(change) if change.name in names else patch.Outcome(patch.Status.NOT_SELECTED)
+        plan = patch.look(change) if change.name in names else patch.Plan(patch.Status.NOT_SELECTED)
         changes.append(
-            {"name": change.name, "summary": change.summary, "status": str(outcome.status), "reason": outcome.reason}
+            {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
         )
     return {
         "package": __version__,
@@ -65,8 +68,14 @@ def _examine_here() -> dict[str, Any]:
         "gpus": gpus,
         "strict": patch.strict(),
         "changes": changes,
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLE_PREFIXES)},
+        "variables": {name: os.environ[name] for name in _variables(CHANGES) if name in os.environ},
     }
+
+
+def _variables(changes: Iterable[patch.Change]) -> list[str]:
+    """The names of every variable that decides what becomes of the changes, ours first."""
+    theirs = [variable.name for change in changes for variable in change.variables]
+    return [patch.SELECT_VARIABLE, patch.STRICT_VARIABLE, "SGLANG_PLUGINS", *theirs]
 
 
 def unsupported(found: dict[str, Any]) -> list[str]:

@@ -1,27 +1,34 @@
-"""What a patch is: its name, its seams in the engine, how its status is decided and reported.
+"""What a change is, how it is put in place, and how it is taken back.
 
-A *change* is one module in :mod:`sglang_moe_patches.changes`. It exposes one :class:`Change`, whose ``probe`` looks at
-the installed engine and answers with an :class:`Outcome`, and whose ``install`` puts the wrappers in place through a
-:class:`Patcher`. Probing never changes anything; installing either succeeds whole or is undone.
+A *change* is one module or package in :mod:`sglang_moe_patches.changes`. It states one :class:`Change`. Asked for its
+:class:`Plan`, it looks at the installed engine and answers with a status and, where it has something to install, with
+the function that does: the branch taken while looking *is* the installer, so nothing is looked at twice. Looking never
+changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from sglang_moe_patches import engine
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
 STRICT_VARIABLE = "SGLANG_MOE_PATCHES_STRICT"
+
+T = TypeVar("T")
 
 
 class Status(StrEnum):
     """What a change says about the engine it looked at."""
 
     APPLIED = "applied"
-    """Our wrappers are in place (from ``probe``: they can be put in place)."""
+    """This package does it."""
     NATIVE = "native"
     """The engine has the change built in; nothing is patched."""
     HARDENED = "hardened"
@@ -29,22 +36,9 @@ class Status(StrEnum):
     NOT_NEEDED = "not needed here"
     """Nothing in this configuration reaches the code that the change is about."""
     UNSUPPORTED = "unsupported"
-    """The engine is not what the change expects; nothing is patched."""
+    """The engine is not what the change expects, or not the engine's own any more; nothing is patched."""
     NOT_SELECTED = "not selected"
     """``SGLANG_MOE_PATCHES`` leaves it out."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: Status
-    reason: str = ""
-
-    @property
-    def installs(self) -> bool:
-        return self.status in (Status.APPLIED, Status.HARDENED)
-
-    def __str__(self) -> str:
-        return f"{self.status}, because {self.reason}" if self.reason else str(self.status)
 
 
 class PatchError(RuntimeError):
@@ -55,19 +49,24 @@ _ABSENT = object()
 
 
 class Patcher:
-    """Sets attributes of engine objects and can put every one of them back."""
+    """Sets attributes of modules and classes and can put every one of them back."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Replace ``owner.name``, an attribute that ``owner`` (a module or class) itself defines."""
-        self._originals.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, new)
+        """Replace ``owner.name``.
+
+        What ``owner`` inherits is replaced on ``owner`` alone, and found in the base again when undone.
+
+        :raises AttributeError: there is none.
+        """
+        inspect.getattr_static(owner, name)
+        self.add(owner, name, new)
 
     def add(self, owner: Any, name: str, new: Any) -> None:
-        """Give ``owner`` (a module or class) an attribute that it does not define."""
-        self._originals.append((owner, name, _ABSENT))
+        """Give ``owner`` (a module or class) an attribute, whether it has one of that name or not."""
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, new)
 
     def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
@@ -75,7 +74,7 @@ class Patcher:
 
         The wrapper is an ordinary function: ``torch.compile`` traces through it, and a call costs one frame.
         """
-        self.replace(owner, name, make_wrapper(vars(owner)[name]))
+        self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
 
     def undo(self) -> None:
         """Put the originals back, last change first."""
@@ -87,22 +86,104 @@ class Patcher:
                 setattr(owner, name, original)
 
 
+Install = Callable[[Patcher], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a change has to say of the engine that it looked at.
+
+    :param install: puts the wrappers in place; exactly where the status is *applied* or *hardened*.
+    """
+
+    status: Status
+    reason: str = ""
+    install: Install | None = None
+
+    @classmethod
+    def applied(cls, install: Install) -> Plan:
+        return cls(Status.APPLIED, install=install)
+
+    @classmethod
+    def hardened(cls, install: Install, reason: str = "") -> Plan:
+        return cls(Status.HARDENED, reason, install)
+
+    @classmethod
+    def native(cls, reason: str = "") -> Plan:
+        return cls(Status.NATIVE, reason)
+
+    @classmethod
+    def not_needed(cls, reason: str) -> Plan:
+        return cls(Status.NOT_NEEDED, reason)
+
+    @classmethod
+    def unsupported(cls, reason: str) -> Plan:
+        return cls(Status.UNSUPPORTED, reason)
+
+    def __str__(self) -> str:
+        return f"{self.status}, because {self.reason}" if self.reason else str(self.status)
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """An environment variable that a change, or this package, reads.
+
+    :param meaning: one line for ``doctor`` and the docs.
+    :param parse: the value of its text, stripped.
+
+        :raises ValueError: saying what is expected, and what was got.
+    :param default: the text that an unset or empty variable stands for.
+    """
+
+    name: str
+    meaning: str
+    parse: Callable[[str], T]
+    default: str = ""
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> T:
+        """The variable's value.
+
+        :raises ValueError: the message names the variable and its valid values.
+        """
+        try:
+            return self.parse(environ.get(self.name, "").strip() or self.default)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+
+def zero_or_one(text: str) -> bool:
+    """``parse`` of a variable that is 0 or 1."""
+    if text not in ("0", "1"):
+        raise ValueError(f"expected 0 or 1, got {text!r}")
+    return text == "1"
+
+
+STRICT = Variable(
+    STRICT_VARIABLE, "1: a selected change that cannot be applied ends the start-up", zero_or_one, default="0"
+)
+
+
 @dataclass(frozen=True)
 class Change:
-    """One of the five changes.
+    """One change to the engine; everything that anybody outside its own module has to know of it.
 
     :param name: as users write it in ``SGLANG_MOE_PATCHES``.
     :param summary: one line for ``doctor``.
-    :param probe: looks at the installed engine (and imports what it needs of it).
-    :param install: puts the wrappers in place; called only when ``probe`` answered *applied* or *hardened*.
-    :param needed: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
+    :param plan: looks at the installed engine, importing what it needs of it.
+
+        :raises engine.Unsupported: the engine is not what the change expects.
+    :param unneeded: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
+        Asked before ``plan``, so that a server imports nothing for a change that it does not need.
+    :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
+    :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
     """
 
     name: str
     summary: str
-    probe: Callable[[], Outcome]
-    install: Callable[[Patcher], None]
-    needed: Callable[[Any], str | None] = field(default=lambda server_args: None)
+    plan: Callable[[], Plan]
+    unneeded: Callable[[Any], str | None] = lambda server_args: None
+    variables: tuple[Variable[Any], ...] = ()
+    launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 
 def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
@@ -111,18 +192,21 @@ def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ)
     :raises ValueError: a name is unknown; the message lists the valid ones.
     """
     known = [change.name for change in changes]
-    value = environ.get(SELECT_VARIABLE, "").strip() or "all"
-    if value == "all":
-        return set(known)
-    if value == "none":
-        return set()
-    names = [name.strip() for name in value.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"{SELECT_VARIABLE}: unknown change {', '.join(map(repr, unknown))}; "
-            f"valid: all, none, or a comma-separated list of {', '.join(known)}"
-        )
-    return set(names)
+
+    def parse(text: str) -> set[str]:
+        if text == "all":
+            return set(known)
+        if text == "none":
+            return set()
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(
+                f"unknown change {', '.join(map(repr, unknown))}; "
+                f"valid: all, none, or a comma-separated list of {', '.join(known)}"
+            )
+        return set(names)
+
+    return Variable(SELECT_VARIABLE, "which changes are applied", parse, default="all").read(environ)
 
 
 def strict(environ: Mapping[str, str] = os.environ) -> bool:
@@ -130,65 +214,53 @@ def strict(environ: Mapping[str, str] = os.environ) -> bool:
 
     :raises ValueError: the variable is neither ``0`` nor ``1``.
     """
-    value = environ.get(STRICT_VARIABLE, "").strip() or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{STRICT_VARIABLE}: expected 0 or 1, got {value!r}")
-    return value == "1"
+    return STRICT.read(environ)
 
 
-def probe(change: Change) -> Outcome:
-    """``change.probe()``, where an engine so different that looking at it fails is *unsupported*, not an exception."""
+def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
+    """Read every variable that counts: what start-up refuses, and ``doctor`` in the same words.
+
+    :raises ValueError: one line that names the variable and its valid values.
+    """
+    changes = tuple(changes)
+    names = selected(changes, environ)
+    strict(environ)
+    for change in changes:
+        if change.name in names:
+            for variable in change.variables:
+                variable.read(environ)
+
+
+def look(change: Change) -> Plan:
+    """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
     try:
-        return change.probe()
+        return change.plan()
+    except engine.Unsupported as error:
+        return Plan.unsupported(str(error))
     except Exception as error:
-        return Outcome(Status.UNSUPPORTED, f"looking at the engine failed: {type(error).__name__}: {error}")
+        return Plan.unsupported(f"looking at the engine failed: {type(error).__name__}: {error}")
 
 
-def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Outcome]:
+def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
     """Install each change in ``names`` that the engine supports and this server needs.
 
-    :returns: an outcome for every change, in order.
-    :raises PatchError: a change failed half-way through its installation (it was undone first).
+    :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
     """
-    outcomes = {}
-    for change in changes:
-        outcomes[change.name] = _apply_one(change, names, server_args)
-    return outcomes
+    return {change.name: _apply_one(change, names, server_args) for change in changes}
 
 
-def _apply_one(change: Change, names: set[str], server_args: Any) -> Outcome:
+def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     if change.name not in names:
-        return Outcome(Status.NOT_SELECTED)
-    outcome = probe(change)
-    # Asked before "unsupported" counts: what a server never reaches must not end it in strict mode.
-    unneeded = change.needed(server_args) if server_args is not None else None
-    if unneeded and outcome.status is not Status.NATIVE:
-        return Outcome(Status.NOT_NEEDED, unneeded)
-    if not outcome.installs:
-        return outcome
+        return Plan(Status.NOT_SELECTED)
+    if server_args is not None and (reason := change.unneeded(server_args)):
+        return Plan.not_needed(reason)
+    plan = look(change)
+    if plan.install is None:
+        return plan
     patcher = Patcher()
     try:
-        change.install(patcher)
+        plan.install(patcher)
     except Exception as error:
         patcher.undo()
-        raise PatchError(f"{change.name}: installing failed and was undone: {error}") from error
-    return outcome
-
-
-TRTLLM_RUNNERS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
-CUTEDSL_RUNNER = "flashinfer_cutedsl"
-
-
-def runner_needed(*runners: str) -> Callable[[Any], str | None]:
-    """``needed`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
-
-    ``auto`` may still become one of them.
-    """
-
-    def needed(server_args: Any) -> str | None:
-        backends = [str(server_args.moe_runner_backend)]
-        if getattr(server_args, "speculative_algorithm", None):
-            backends.append(str(getattr(server_args, "speculative_moe_runner_backend", None) or backends[0]))
-        return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
-
-    return needed
+        return Plan.unsupported(f"installing failed and was undone: {type(error).__name__}: {error}")
+    return plan

@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches import patch
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
-SERVER_ARGS_MODULE = "sglang.srt.server_args"
 
-_outcomes: dict[str, patch.Outcome] | None = None
+_plans: dict[str, patch.Plan] | None = None
 
 
 def register() -> None:
@@ -30,22 +31,26 @@ def register() -> None:
     """
     import wrapt
 
-    from sglang_moe_patches.changes import CHANGES, cutedsl_sizing, mori_input_truncation
+    from sglang_moe_patches.changes import CHANGES
 
     try:
-        names = patch.selected(CHANGES)
-        if mori_input_truncation.CHANGE.name in names:
-            mori_input_truncation.check_environment()
-        patch.strict()
+        patch.check_environment(CHANGES)
     except ValueError as error:
         raise SystemExit(f"sglang-moe-patches: {error}") from None
     if os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1":
         from sglang_moe_patches.reference import environment
 
         environment.install()
-    if cutedsl_sizing.CHANGE.name in names:
-        wrapt.register_post_import_hook(cutedsl_sizing.hook_server_args, SERVER_ARGS_MODULE)
+    names = patch.selected(CHANGES)
+    for change in CHANGES:
+        for module, hook in change.launcher_hooks if change.name in names else ():
+            wrapt.register_post_import_hook(_for_good(hook), module)
     wrapt.register_post_import_hook(_hook_model_runner, MODEL_RUNNER_MODULE)
+
+
+def _for_good(hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
+    """A launcher hook whose changes stay for the life of the process."""
+    return lambda module: hook(module, patch.Patcher())
 
 
 def _hook_model_runner(module: Any) -> None:
@@ -66,27 +71,27 @@ def _hook_model_runner(module: Any) -> None:
     runner.__init__ = __init__
 
 
-def activate(server_args: Any = None) -> dict[str, patch.Outcome]:
+def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     """Apply the selected changes in this process, once, and log one summary line.
 
     :raises patch.PatchError: ``SGLANG_MOE_PATCHES_STRICT=1`` and a selected change is unsupported.
     """
-    global _outcomes
-    if _outcomes is not None:
-        return _outcomes
+    global _plans
+    if _plans is not None:
+        return _plans
     from sglang_moe_patches import engine
     from sglang_moe_patches.changes import CHANGES
 
     logger = logging.getLogger("sglang.srt.moe_patches")
-    outcomes = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
-    unsupported = {name: o for name, o in outcomes.items() if o.status is patch.Status.UNSUPPORTED}
-    summary = "; ".join(f"{name}: {outcome}" for name, outcome in outcomes.items())
+    plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
+    unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
+    summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
     if unsupported and patch.strict():
         raise patch.PatchError(f"{patch.STRICT_VARIABLE}=1 and a change cannot be applied. {summary}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
     if folder := os.environ.get("SGLANG_MOE_PATCHES_OBSERVE"):
         from sglang_moe_patches.regression import observe
 
-        observe.install(folder, outcomes)
-    _outcomes = outcomes
-    return outcomes
+        observe.install(folder, plans)
+    _plans = plans
+    return plans

@@ -54,14 +54,15 @@ def engine(checkpoint: Callable[..., Path]) -> Any:
 @contextmanager
 def installed(*changes: Any) -> Iterator[None]:
     """Within the block, the engine is patched with ``changes`` (those that apply to it)."""
-    from sglang_moe_patches.patch import Patcher, probe
+    from sglang_moe_patches.patch import Patcher, look
 
     patchers = []
     try:
         for change in changes:
-            if probe(change).installs:
+            plan = look(change)
+            if plan.install is not None:
                 patchers.append(Patcher())
-                change.install(patchers[-1])
+                plan.install(patchers[-1])
         yield
     finally:
         for patcher in reversed(patchers):

@@ -16,8 +16,9 @@ import pytest
 import torch
 from harness import graph_arguments, padded_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
-from sglang_moe_patches.changes.cutedsl_sizing import ForwardLimits, Pools, max_forward_tokens, wrapper_tokens
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, limits_of
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
+from sglang_moe_patches.patch import Status, look
 
 CASES = 2_000
 VOCABULARY = 64
@@ -83,7 +84,7 @@ class AllOff:
 @pytest.fixture(scope="module")
 def tokens_of_forwards():
     """A function of a case: its server arguments, and the tokens of every forward that the scheduler asks for."""
-    outcome = probe(cutedsl_sizing.CHANGE)
+    outcome = look(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound: {outcome.reason}")
     from sglang.srt import server_args as server_args_module
@@ -231,7 +232,7 @@ def outcomes(tokens_of_forwards) -> list[Outcome]:
         args, found = tokens_of_forwards(case)
         pools = Pools(case.request_slots, case.cache_tokens, case.context_length)
         own = args.cutedsl_moe_max_num_tokens() if hasattr(args, "cutedsl_moe_max_num_tokens") else None
-        made.append(Outcome(case, cutedsl_sizing._limits_of(args, pools), max(found), own))
+        made.append(Outcome(case, limits_of(args, pools), max(found), own))
     return made
 
 

@@ -12,10 +12,14 @@ import pytest
 import torch
 from conftest import installed
 from harness import graph_arguments
+from sglang_moe_patches import handoff
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
-from sglang_moe_patches.changes.cutedsl_sizing import BUDGET_VARIABLE, Pools, SharedMoE, max_forward_tokens
+from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, limits_of
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.engine import has_module
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.regression.observe import _held_bytes
 
 RNG = random.Random(0)
@@ -34,10 +38,10 @@ SMALL = {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requ
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
     """The model runner of these tests was made before the change was installed: only the configuration counts."""
-    outcome = probe(cutedsl_sizing.CHANGE)
+    outcome = look(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound or to share: {outcome.reason}")
-    monkeypatch.setattr(cutedsl_sizing, "_seen", Pools())
+    monkeypatch.setattr(wrapper, "_seen", Pools())
 
 
 def experts(model):
@@ -146,12 +150,12 @@ def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, ch
 
 def test_buffers_go_with_the_models_that_used_them(engine, checkpoint):
     model = run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0)[2]
-    before = len(cutedsl_sizing._shared)
+    before = len(wrapper._shared)
     assert before
     del model
     engine.runner.model = None
     gc.collect()
-    assert len(cutedsl_sizing._shared) < before
+    assert len(wrapper._shared) < before
 
 
 @pytest.mark.parametrize("option", ["enable_two_batch_overlap", "enable_pdmux"])
@@ -186,7 +190,7 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, ca
 
 
 def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, checkpoint, monkeypatch):
-    name = next(filter(has_module, cutedsl_sizing._CAPTURE_MODULES))
+    name = next(filter(has_module, wrapper._CAPTURE_MODULES))
     monkeypatch.setattr(f"{name}.is_capture_mode", True)  # as from the warm-up runs on
     with pytest.raises(ValueError, match="--max-prefill-tokens 176"):
         run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **small())
@@ -195,13 +199,13 @@ def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, che
 def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
     """The shared experts may still read the MoE input when the routed ones have written their output."""
     taken = []
-    take = output_buffer.take
-    monkeypatch.setattr(output_buffer, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    take = handoff.take
+    monkeypatch.setattr(handoff, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.arguments(**large_enough()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
-            with output_buffer.moe_output_buffer_ctx(buffer):
+            with handoff.moe_output_buffer_ctx(buffer):
                 layer.quant_method.apply(layer, given)
     assert [found is not None for found in taken] == [True, False]
 
@@ -213,10 +217,10 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
         model_config=SimpleNamespace(context_len=1024),
         server_args=engine.server_args,
     )
-    cutedsl_sizing._make_init_memory_pool(lambda self: None)(runner)
-    assert cutedsl_sizing._seen == Pools(300, 8192, 1024)
+    wrapper._make_init_memory_pool(lambda self: None)(runner)
+    assert wrapper._seen == Pools(300, 8192, 1024)
     with installed(*CHANGES), engine.arguments(**small()):
-        assert max_forward_tokens(cutedsl_sizing._limits_of(engine.server_args, cutedsl_sizing._seen)) == 300
+        assert max_forward_tokens(limits_of(engine.server_args, wrapper._seen)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
 
@@ -225,7 +229,7 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
 
 def bound(args):
     """What a wrapper's buffers are sized by when start-up has not decided anything yet."""
-    return max_forward_tokens(cutedsl_sizing._limits_of(args, Pools()))
+    return max_forward_tokens(limits_of(args, Pools()))
 
 
 @pytest.fixture
@@ -260,7 +264,7 @@ def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_
 
 def test_beyond_upstreams_terms_each_flag_counts(server_args):
     """Engines with a number of their own keep it, and it is less."""
-    own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
+    own = look(cutedsl_sizing.CHANGE).status is Status.HARDENED
     base = {"max_prefill_tokens": 512, **graph_arguments(64)}
     whole = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
     for more, expected in (
@@ -314,13 +318,13 @@ def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_men
         enable_grpc=False,
     )
     check = getattr(args, "_validate_cutedsl_a2a_token_budget", args.check_server_args)
-    monkeypatch.delenv(BUDGET_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=f"export {BUDGET_VARIABLE}=2049"):
+    monkeypatch.delenv(BUDGET.name, raising=False)
+    with pytest.raises(ValueError, match=f"export {BUDGET.name}=2049"):
         check()
-    monkeypatch.setenv(BUDGET_VARIABLE, "2048")
+    monkeypatch.setenv(BUDGET.name, "2048")
     with pytest.raises(ValueError, match="2049"):
         check()
-    monkeypatch.setenv(BUDGET_VARIABLE, "2049")
+    monkeypatch.setenv(BUDGET.name, "2049")
     check()
 
 
@@ -328,5 +332,5 @@ def test_the_change_says_what_it_is_here(server_args):
     from sglang.srt.server_args import ServerArgs
 
     # Its own method, installed by the fixture, is not mistaken for the engine's.
-    own = ServerArgs.cutedsl_moe_max_num_tokens is not cutedsl_sizing._cutedsl_moe_max_num_tokens
-    assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)
+    own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
+    assert look(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import installed, without_buffer
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.patch import Status, look
 
 PROMPTS = [[11, 7, 300, 42] * 9, [5]]
 CHANGE = deferred_shared_experts.CHANGE
@@ -49,7 +49,7 @@ def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, order)
 
 @pytest.fixture
 def applied():
-    if probe(CHANGE).status is not Status.APPLIED:
+    if look(CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release defers the shared experts itself")
 
 

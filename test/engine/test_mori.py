@@ -18,8 +18,9 @@ import torch
 from conftest import installed
 from harness import padded_tokens
 from sglang_moe_patches.changes import mori_input_truncation as mori
-from sglang_moe_patches.changes.mori_input_truncation import BOUND_VARIABLE, LIMIT_VARIABLE
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.changes.mori_input_truncation import seams
+from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
+from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.reference import mori as reference
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, PER_RANK = 4, 8, 2, 128, 8, 16
@@ -30,7 +31,7 @@ here = threading.local()
 
 @pytest.fixture(autouse=True)
 def _in_the_layer():
-    if mori._layer_class().__name__ != "MoriEPMoE":
+    if seams.layer_class().__name__ != "MoriEPMoE":
         pytest.skip("this engine release has no layer of its own for MoRI (test_mori_runner.py)")
 
 
@@ -86,7 +87,7 @@ def ranks(engine, monkeypatch):
     settings = {"moe_a2a_backend": "mori", "deepep_mode": "normal", "moe_runner_backend": "triton"}
     before = {name: getattr(engine.server_args, name) for name in settings}
     monkeypatch.setenv("SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK", str(PER_RANK))
-    for name in (LIMIT_VARIABLE, BOUND_VARIABLE):
+    for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(mori, "_said", set())
     reference.stand_in(lambda *a: monkeypatch.setattr(*a, raising=False), monkeypatch.setitem)
@@ -197,7 +198,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_the_change_supports_this_engine():
-    assert probe(mori.CHANGE).status is Status.HARDENED
+    assert look(mori.CHANGE).status is Status.HARDENED
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
@@ -215,7 +216,7 @@ def test_the_engines_forward_gives_the_same_with_a_quarter_of_the_rows(
     assert all(output.isfinite().all() for output in stock)
     kernel.clear()
     with installed(mori.CHANGE):
-        assert equal(forward(ranks(**options, **{BOUND_VARIABLE: 1}), given), stock)
+        assert equal(forward(ranks(**options, **{BOUND.name: 1}), given), stock)
     assert len(kernel) == RANKS
     for call in kernel:
         cut = [call["hidden_states"], call["topk_ids"], call["topk_weight"]]
@@ -235,7 +236,7 @@ def test_unset_or_zero_leaves_the_engine_alone(ranks, kernel, monkeypatch):
     dispatched = MoriEPNormalDispatchOutput(
         received.rows, None, received.ids, received.weights, received.count, received.ids[:4], None, torch.bfloat16
     )
-    for environment in ({}, {LIMIT_VARIABLE: 0, BOUND_VARIABLE: 0}):
+    for environment in ({}, {LIMIT.name: 0, BOUND.name: 0}):
         with installed(mori.CHANGE):
             layer = ranks(**environment).layers[0]
             assert layer.mori_moe_max_input_tokens == 0
@@ -246,22 +247,22 @@ def test_unset_or_zero_leaves_the_engine_alone(ranks, kernel, monkeypatch):
         assert call["topk_ids"] is dispatched.topk_ids
         assert call["topk_weight"] is dispatched.topk_weights
         assert call["num_local_tokens"] is dispatched.num_recv_tokens_per_expert
-        assert not hasattr(layer, mori._POLICY)
+        assert not hasattr(layer, seams._POLICY)
 
 
 def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(ranks, monkeypatch, caplog):
     padded = announce(monkeypatch, [8, 8, 8, 8], attn_tp=1, extend=True)
     given = inputs(padded, 1, seed=3)
     stock = forward(ranks(), given)
-    engines = forward(ranks(**{LIMIT_VARIABLE: 3}), given)
+    engines = forward(ranks(**{LIMIT.name: 3}), given)
     assert not equal(engines, stock)
     assert sum(network.lost_rows for network in reference.networks()) > 0
     with installed(mori.CHANGE):
-        layers = ranks(**{LIMIT_VARIABLE: 3})
+        layers = ranks(**{LIMIT.name: 3})
         assert [layer.mori_moe_max_input_tokens for layer in layers.layers] == [0] * RANKS
         for _ in range(2):
             assert equal(forward(layers, given), stock)
-    assert caplog.text.count(f"{LIMIT_VARIABLE}=3 is less than the 32 rows") == 1
+    assert caplog.text.count(f"{LIMIT.name}=3 is less than the 32 rows") == 1
 
 
 def test_an_unprovable_limit_stops_the_forward(ranks, monkeypatch):
@@ -272,9 +273,9 @@ def test_an_unprovable_limit_stops_the_forward(ranks, monkeypatch):
     stock = forward(ranks(), given)
     dp_attention.set_dp_buffer_len(8, 8, True, [8])
     with installed(mori.CHANGE):
-        assert equal(forward(ranks(**{LIMIT_VARIABLE: 32}), given), stock)
-        layers = ranks(**{LIMIT_VARIABLE: 3})
-        with pytest.raises(RuntimeError, match=f"more rows than {LIMIT_VARIABLE}"):
+        assert equal(forward(ranks(**{LIMIT.name: 32}), given), stock)
+        layers = ranks(**{LIMIT.name: 3})
+        with pytest.raises(RuntimeError, match=f"more rows than {LIMIT.name}"):
             forward(layers, given)
 
 
@@ -283,7 +284,7 @@ def test_capture_sees_static_shapes_that_hold_for_every_replay(ranks, kernel, mo
     from sglang.srt.layers import dp_attention
 
     with installed(mori.CHANGE):
-        layers = ranks(**{BOUND_VARIABLE: 1})
+        layers = ranks(**{BOUND.name: 1})
         dp_attention.set_dp_buffer_len(8 * RANKS, 8, True)
         for seed, skewed in enumerate([False, True]):
             forward(layers, inputs([8] * 4, 1, seed, skewed))
@@ -299,7 +300,7 @@ def test_no_row_is_lost_in_thousands_of_random_forwards(ranks, monkeypatch):
     seen: Counter[str] = Counter()
     stock = ranks().layers
     with installed(mori.CHANGE):
-        ours = {attn_tp: ranks(attn_tp, **{BOUND_VARIABLE: 1}).layers for attn_tp in (1, 2, 4)}
+        ours = {attn_tp: ranks(attn_tp, **{BOUND.name: 1}).layers for attn_tp in (1, 2, 4)}
         for seed in range(CASES):
             draw = random.Random(seed)
             attn_tp = draw.choice([1, 2, 4])
@@ -330,7 +331,7 @@ def test_no_row_is_lost_in_thousands_of_random_forwards(ranks, monkeypatch):
             try:
                 truncated, rows = combined(ours[attn_tp])
             except RuntimeError as error:
-                if LIMIT_VARIABLE not in str(error):
+                if LIMIT.name not in str(error):
                     raise
                 seen["stopped"] += 1
             else:

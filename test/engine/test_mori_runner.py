@@ -17,8 +17,10 @@ import pytest
 import torch
 from conftest import installed
 from sglang_moe_patches.changes import mori_input_truncation as mori
-from sglang_moe_patches.changes.mori_input_truncation import BOUND_VARIABLE, LIMIT_VARIABLE, Layout, Policy
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.changes.mori_input_truncation import seams
+from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
+from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
+from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.reference import mori as reference
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, PER_RANK = 4, 8, 2, 128, 8, 16
@@ -28,7 +30,7 @@ CASES = 1_000
 
 @pytest.fixture(autouse=True)
 def _in_the_runner(engine):
-    if mori._layer_class().__name__ == "MoriEPMoE":
+    if seams.layer_class().__name__ == "MoriEPMoE":
         pytest.skip("this engine release cuts in its layer for MoRI (test_mori.py)")
 
 
@@ -45,7 +47,7 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
     from sglang.srt.layers.moe.moe_runner.aiter import AiterMoeQuantInfo
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
-    for name in (LIMIT_VARIABLE, BOUND_VARIABLE):
+    for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(mori, "_said", set())
     modules = reference.modules()
@@ -96,10 +98,10 @@ def manual_cap(kind: Any, limit: int) -> dict[str, int]:
     """What the engine's dispatcher adds to its output for a limit of the user's, where it is the one who decides."""
     from sglang.srt.layers.moe.token_dispatcher import moriep
 
-    if mori._RECV_CAP not in kind._fields:
+    if seams._RECV_CAP not in kind._fields:
         return {}
     impl = SimpleNamespace(_manual_recv_cap=limit, _trim_recv=False, _get_physical_recv_rows=lambda: BUFFER)
-    return {mori._RECV_CAP: moriep._MoriEPDispatcherImplBase._select_recv_cap(impl)}
+    return {seams._RECV_CAP: moriep._MoriEPDispatcherImplBase._select_recv_cap(impl)}
 
 
 Core = Callable[[list[Any], int], tuple[list[torch.Tensor], list[int]]]
@@ -155,11 +157,11 @@ def kinds() -> list[Any]:
 def with_policy(layers: list[Any], attn_tp: int = 1, **more: Any) -> None:
     for rank, layer in enumerate(layers):
         layout = Layout(ranks=RANKS, attn_tp=attn_tp, dp_rank=rank // attn_tp)
-        setattr(layer, mori._POLICY, Policy(**{"layout": layout, "limit": 0, "recv_bound": True, **more}))
+        setattr(layer, seams._POLICY, Policy(**{"layout": layout, "limit": 0, "recv_bound": True, **more}))
 
 
 def test_the_change_supports_this_engine(engine):
-    assert probe(mori.CHANGE).status is Status.HARDENED
+    assert look(mori.CHANGE).status is Status.HARDENED
 
 
 def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(layers, rows_seen, monkeypatch, caplog):
@@ -168,7 +170,7 @@ def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(laye
         network, run = exchange([8] * 4, 1, 3, kind, rows_seen)
         whole, rows = run(layers, 0)
         assert rows == [BUFFER] * RANKS
-        monkeypatch.setenv(LIMIT_VARIABLE, "3")
+        monkeypatch.setenv(LIMIT.name, "3")
         engines, rows = run(layers, 3)
         assert rows == [3] * RANKS
         assert network.lost_rows > 0
@@ -178,12 +180,12 @@ def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(laye
             with_policy(layers, limit=3)
             ours, rows = run(layers, 3)
         for layer in layers:
-            delattr(layer, mori._POLICY)
-        monkeypatch.delenv(LIMIT_VARIABLE)
+            delattr(layer, seams._POLICY)
+        monkeypatch.delenv(LIMIT.name)
         assert equal(ours, whole)
         assert rows == [32] * RANKS
         assert network.lost_rows == 0
-    assert caplog.text.count(f"{LIMIT_VARIABLE}=3 is less than the 32 rows") == 1
+    assert caplog.text.count(f"{LIMIT.name}=3 is less than the 32 rows") == 1
 
 
 def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops(layers, rows_seen, monkeypatch):
@@ -197,9 +199,9 @@ def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops(layers, row
         assert equal(ours, whole)
         assert rows == [16] * RANKS
         announce([4], 4)  # nothing known of the others: the user's limit, checked on the device
-        monkeypatch.setenv(LIMIT_VARIABLE, "2")
+        monkeypatch.setenv(LIMIT.name, "2")
         with_policy(layers, limit=2)
-        with pytest.raises(RuntimeError, match=f"more rows than {LIMIT_VARIABLE}"):
+        with pytest.raises(RuntimeError, match=f"more rows than {LIMIT.name}"):
             run(layers, 2)
         with_policy(layers, limit=40)
         ours, rows = run(layers, 40)
@@ -210,11 +212,11 @@ def test_the_provable_bound_alone_cuts_and_an_unprovable_limit_stops(layers, row
 def test_a_layer_decides_its_policy_by_the_engines_own_state(engine, monkeypatch):
     from sglang.srt.layers.moe import utils
 
-    monkeypatch.setenv(LIMIT_VARIABLE, "7")
+    monkeypatch.setenv(LIMIT.name, "7")
     layer = SimpleNamespace(moe_ep_size=1)
-    assert mori._read_policy(layer) is None  # another all-to-all backend
+    assert read_policy(layer) is None  # another all-to-all backend
     monkeypatch.setattr(utils, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend.MORI)
-    policy = mori._read_policy(layer)
+    policy = read_policy(layer)
     assert (policy.layout, policy.limit, policy.recv_bound) == (Layout(1), 7, False)
     assert policy.unreliable is None
 
@@ -225,15 +227,15 @@ def backends(monkeypatch) -> Iterator[tuple[type, Policy]]:
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.moe.ep_moe import layer as layer_module
 
-    monkeypatch.setenv(LIMIT_VARIABLE, "7")
-    monkeypatch.setenv(BOUND_VARIABLE, "1")
+    monkeypatch.setenv(LIMIT.name, "7")
+    monkeypatch.setenv(BOUND.name, "1")
     for module in (utils, layer_module):
         monkeypatch.setattr(module, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend.MORI)
     has_epv2 = hasattr(utils.MoeA2ABackend, "is_mori_epv2")
     for epv2 in ("0", "1") if has_epv2 else ("0",):
         if has_epv2:
             monkeypatch.setenv(envs.SGLANG_MORI_EP_V2.name, epv2)
-        yield layer_module.get_moe_impl_class(None), mori._read_policy(SimpleNamespace(moe_ep_size=1))
+        yield layer_module.get_moe_impl_class(None), read_policy(SimpleNamespace(moe_ep_size=1))
 
 
 def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_one(engine, monkeypatch):
@@ -245,7 +247,7 @@ def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_on
     for layer, policy in built[1:]:
         assert layer is layer_module.FusedMoE
         assert (policy.limit, policy.recv_bound, policy.raise_only) == (7, False, True)
-    assert all(issubclass(layer, mori._layer_class()) for layer, _ in built)
+    assert all(issubclass(layer, seams.layer_class()) for layer, _ in built)
 
 
 def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(layers, rows_seen, monkeypatch):
@@ -253,7 +255,7 @@ def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(layers, rows_seen, 
     announce([8] * 4, 8)
     _, run = exchange([8] * 4, 1, 3, kind, rows_seen)
     whole, _ = run(layers, 0)
-    in_the_dispatcher = mori._RECV_CAP in kind._fields
+    in_the_dispatcher = seams._RECV_CAP in kind._fields
     for limit, expected in ((3, 32), (40, 40), (2 * BUFFER, BUFFER)):
         with installed(mori.CHANGE):
             with_policy(layers, limit=limit, recv_bound=False, raise_only=True)
@@ -278,24 +280,24 @@ def test_no_row_is_lost_in_random_forwards(layers, rows_seen, monkeypatch):
             announce(padded[:1] * 5, padded[0])
         network, run = exchange(padded, attn_tp, seed, draw.choice(kinds()), rows_seen)
         whole, _ = run(layers, 0)
-        monkeypatch.setenv(LIMIT_VARIABLE, str(limit))
+        monkeypatch.setenv(LIMIT.name, str(limit))
         with installed(mori.CHANGE):
             with_policy(layers, attn_tp, limit=limit)
             try:
                 ours, rows = run(layers, limit)
             except RuntimeError as error:
-                if LIMIT_VARIABLE not in str(error):
+                if LIMIT.name not in str(error):
                     raise
                 seen["stopped"] += 1
             else:
                 assert equal(ours, whole), seed
                 seen["cut"] += max(rows) < BUFFER
         for layer in layers:
-            delattr(layer, mori._POLICY)
+            delattr(layer, seams._POLICY)
         assert network.lost_rows == 0
         if limit:
             seen["lost by the engine's cut"] += not equal(run(layers, limit)[0], whole)
-        monkeypatch.delenv(LIMIT_VARIABLE)
+        monkeypatch.delenv(LIMIT.name)
     assert seen["cut"] > CASES // 2
     assert seen["lost by the engine's cut"] > CASES // 10
     assert seen["stopped"] > CASES // 50

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
+from sglang_moe_patches import handoff, runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.patch import Status, probe
+from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.patch import Patcher, Status, look
 from sglang_moe_patches.regression import observe
 
 PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
@@ -63,13 +65,13 @@ def backend(request, engine):
 
 @pytest.fixture
 def applied():
-    if probe(output_buffer.CHANGE).status is not Status.APPLIED:
+    if look(output_buffer.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release has an output buffer of its own")
 
 
 @pytest.fixture
 def hardened():
-    if probe(output_buffer.CHANGE).status is not Status.HARDENED:
+    if look(output_buffer.CHANGE).status is not Status.HARDENED:
         pytest.skip("this engine release has no output buffer of its own")
 
 
@@ -136,19 +138,19 @@ def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
     """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
     path = checkpoint(dense_layers=0)
     stock = run(path)
-    monkeypatch.setattr(output_buffer, "may_offer", lambda hidden_states, residual: True)
-    first = output_buffer._make_model_init
+    monkeypatch.setattr(lend, "may_offer", lambda hidden_states, residual: True)
+    first = lend._make_model_init
 
     def offer_the_first_layer_too(original):
         initialise = first(original)
 
         def __init__(self, *args, **kwargs):
             initialise(self, *args, **kwargs)
-            setattr(self.layers[0], output_buffer._OFFERS, True)
+            setattr(self.layers[0], lend._OFFERS, True)
 
         return __init__
 
-    monkeypatch.setattr(output_buffer, "_make_model_init", offer_the_first_layer_too)
+    monkeypatch.setattr(lend, "_make_model_init", offer_the_first_layer_too)
     assert not same(run(path, *CHANGES), stock)
 
 
@@ -160,15 +162,15 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         offered = []
-        kernels.at_entry = lambda: offered.append(output_buffer._buffer.get())
+        kernels.at_entry = lambda: offered.append(handoff.offered())
         for layer in model.model.layers:
-            setattr(layer, output_buffer._OFFERS, True)
+            setattr(layer, lend._OFFERS, True)
         engine.generate(model, PROMPTS[:1], 0)
         # Taken offers are withdrawn, so nothing is left at kernel entry; the first layer made none.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
-        assert not getattr(nextn.decoder, output_buffer._OFFERS, False)
+        assert not getattr(nextn.decoder, lend._OFFERS, False)
 
 
 def inside_a_forward(engine, monkeypatch, model, prompts, work):
@@ -273,7 +275,7 @@ def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint,
         engine.generate(engine.load(checkpoint()), PROMPTS[:1], 0)
         return alive
 
-    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
+    native = look(output_buffer.CHANGE).status is not Status.APPLIED
     assert inputs_alive() == [not native] * 3
     with installed(*CHANGES):
         assert inputs_alive() == [False] * 3
@@ -297,7 +299,7 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         patched = live()
     # The previous output goes, and what the engine does not do by itself: the attention input (up to 0.5.12.post1)
     # and the shared experts' output (0.5.11).
-    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
+    native = look(output_buffer.CHANGE).status is not Status.APPLIED
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 
@@ -359,7 +361,7 @@ def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
             self.use_flashinfer_trtllm_moe = False
             self.moe_runner_config = SimpleNamespace(inplace=True)
 
-    Experts.__init__ = output_buffer._make_experts_init(Experts.__init__)
+    runners.clear_inplace(Experts, Patcher())
     assert Experts().moe_runner_config.inplace
 
 
@@ -370,14 +372,14 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
 
     def offer_fewer_tokens(original, is_compiling):
         def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
-            with output_buffer.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
+            with handoff.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
                 return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
 
         return forward
 
-    monkeypatch.setattr(output_buffer, "_make_layer_forward", offer_fewer_tokens)
+    monkeypatch.setattr(lend, "_make_layer_forward", offer_fewer_tokens)
     assert same(run(checkpoint(), *CHANGES), stock)
-    monkeypatch.setattr(output_buffer, "fits", lambda *args, **kwargs: True)
+    monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
         run(checkpoint(), *CHANGES)
 
@@ -386,16 +388,16 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
     stock = run(checkpoint())
-    monkeypatch.setattr(output_buffer, "_make_layer_forward", lambda original, is_compiling: original)
+    monkeypatch.setattr(lend, "_make_layer_forward", lambda original, is_compiling: original)
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     original = DeepseekV2MoE.forward
 
     def offer_the_moe_input(self, hidden_states, *args, **kwargs):
-        with output_buffer.moe_output_buffer_ctx(hidden_states):
+        with handoff.moe_output_buffer_ctx(hidden_states):
             return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
     assert same(run(checkpoint(), *CHANGES), stock)
-    monkeypatch.setattr(output_buffer, "shares_storage", lambda a, b: False)
+    monkeypatch.setattr(lend, "shares_storage", lambda a, b: False)
     assert not same(run(checkpoint(), *CHANGES), stock)

@@ -189,7 +189,7 @@ def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_
 # --- Mutations -------------------------------------------------------------------------------------------------------
 
 OFFER_THE_RESIDUAL = """
-from sglang_moe_patches.changes import output_buffer as change
+from sglang_moe_patches.changes.output_buffer import lend as change
 change.may_offer = lambda hidden_states, residual: True
 make = change._make_model_init
 def make_model_init(original):
@@ -203,29 +203,35 @@ change._make_model_init = make_model_init
 
 # What is offered is the MoE input itself, which the shared experts read after the routed ones have written.
 SHARED_EXPERTS_ON_A_MUTATED_INPUT = """
-from sglang_moe_patches.changes import output_buffer as change
+from sglang_moe_patches.changes.output_buffer import lend as change
+from sglang_moe_patches.handoff import moe_output_buffer_ctx
+from sglang_moe_patches.patch import Plan
 change.shares_storage = lambda a, b: False
-install = change.CHANGE.install
-def offering_the_moe_input(patcher):
-    install(patcher)
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
-    def make(original):
-        def forward(self, hidden_states, *args, **kwargs):
-            with change.moe_output_buffer_ctx(hidden_states):
-                return original(self, hidden_states, *args, **kwargs)
-        return forward
-    patcher.wrap(DeepseekV2MoE, "forward", make)
-object.__setattr__(change.CHANGE, "install", offering_the_moe_input)
+plan = change.plan
+def plan_offering_the_moe_input():
+    install = plan().install
+    def offering_the_moe_input(patcher):
+        install(patcher)
+        from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+        def make(original):
+            def forward(self, hidden_states, *args, **kwargs):
+                with moe_output_buffer_ctx(hidden_states):
+                    return original(self, hidden_states, *args, **kwargs)
+            return forward
+        patcher.wrap(DeepseekV2MoE, "forward", make)
+    return Plan.applied(offering_the_moe_input)
+change.plan = plan_offering_the_moe_input
 """
 
 # Buffers of another shape are offered, as under data-parallel attention, where layer and experts see other tokens.
 NO_SHAPE_CHECK = """
-from sglang_moe_patches.changes import output_buffer as change
-change.fits = lambda *args, **kwargs: True
+from sglang_moe_patches import handoff
+from sglang_moe_patches.changes.output_buffer import lend as change
+handoff.fits = lambda *args, **kwargs: True
 make = change._make_layer_forward
 def make_layer_forward(original, is_compiling):
     def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
-        with change.moe_output_buffer_ctx(hidden_states.new_zeros(len(hidden_states) + 1, hidden_states.shape[1])):
+        with handoff.moe_output_buffer_ctx(hidden_states.new_zeros(len(hidden_states) + 1, hidden_states.shape[1])):
             return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
     return forward
 change._make_layer_forward = make_layer_forward

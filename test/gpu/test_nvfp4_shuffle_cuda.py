@@ -19,7 +19,7 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 from nvfp4_layer import choose_trtllm, create, load  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
 
 MIB = 1 << 20
 KIMI_TP4 = (384, 7168, 512)
@@ -208,7 +208,7 @@ def moe_layer(experts, hidden, intermediate, seed=0):
 
 def test_loading_a_layer_through_the_engine(engine):
     """The engine's own step from raw to shuffled parameters: same parameters, no second copy of the layer."""
-    assert nvfp4_weights.unsupported_reason() is None
+    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
     experts, hidden, intermediate = 64, *KIMI_TP4[1:]
     align = engine.runner.align_fp4_moe_weights_for_flashinfer_trtllm
     stock = moe_layer(experts, hidden, intermediate)
@@ -217,7 +217,7 @@ def test_loading_a_layer_through_the_engine(engine):
         align(stock)  # warm, on what it has shuffled already
     ours = moe_layer(experts, hidden, intermediate)
     patcher = Patcher()
-    nvfp4_weights.CHANGE.install(patcher)
+    nvfp4_weights.CHANGE.plan().install(patcher)
     try:
         align(ours)
         with _Used() as ours_used:
@@ -242,7 +242,7 @@ def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
     for name in ("stock", "ours"):
         patcher = Patcher()
         if name == "ours":
-            nvfp4_weights.CHANGE.install(patcher)
+            nvfp4_weights.CHANGE.plan().install(patcher)
         try:
             with torch.device("cuda"):
                 layer, method = create(modelopt, monkeypatch, experts, hidden, intermediate)

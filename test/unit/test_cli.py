@@ -201,11 +201,29 @@ def test_exec_names_a_missing_command():
     assert (done.returncode, done.stderr.strip()) == (127, "sglang-moe-patches: no such command: no-such-command-here")
 
 
-def test_doctor_names_an_unknown_change():
-    done = command("doctor", SGLANG_MOE_PATCHES="nonsense")
-    assert done.returncode == 1
+WRONG_VALUES = [
+    ("SGLANG_MOE_PATCHES", "nonsense"),
+    ("SGLANG_MOE_PATCHES_STRICT", "maybe"),
+    ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "abc"),
+    ("SGLANG_MORI_RECV_BOUND", "on"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value"), WRONG_VALUES)
+def test_doctor_refuses_what_start_up_refuses_with_the_same_words(variable, value):
+    done = command("doctor", **{variable: value})
+    start = subprocess.run(
+        [sys.executable, "-c", "from sglang_moe_patches import plugin; plugin.register()"],
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert start.returncode == 1
+    assert done.stderr == start.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "unknown change 'nonsense'" in done.stderr
+    assert f"{variable}: " in done.stderr
 
 
 def test_doctor_reports_every_change_as_json():
@@ -221,9 +239,9 @@ def test_doctor_reports_every_change_as_json():
 def test_doctor_exits_with_1_when_a_seam_has_changed(tmp_path):
     """An engine whose functions take other arguments."""
     sabotage = tmp_path / "sitecustomize.py"
-    sabotage.write_text("from sglang_moe_patches import engine\nengine.missing_parameters = lambda *a: 'changed'\n")
+    sabotage.write_text("from sglang_moe_patches import engine\nengine.takes = lambda *a, **k: False\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path))
     found = {change["name"]: change for change in json.loads(done.stdout)["changes"]}
     assert done.returncode == 1
     assert found["output-buffer"]["status"] == "unsupported"
-    assert any(words in found["output-buffer"]["reason"] for words in ("changed", "not known here"))
+    assert any(words in found["output-buffer"]["reason"] for words in (" takes (", "not known here"))

@@ -10,19 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.changes import cutedsl_sizing
-from sglang_moe_patches.changes.cutedsl_sizing import (
-    BUDGET_VARIABLE,
+from sglang_moe_patches.changes.cutedsl_sizing import wrapper as module
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, budget_error, check_budget
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
-    SharedMoE,
-    budget_error,
-    check_budget,
     max_forward_tokens,
     may_share,
     other_tokens_per_request,
     slices,
     wrapper_tokens,
 )
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 
 COUNTS = st.integers(0, 20_000)
 LIMITS = st.builds(
@@ -79,7 +77,7 @@ def test_the_budget_that_is_named_is_the_smallest_that_does(required, budget, ep
     error = budget_error(required, budget, ep_size)
     assert (error is None) == (budget * ep_size >= required)
     if error:
-        named = int(error.split(f"export {BUDGET_VARIABLE}=")[1].split()[0])
+        named = int(error.split(f"export {BUDGET.name}=")[1].split()[0])
         assert budget_error(required, named, ep_size) is None
         assert budget_error(required, named - 1, ep_size)
 
@@ -96,7 +94,7 @@ def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_al
         "ep_size": 2,
         "cutedsl_moe_max_num_tokens": lambda: 5000,
     }
-    with pytest.raises(ValueError, match=f"{BUDGET_VARIABLE}=1024 times"):
+    with pytest.raises(ValueError, match=f"{BUDGET.name}=1024 times"):
         check_budget(SimpleNamespace(**values), {})
     check_budget(SimpleNamespace(**{**values, **other}), {})
 
@@ -168,7 +166,7 @@ def test_outputs_are_their_own_and_the_wrapper_holds_none():
 def test_slices_are_told_once_with_the_flag_per_rank(caplog):
     wrapper = Wrapper()
     shared = SharedMoE(wrapper, 2, lambda: False)
-    with caplog.at_level(logging.WARNING, cutedsl_sizing.logger.name):
+    with caplog.at_level(logging.WARNING, module.logger.name):
         assert torch.equal(shared.run(**arguments(11)), expected(11))
         assert torch.equal(shared.run(**arguments(9)), expected(9))
     assert wrapper.calls == [4, 4, 3, 4, 4, 1]

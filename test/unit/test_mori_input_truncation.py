@@ -13,20 +13,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.changes import mori_input_truncation as mori
-from sglang_moe_patches.changes.mori_input_truncation import (
-    BOUND_VARIABLE,
-    LIMIT_VARIABLE,
+from sglang_moe_patches.changes import mori_input_truncation
+from sglang_moe_patches.changes.mori_input_truncation import policy as policy_module
+from sglang_moe_patches.changes.mori_input_truncation import seams
+from sglang_moe_patches.changes.mori_input_truncation.bound import (
     Cut,
     Layout,
-    Policy,
-    check_environment,
     decide_rows,
     max_received_rows,
     rounded,
     rows_per_dp_rank,
-    truncate,
 )
+from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
+from sglang_moe_patches.changes.mori_input_truncation.seams import truncate
+from sglang_moe_patches.patch import check_environment
 from sglang_moe_patches.reference import mori as reference
 
 HIDDEN, CASES = 3, 5_000
@@ -34,7 +34,7 @@ HIDDEN, CASES = 3, 5_000
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(mori, "_said", set())
+    monkeypatch.setattr(seams, "_said", set())
 
 
 class Dispatched(NamedTuple):
@@ -60,39 +60,53 @@ def announced(global_num_tokens=None, local=None, total=None):
 # --- The variables ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["", "0", "1", "4096", " 32 "])
+@pytest.mark.parametrize("value", ["", "0", "1", "4096", " 32 ", "1_000", "+8"])
 def test_valid_limits(value):
-    check_environment({LIMIT_VARIABLE: value})
-    assert mori.user_limit({LIMIT_VARIABLE: value}) == int(value or 0)
+    check_environment([mori_input_truncation.CHANGE], {LIMIT.name: value})
+    assert LIMIT.read({LIMIT.name: value}) == int(value or 0)
 
 
-@pytest.mark.parametrize("value", ["-1", "1e3", "4k", "3.5", "true", "٣", "1_000"])
+@pytest.mark.parametrize("value", ["-1", "1e3", "4k", "3.5", "true"])
 def test_a_limit_that_is_no_row_count_is_refused_by_name(value):
-    with pytest.raises(ValueError, match=f"{LIMIT_VARIABLE}: expected 0 .no limit. or a positive number of rows"):
-        check_environment({LIMIT_VARIABLE: value})
+    with pytest.raises(ValueError, match=f"{LIMIT.name}: expected 0 .no limit. or a positive number of rows"):
+        check_environment([mori_input_truncation.CHANGE], {LIMIT.name: value})
 
 
-@pytest.mark.parametrize("value", ["2", "-1", "true", "yes"])
+@pytest.mark.parametrize("value", ["2", "-1", "on", "enabled"])
 def test_the_bound_is_on_or_off(value):
-    with pytest.raises(ValueError, match=f"{BOUND_VARIABLE}: expected 0 or 1, got '{value}'"):
-        check_environment({BOUND_VARIABLE: value})
+    with pytest.raises(ValueError, match=f"{BOUND.name}: expected 0 or 1, got '{value}'"):
+        check_environment([mori_input_truncation.CHANGE], {BOUND.name: value})
 
 
 def test_unset_means_off():
-    check_environment({})
-    assert mori.user_limit({}) == 0
-    assert [mori.bound_requested({BOUND_VARIABLE: v}) for v in ("", "0", "1")] == [False, False, True]
+    check_environment([mori_input_truncation.CHANGE], {})
+    assert LIMIT.read({}) == 0
+    assert not BOUND.read({})
+
+
+@pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("False", False), ("n", False), ("1", True)])
+def test_the_bound_is_what_the_engine_takes_it_for(value, on):
+    assert BOUND.read({BOUND.name: value}) is on
+
+
+@pytest.mark.parametrize("value", ["true", "True", "yes", "Y"])
+def test_every_spelling_of_on_that_the_engine_accepts_is_accepted(value):
+    """A server with ``SGLANG_MORI_RECV_BOUND=true`` starts without this package, and must start with it."""
+    check_environment([mori_input_truncation.CHANGE], {BOUND.name: value})
+    assert BOUND.read({BOUND.name: value})
 
 
 def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
-    monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
-    monkeypatch.delenv(BOUND_VARIABLE, raising=False)
-    assert "--moe-a2a-backend is deepep" in mori.CHANGE.needed(SimpleNamespace(moe_a2a_backend="deepep"))
+    monkeypatch.delenv(LIMIT.name, raising=False)
+    monkeypatch.delenv(BOUND.name, raising=False)
+    assert "--moe-a2a-backend is deepep" in mori_input_truncation.CHANGE.unneeded(
+        SimpleNamespace(moe_a2a_backend="deepep")
+    )
     server = SimpleNamespace(moe_a2a_backend="mori")
-    assert "neither" in mori.CHANGE.needed(server)
-    for name in (LIMIT_VARIABLE, BOUND_VARIABLE):
+    assert "neither" in mori_input_truncation.CHANGE.unneeded(server)
+    for name in (LIMIT.name, BOUND.name):
         monkeypatch.setenv(name, "1")
-        assert mori.CHANGE.needed(server) is None
+        assert mori_input_truncation.CHANGE.unneeded(server) is None
         monkeypatch.delenv(name)
 
 
@@ -314,7 +328,7 @@ def test_no_row_is_lost_in_thousands_of_random_layouts():
         try:
             truncated = case.combined(cut)
         except RuntimeError as error:
-            if LIMIT_VARIABLE not in str(error):
+            if LIMIT.name not in str(error):
                 raise
             received = max(int(case.received[rank].count) for rank in range(case.ranks))
             assert received > case.limit > 0
@@ -390,8 +404,8 @@ class Layer:
 
 def patched(policy, state):
     class Patched(Layer):
-        __init__ = mori._make_init(Layer.__init__, lambda layer: policy)
-        run_moe_core = mori._make_run_moe_core(Layer.run_moe_core, state)
+        __init__ = seams._make_init(Layer.__init__, lambda layer: policy)
+        run_moe_core = seams._make_run_moe_core(Layer.run_moe_core, state)
 
     return Patched
 
@@ -415,13 +429,13 @@ def test_a_small_limit_is_raised_with_one_warning(caplog):
         for _ in range(3):
             layer.run_moe_core(buffers())
     assert len(caplog.records) == 1
-    assert f"{LIMIT_VARIABLE}=5 is less than the 16 rows" in caplog.text
+    assert f"{LIMIT.name}=5 is less than the 16 rows" in caplog.text
 
 
 def test_an_unprovable_limit_stops_what_exceeds_it(caplog):
     policy, state = Policy(Layout(4), 5, True), announced([4], 4, 4)
     assert len(truncate(buffers(received=5), policy, state).hidden_states) == 5
-    with pytest.raises(RuntimeError, match=re.escape(f"more rows than {LIMIT_VARIABLE} lets the MoE kernel see (5)")):
+    with pytest.raises(RuntimeError, match=re.escape(f"more rows than {LIMIT.name} lets the MoE kernel see (5)")):
         truncate(buffers(received=6), policy, state)
     assert len(caplog.records) == 1
     assert "device-side assertion ends this process" in caplog.text
@@ -481,7 +495,7 @@ ROCM = "#if !defined(C10_USE_ROCM_KERNEL_ASSERT) && defined(USE_ROCM)\n#define C
     ],
 )
 def test_whether_a_failed_assertion_ends_the_process(hip, macros, works):
-    assert mori.assertions_end_the_process(hip, macros) == works
+    assert policy_module.assertions_end_the_process(hip, macros) == works
 
 
 # --- The reference kernels -------------------------------------------------------------------------------------------

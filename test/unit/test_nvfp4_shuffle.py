@@ -20,7 +20,7 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 from nvfp4_layer import Layer, choose_trtllm, create, load, nvfp4_method  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
 
 NAMES = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
@@ -57,7 +57,7 @@ def engine():
 def applied(engine):
     """The change applied to the engine in this process, and taken back afterwards."""
     patcher = Patcher()
-    nvfp4_weights.CHANGE.install(patcher)
+    nvfp4_weights.CHANGE.plan().install(patcher)
     yield engine
     patcher.undo()
 
@@ -308,7 +308,7 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 _INTERPRETED = """
 import torch
 from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]
@@ -426,7 +426,7 @@ def test_copying_the_result_back_is_free(source, survives):
 
 
 def test_supported_on_the_installed_engine(engine):
-    assert nvfp4_weights.unsupported_reason() is None
+    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
 
 
 @pytest.mark.parametrize(
@@ -443,14 +443,24 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
         engine.modelopt.ModelOptNvFp4FusedMoEMethod.create_weights
     ):
         pytest.skip("nothing of it is used on this engine release")
-    monkeypatch.setattr(getattr(engine, owner), attribute, value, raising=False)
-    assert words in nvfp4_weights.unsupported_reason()
+    theirs = types.FunctionType(value.__code__, {"__name__": "sglang.of_another_release"}, attribute)
+    monkeypatch.setattr(getattr(engine, owner), attribute, theirs, raising=False)
+    plan = look(nvfp4_weights.CHANGE)
+    assert plan.status is Status.UNSUPPORTED
+    assert words in plan.reason
+
+
+def test_another_plugins_shuffle_is_left_alone(engine, monkeypatch):
+    monkeypatch.setattr(engine.utils, "prepare_static_weights_for_trtllm_fp4_moe", lambda *args: None)
+    plan = look(nvfp4_weights.CHANGE)
+    assert plan.status is Status.UNSUPPORTED
+    assert "wrapped or replaced by" in plan.reason
 
 
 def test_installing_keeps_the_signature_and_can_be_undone(engine):
     before = engine.utils.prepare_static_weights_for_trtllm_fp4_moe
     patcher = Patcher()
-    nvfp4_weights.CHANGE.install(patcher)
+    nvfp4_weights.CHANGE.plan().install(patcher)
     try:
         replaced = engine.utils.prepare_static_weights_for_trtllm_fp4_moe
         assert replaced is not before
@@ -489,7 +499,7 @@ def test_loading_and_reloading_a_layer_gives_the_engine_s_parameters(engine, mon
 
     stock = run()
     patcher = Patcher()
-    nvfp4_weights.CHANGE.install(patcher)
+    nvfp4_weights.CHANGE.plan().install(patcher)
     try:
         ours = run()
     finally:

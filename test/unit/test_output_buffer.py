@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextvars import copy_context
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.changes import output_buffer
-from sglang_moe_patches.changes.output_buffer import fits, may_offer, moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches import engine, handoff
+from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.changes.output_buffer.lend import may_offer
+from sglang_moe_patches.handoff import fits, moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.patch import Patcher
 
 CPU = torch.device("cpu")
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -87,13 +91,15 @@ def symmetric_memory():
 
 
 @pytest.fixture
-def run(symmetric_memory, monkeypatch):
+def run(symmetric_memory):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
-    with_globals = output_buffer._with_globals
-    monkeypatch.setattr(
-        output_buffer, "_with_globals", lambda function, torch: with_globals(function, torch_of_the_runner=torch)
+    patcher = Patcher()
+    allocator = lend._OutputAllocator(torch, symmetric_memory)
+    into_buffer = lend._with_globals(
+        runner_of_the_engine, sys.modules[__name__], patcher, torch_of_the_runner=allocator
     )
-    return output_buffer._make_runner(runner_of_the_engine, torch, symmetric_memory)
+    yield lend._make_runner(runner_of_the_engine, into_buffer, torch.compiler.is_compiling)
+    patcher.undo()
 
 
 def test_the_output_goes_into_the_offered_buffer_as_a_new_tensor(run):
@@ -119,7 +125,7 @@ def test_one_offer_serves_one_kernel(run):
 def test_the_offer_ends_with_its_block_also_after_an_error(run):
     with pytest.raises(ZeroDivisionError), moe_output_buffer_ctx(torch.empty(2, 3)):
         raise ZeroDivisionError
-    assert output_buffer._buffer.get() is None
+    assert handoff.offered() is None
 
 
 @pytest.mark.parametrize(
@@ -182,9 +188,9 @@ def test_a_name_that_is_more_than_a_global_is_noticed():
 
         return torch
 
-    assert output_buffer._only_a_global(runner_of_the_engine, "torch_of_the_runner")
-    assert not output_buffer._only_a_global(attribute, "torch_of_the_runner")
-    assert not output_buffer._only_a_global(imported, "torch")
+    assert engine.only_a_global(runner_of_the_engine, "torch_of_the_runner")
+    assert not engine.only_a_global(attribute, "torch_of_the_runner")
+    assert not engine.only_a_global(imported, "torch")
 
 
 def test_offers_stay_in_their_own_context(run):
@@ -194,7 +200,7 @@ def test_offers_stay_in_their_own_context(run):
     seen = {}
 
     def elsewhere(name, buffer):
-        seen[name, "before"] = output_buffer._buffer.get()
+        seen[name, "before"] = handoff.offered()
         with moe_output_buffer_ctx(buffer):
             seen[name] = run(Dispatched(hidden), 7)
 
@@ -220,13 +226,13 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
         def forward(self, positions, hidden_states, forward_batch, residual):
             return run(Dispatched(hidden_states), 2)
 
-    monkeypatch.setattr(Layer, "forward", output_buffer._make_layer_forward(Layer.forward, torch.compiler.is_compiling))
+    monkeypatch.setattr(Layer, "forward", lend._make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, output_buffer._OFFERS, True)
+    setattr(layer, lend._OFFERS, True)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
-    monkeypatch.setattr(output_buffer, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
-    monkeypatch.setattr(output_buffer, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
+    monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
+    monkeypatch.setattr(lend, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(None, hidden, None, residual), eager)
     assert torch.equal(hidden, torch.ones(2, 3))
@@ -251,6 +257,6 @@ def test_layers_that_offer_are_chosen_when_the_model_is_built():
             self.layers = [layer(kind) for kind in kinds]
             self.start_layer, self.end_layer = 1, 6  # this stage's; the others are place holders
 
-    Model.__init__ = output_buffer._make_model_init(Model.__init__)
-    offers = [getattr(layer, output_buffer._OFFERS, False) for layer in Model().layers]
+    Model.__init__ = lend._make_model_init(Model.__init__)
+    offers = [getattr(layer, lend._OFFERS, False) for layer in Model().layers]
     assert offers == [False, False, True, False, True, False, False]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang_moe_patches import patch
-from sglang_moe_patches.patch import Change, Outcome, Patcher, PatchError, Status
+from sglang_moe_patches import engine, patch, runners
+from sglang_moe_patches.patch import Change, Patcher, Plan, Status, Variable, zero_or_one
 
 
 class Owner:
     value = "stock"
 
 
-def change(name="a", outcome=Outcome(Status.APPLIED), install=lambda patcher: None, **more):
-    return Change(name, "", lambda: outcome, install, **more)
+def change(name="a", plan=Plan.applied(lambda patcher: None), **more):
+    return Change(name, "", lambda: plan, **more)
 
 
 THREE = (change("one"), change("two"), change("three"))
@@ -50,37 +50,89 @@ def test_strict_refuses_other_values():
         patch.strict({patch.STRICT_VARIABLE: "yes"})
 
 
-@pytest.mark.parametrize("status", [s for s in Status if not Outcome(s).installs])
-def test_only_applied_and_hardened_install(status):
-    outcome = Outcome(status, "so")
-    assert patch.apply([change(outcome=outcome, install=pytest.fail)], {"a"}) == {"a": outcome}
+@pytest.mark.parametrize("plan", [Plan.native("so"), Plan.not_needed("so"), Plan.unsupported("so")])
+def test_what_has_nothing_to_install_is_reported_as_it_is(plan):
+    assert patch.apply([change(plan=plan)], {"a"}) == {"a": plan}
+
+
+def test_what_is_not_as_expected_is_unsupported_with_its_own_words():
+    def look():
+        engine.get(Owner, "no_seam")
+
+    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    assert plan == Plan.unsupported("Owner has no no_seam")
 
 
 def test_an_engine_that_cannot_be_looked_at_is_unsupported():
-    def probe():
+    def look():
         raise AttributeError("no seam")
 
-    broken = Change("a", "", probe, lambda patcher: pytest.fail("installed"))
-    outcome = patch.apply([broken], {"a"})["a"]
-    assert outcome.status is Status.UNSUPPORTED
-    assert "AttributeError: no seam" in outcome.reason
+    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    assert plan.status is Status.UNSUPPORTED
+    assert "AttributeError: no seam" in plan.reason
 
 
-def test_not_selected_and_not_needed_are_told_apart():
-    needless = change(needed=lambda server_args: f"backend is {server_args.backend}", install=pytest.fail)
+def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at():
+    needless = Change("a", "", pytest.fail, unneeded=lambda server_args: f"backend is {server_args.backend}")
     assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
-    outcome = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
-    assert outcome == Outcome(Status.NOT_NEEDED, "backend is triton")
+    plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
+    assert plan == Plan.not_needed("backend is triton")
 
 
-def test_an_installation_that_fails_half_way_is_undone():
+def test_an_installation_that_fails_half_way_is_undone_and_unsupported():
     def install(patcher):
         patcher.replace(Owner, "value", "patched")
         patcher.replace(Owner, "missing", "patched")
 
-    with pytest.raises(PatchError, match="a: installing failed and was undone"):
-        patch.apply([change(install=install)], {"a"})
+    plan = patch.apply([change(plan=Plan.applied(install))], {"a"})["a"]
+    assert plan.status is Status.UNSUPPORTED
+    assert "installing failed and was undone: AttributeError" in plan.reason
     assert Owner.value == "stock"
+
+
+# --- Variables -------------------------------------------------------------------------------------------------------
+
+
+SWITCH = Variable("A_SWITCH", "on or off", zero_or_one, default="0")
+
+
+def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else():
+    reads = change(variables=(SWITCH,))
+    with pytest.raises(ValueError, match="A_SWITCH: expected 0 or 1, got 'on'"):
+        patch.check_environment([reads], {"A_SWITCH": "on"})
+    patch.check_environment([reads], {"A_SWITCH": "on", patch.SELECT_VARIABLE: "none"})
+    patch.check_environment([reads], {"A_SWITCH": " 1 "})
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [({patch.SELECT_VARIABLE: "b"}, "unknown change 'b'"), ({patch.STRICT_VARIABLE: "2"}, "expected 0 or 1")],
+)
+def test_the_variables_of_the_package_are_checked_too(environ, words):
+    with pytest.raises(ValueError, match=words):
+        patch.check_environment([change()], environ)
+
+
+# --- The patcher -----------------------------------------------------------------------------------------------------
+
+
+class Heir(Owner):
+    pass
+
+
+def test_what_is_inherited_is_replaced_on_the_heir_alone():
+    patcher = Patcher()
+    patcher.wrap(Heir, "value", lambda original: original + "+")
+    assert (Heir.value, Owner.value) == ("stock+", "stock")
+    patcher.undo()
+    assert "value" not in vars(Heir)
+
+
+def test_what_is_added_goes_away_again():
+    patcher = Patcher()
+    patcher.add(Owner, "added", 1)
+    patcher.undo()
+    assert not hasattr(Owner, "added")
 
 
 def test_undo_restores_what_was_there_in_reverse():
@@ -96,6 +148,7 @@ def test_undo_restores_what_was_there_in_reverse():
     ("server", "needed"),
     [
         ({"moe_runner_backend": "flashinfer_trtllm"}, True),
+        ({"moe_runner_backend": "experimental_sgl_trtllm"}, True),
         ({"moe_runner_backend": "auto"}, True),
         ({"moe_runner_backend": "triton"}, False),
         # Without speculation the engine may still name a backend for the draft model.
@@ -112,6 +165,6 @@ def test_undo_restores_what_was_there_in_reverse():
     ],
 )
 def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
-    reason = patch.runner_needed("flashinfer_trtllm", "flashinfer_trtllm_routed")(SimpleNamespace(**server))
+    reason = runners.unneeded_without(*runners.TRTLLM)(SimpleNamespace(**server))
     assert (reason is None) == needed
     assert needed or "triton" in reason

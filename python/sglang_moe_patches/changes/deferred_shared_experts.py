@@ -9,11 +9,14 @@ How
     returns a promise. The engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place
     where the engine adds it: after the routed experts and their scaling, before the all-reduce.
 
+    Releases 0.5.12 and 0.5.12.post1 defer by themselves, for runners that are not in place, and take every runner for
+    one that is: there the TRT-LLM runners are marked as what they are, and the rest is the engine's.
+
 Upstream
-    sgl-project/sglang#25279, in releases from 0.5.12.
+    sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13.
 
 Remove when
-    0.5.11 is no longer supported.
+    0.5.12.post1 is no longer supported.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Change, Outcome, Patcher, Status
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.patch import Change, Patcher, Plan
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -109,49 +112,43 @@ def _make_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _probe() -> Outcome:
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
-
-    if not hasattr(DeepseekV2MoE, "forward_normal"):
-        return Outcome(Status.UNSUPPORTED, "DeepseekV2MoE has no forward_normal")
-    if engine.mentions(DeepseekV2MoE.forward_normal, "defer_shared") or engine.mentions(
-        DeepseekV2MoE.__init__, "defer_shared"
-    ):
-        return Outcome(Status.NATIVE)
-    for reason in (
-        engine.missing_parameters(DeepseekV2MoE.forward_normal, ["self", "hidden_states"]),
-        engine.missing_parameters(DeepseekV2MoE._forward_shared_experts, ["self", "hidden_states"]),
-        None
-        if "final_hidden_states += shared_output" in engine.source(DeepseekV2MoE.forward_normal)
-        else "forward_normal does not add the shared experts' output in place",
-        *(
-            None if engine.mentions(DeepseekV2MoE.__init__, name) else f"DeepseekV2MoE does not set {name}"
-            for name in ("_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts")
-        ),
-    ):
-        if reason is not None:
-            return Outcome(Status.UNSUPPORTED, reason)
-    return Outcome(Status.APPLIED)
-
-
-def _install(patcher: Patcher) -> None:
+def _plan() -> Plan:
     import torch
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
-    patcher.wrap(
-        DeepseekV2MoE, "forward_normal", lambda original: _make_forward_normal(original, torch.compiler.is_compiling)
+    deepseek = engine.module("sglang.srt.models.deepseek_v2")
+    fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    moe = engine.own(deepseek, "DeepseekV2MoE")
+    init = engine.own(moe, "__init__")
+    forward = engine.own(moe, "forward_normal")
+    if engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared"):
+        experts = runners.look_at_inplace(fused_moe)
+        if engine.sets(engine.own(experts, "__init__"), "inplace"):
+            return Plan.native()
+        return Plan.hardened(
+            functools.partial(runners.clear_inplace, experts), "the engine defers, and takes every runner for in place"
+        )
+    shared = engine.own(moe, "_forward_shared_experts")
+    engine.require_parameters(forward, ["self", "hidden_states"])
+    engine.require_parameters(shared, ["self", "hidden_states"])
+    engine.require(
+        "final_hidden_states += shared_output" in engine.source(forward),
+        "forward_normal does not add the shared experts' output in place",
     )
-    patcher.wrap(
-        DeepseekV2MoE,
-        "_forward_shared_experts",
-        lambda original: _make_forward_shared_experts(original, torch.compiler.is_compiling),
-    )
-    patcher.wrap(DeepseekV2MoE, "__init__", _make_init)
+    engine.require_mentions(init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts")
+    is_compiling = torch.compiler.is_compiling
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(moe, "forward_normal", lambda original: _make_forward_normal(original, is_compiling))
+        patcher.wrap(
+            moe, "_forward_shared_experts", lambda original: _make_forward_shared_experts(original, is_compiling)
+        )
+        patcher.wrap(moe, "__init__", _make_init)
+
+    return Plan.applied(install)
 
 
 CHANGE = Change(
     name="deferred-shared-experts",
     summary="the shared experts run after the routed ones when those leave their input alone",
-    probe=_probe,
-    install=_install,
+    plan=_plan,
 )

@@ -35,14 +35,12 @@ Remove when
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import sys
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import engine
-from sglang_moe_patches.patch import TRTLLM_RUNNERS, Change, Outcome, Patcher, Status, runner_needed
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.patch import Change, Install, Patcher, Plan
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -68,69 +66,9 @@ _SWIZZLE = "swizzle_blockscale"
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
-def _mentions(function: Any, *names: str) -> bool:
-    """Whether a Python function's own code refers to all of these globals, attributes and modules.
-
-    Its compiled code is asked and not its source, in which an imported module is no name.
-    """
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and set(names) <= set(code.co_names)
-
-
-def unsupported_reason() -> str | None:
-    """Why this change cannot be applied to the installed engine (whose modules it imports), or ``None`` if it can."""
-    try:
-        utils, modelopt, runner = (importlib.import_module(name) for name in (_UTILS, _MODELOPT, _RUNNER))
-    except ImportError as error:
-        return f"cannot import {error.name or 'the engine'}: {error}"
-    try:
-        from flashinfer.fused_moe import core
-    except ImportError as error:
-        return f"FlashInfer's row index helpers cannot be imported: {error}"
-
-    helpers: tuple[tuple[str, frozenset[str]], ...] = (
-        ("_maybe_get_cached_w3_w1_permute_indices", frozenset({"num_elts_per_sf", "is_gated_act_gemm"})),
-        ("get_w2_permute_indices_with_cache", frozenset({"num_elts_per_sf"})),
-    )
-    for helper, keywords in helpers:
-        function = getattr(core, helper, None)
-        if function is None or not keywords <= set(engine.parameters(function)):
-            return f"flashinfer.fused_moe.core.{helper} is missing or takes other arguments"
-
-    function = getattr(utils, _FUNCTION, None)
-    if function is None:
-        return f"{_UTILS} has no {_FUNCTION}"
-    if engine.parameters(function) != list(_FUNCTION_PARAMETERS):
-        return f"{_FUNCTION} takes ({', '.join(engine.parameters(function))})"
-
-    align = getattr(runner, "align_fp4_moe_weights_for_flashinfer_trtllm", None)
-    if align is None:
-        return f"{_RUNNER} has no align_fp4_moe_weights_for_flashinfer_trtllm"
-    if hasattr(runner, _FUNCTION) or not _mentions(align, _UTILS, _FUNCTION):
-        return f"align_fp4_moe_weights_for_flashinfer_trtllm no longer looks {_FUNCTION} up in {_UTILS} when called"
-    if not _mentions(align, "copy_or_rebind_param"):
-        return "align_fp4_moe_weights_for_flashinfer_trtllm no longer writes its results back into the parameters"
-
-    method = getattr(modelopt, _METHOD, None)
-    create_weights = getattr(method, "create_weights", None)
-    if create_weights is None or engine.parameters(create_weights)[:2] != ["self", "layer"]:
-        return f"{_METHOD}.create_weights is missing or takes other arguments"
-    if _makes_no_placeholders_for_trtllm(create_weights):
-        return None
-    if getattr(modelopt, _SWIZZLE, None) is None or not _mentions(create_weights, _SWIZZLE):
-        return f"{_METHOD}.create_weights no longer makes its placeholders with {_SWIZZLE}"
-    if engine.parameters(getattr(modelopt, _SWIZZLE)) != ["scale"]:
-        return f"{_SWIZZLE} takes ({', '.join(engine.parameters(getattr(modelopt, _SWIZZLE)))})"
-    process = getattr(method, "process_weights_after_loading", None)
-    for name in ("enable_flashinfer_trtllm_moe", "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"):
-        if not _mentions(process, name):
-            return f"{_METHOD}.process_weights_after_loading no longer decides by {name}"
-    return None
-
-
 def _makes_no_placeholders_for_trtllm(create_weights: Any) -> bool:
     """Whether the engine itself leaves the swizzled block scales out for TRT-LLM."""
-    return _mentions(create_weights, "enable_flashinfer_trtllm_moe")
+    return engine.mentions(create_weights, "enable_flashinfer_trtllm_moe")
 
 
 def trtllm_replaces_swizzled_scales(
@@ -148,35 +86,27 @@ def trtllm_replaces_swizzled_scales(
     )
 
 
-def _patch_shuffle(utils: Any, patcher: Patcher) -> None:
+def _make_prepare(engine_function: Any) -> Any:
     from sglang_moe_patches.kernels import nvfp4_shuffle
-
-    engine_function = getattr(utils, _FUNCTION)
 
     @functools.wraps(engine_function)
     def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> nvfp4_shuffle.Shuffled:
         return nvfp4_shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, engine_function=engine_function, **kwargs)
 
-    patcher.replace(utils, _FUNCTION, prepare_static_weights_for_trtllm_fp4_moe)
-    # Importing `utils` runs the quantization package, which imports the function by name before we get here.
-    by_name = sys.modules.get(_COMPRESSED_TENSORS)
-    if by_name is not None and getattr(by_name, _FUNCTION, None) is engine_function:
-        patcher.replace(by_name, _FUNCTION, prepare_static_weights_for_trtllm_fp4_moe)
+    return prepare_static_weights_for_trtllm_fp4_moe
 
 
-def _patch_placeholders(modelopt: Any, patcher: Patcher) -> None:
-    engine_swizzle = getattr(modelopt, _SWIZZLE)
-    method = getattr(modelopt, _METHOD)
-    engine_create_weights = method.create_weights
-    if _makes_no_placeholders_for_trtllm(engine_create_weights):
-        return
-
+def _make_swizzle(engine_swizzle: Any) -> Any:
     @functools.wraps(engine_swizzle)
     def swizzle_blockscale(scale: Any) -> Any:
         if _no_swizzled_scales.get():
             return scale.detach().new_zeros((scale.shape[0], 1, 1))
         return engine_swizzle(scale)
 
+    return swizzle_blockscale
+
+
+def _make_create_weights(engine_create_weights: Any, modelopt: Any) -> Any:
     @functools.wraps(engine_create_weights)
     def create_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _no_swizzled_scales.set(
@@ -191,24 +121,82 @@ def _patch_placeholders(modelopt: Any, patcher: Patcher) -> None:
         finally:
             _no_swizzled_scales.reset(token)
 
-    patcher.replace(modelopt, _SWIZZLE, swizzle_blockscale)
-    patcher.replace(method, "create_weights", create_weights)
+    return create_weights
 
 
-def _probe() -> Outcome:
-    reason = unsupported_reason()
-    return Outcome(Status.APPLIED) if reason is None else Outcome(Status.UNSUPPORTED, reason)
+# --- The change ------------------------------------------------------------------------------------------------------
 
 
-def _install(patcher: Patcher) -> None:
-    _patch_shuffle(importlib.import_module(_UTILS), patcher)
-    _patch_placeholders(importlib.import_module(_MODELOPT), patcher)
+def _look_at_shuffle() -> Install:
+    """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
+    utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
+    core = engine.module("flashinfer.fused_moe.core")
+    for helper, keywords in (
+        ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
+        ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
+    ):
+        found = engine.own(core, helper, "flashinfer")
+        engine.require(keywords <= set(engine.parameters(found)), f"flashinfer's {helper} takes other arguments")
+    engine.require_parameters(engine.own(utils, _FUNCTION), _FUNCTION_PARAMETERS, exactly=True)
+
+    align = engine.own(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
+    engine.require(
+        not hasattr(runner, _FUNCTION) and engine.mentions(align, _UTILS, _FUNCTION),
+        f"align_fp4_moe_weights_for_flashinfer_trtllm no longer looks {_FUNCTION} up in {_UTILS} when called",
+    )
+    engine.require(
+        engine.mentions(align, "copy_or_rebind_param"),
+        "align_fp4_moe_weights_for_flashinfer_trtllm no longer writes its results back into the parameters",
+    )
+
+    def install(patcher: Patcher) -> None:
+        engine_function = getattr(utils, _FUNCTION)
+        patcher.wrap(utils, _FUNCTION, _make_prepare)
+        # Importing `utils` runs the quantization package, which imports the function by name before we get here.
+        by_name = sys.modules.get(_COMPRESSED_TENSORS)
+        if by_name is not None and getattr(by_name, _FUNCTION, None) is engine_function:
+            patcher.replace(by_name, _FUNCTION, getattr(utils, _FUNCTION))
+
+    return install
+
+
+def _look_at_placeholders() -> Install:
+    """:raises engine.Unsupported: where the swizzled block scales are made, or whether they are read, is not known."""
+    modelopt = engine.module(_MODELOPT)
+    method = engine.own(modelopt, _METHOD)
+    create_weights = engine.own(method, "create_weights")
+    engine.require_parameters(create_weights, ["self", "layer"])
+    if _makes_no_placeholders_for_trtllm(create_weights):
+        return lambda patcher: None
+    engine.require_parameters(engine.own(modelopt, _SWIZZLE), ["scale"], exactly=True)
+    engine.require_mentions(create_weights, _SWIZZLE)
+    engine.require_mentions(
+        engine.own(method, "process_weights_after_loading"),
+        *("enable_flashinfer_trtllm_moe", "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"),
+    )
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(modelopt, _SWIZZLE, _make_swizzle)
+        patcher.wrap(method, "create_weights", lambda original: _make_create_weights(original, modelopt))
+
+    return install
+
+
+def _plan() -> Plan:
+    if absent := runners.without_flashinfer():
+        return absent
+    shuffle, placeholders = _look_at_shuffle(), _look_at_placeholders()
+
+    def install(patcher: Patcher) -> None:
+        shuffle(patcher)
+        placeholders(patcher)
+
+    return Plan.applied(install)
 
 
 CHANGE = Change(
     name="nvfp4-weights",
     summary="NVFP4 expert weights are shuffled in place, without a second copy of the layer",
-    probe=_probe,
-    install=_install,
-    needed=runner_needed(*TRTLLM_RUNNERS),
+    plan=_plan,
+    unneeded=runners.unneeded_without(*runners.TRTLLM),
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sglang_moe_patches.patch import Outcome
+from sglang_moe_patches.patch import Plan
 from sglang_moe_patches.regression.history import Recorder
 
 VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
@@ -144,12 +144,12 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def install(folder: str, outcomes: Mapping[str, Outcome]) -> None:
+def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
     import flashinfer.fused_moe
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    observer = Observer(folder, [(name, str(o.status), o.reason) for name, o in outcomes.items()])
+    observer = Observer(folder, [(name, str(o.status), o.reason) for name, o in plans.items()])
 
     def observed_kernel(kernel: Any) -> Any:
         @functools.wraps(kernel)

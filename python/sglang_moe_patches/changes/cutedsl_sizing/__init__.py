@@ -1,0 +1,46 @@
+"""cutedsl-sizing: CuteDSL buffers that fit every forward, and are allocated once instead of once per layer.
+
+Why
+    With ``--moe-runner-backend flashinfer_cutedsl`` every MoE layer owns a FlashInfer ``CuteDslMoEWrapper`` whose
+    buffers are sized by a guess (``chunked_prefill_size``, ``cuda_graph_max_bs``). A larger forward ends the server:
+    ``ValueError: num_tokens (4073) exceeds max_num_tokens (2048)``. Sized for the worst forward, and paid once per
+    layer, they cost 17.2 GB in Kimi-K2.5 at TP=4.
+
+How
+    The number of tokens is the largest that the engine's scheduler can bring (:func:`max_forward_tokens`). Layers of
+    the same configuration share one wrapper: it holds no weights, and layers run one after another. Its output does
+    not go into its own buffer, which the next layer would overwrite, but into the buffer that output-buffer offers, or
+    a fresh tensor. A forward that is larger all the same runs in slices. The engine's ``ensure_cutedsl_wrapper`` does
+    the work: for its duration, the class it constructs is replaced.
+
+Upstream
+    The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case and paid in every layer.
+    FlashInfer 0.6.14, which releases from 0.5.16 bring, keeps no buffers and refuses no forward.
+
+Remove when
+    0.5.15.post1 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from sglang_moe_patches import runners
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
+from sglang_moe_patches.patch import Change, Plan
+
+
+def _plan() -> Plan:
+    from sglang_moe_patches.changes.cutedsl_sizing import wrapper
+
+    if absent := runners.without_flashinfer():
+        return absent
+    return wrapper.plan()
+
+
+CHANGE = Change(
+    name="cutedsl-sizing",
+    summary="CuteDSL buffers that fit every forward, allocated once for all layers",
+    plan=_plan,
+    unneeded=runners.unneeded_without(runners.CUTEDSL),
+    variables=(BUDGET,),
+    launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
+)

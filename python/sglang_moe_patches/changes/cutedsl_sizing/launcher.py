@@ -1,0 +1,178 @@
+"""What the server's arguments, and later the scheduler's pools, say; extended and checked in the launcher, too."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
+    ForwardLimits,
+    max_forward_tokens,
+    other_tokens_per_request,
+)
+from sglang_moe_patches.patch import Patcher, Variable
+
+METHOD = "cutedsl_moe_max_num_tokens"
+_DEFAULT_BUDGET = 1024
+
+
+def _tokens(text: str) -> int:
+    # As the engine reads it: what is no number counts as unset.
+    try:
+        return int(text)
+    except ValueError:
+        return _DEFAULT_BUDGET
+
+
+BUDGET = Variable(
+    "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+    "tokens per rank that FlashInfer's all-to-all dispatcher takes",
+    _tokens,
+    default=str(_DEFAULT_BUDGET),
+)
+
+
+def budget_error(required: int, budget: int, ep_size: int) -> str | None:
+    """Why the all-to-all dispatcher cannot take the largest forward, with the line that mends it; else ``None``.
+
+    :param required: tokens of the largest forward of one rank.
+    :param budget: ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``.
+    """
+    if budget * ep_size >= required:
+        return None
+    return (
+        f"{BUDGET.name}={budget} times ep_size={ep_size} is a budget of {budget * ep_size} tokens, and one forward "
+        f"can bring {required}. Set it before the start:\n"
+        f"export {BUDGET.name}={-(-required // ep_size)}\n"
+        "or lower --max-prefill-tokens, --cuda-graph-max-bs or --max-running-requests."
+    )
+
+
+@dataclass
+class Pools:
+    """What a process's model runners decided at start-up; 0 before they did."""
+
+    requests: int = 0
+    cache_tokens: int = 0
+    request_tokens: int = 0
+
+
+def limits_of(server_args: Any, pools: Pools) -> ForwardLimits:
+    """The limits of one data-parallel rank of a server with these (resolved) arguments and pools."""
+    speculative = bool(server_args.speculative_algorithm)
+    chunk = server_args.chunked_prefill_size
+    chunked = chunk is None or chunk > 0
+    graph_requests, piecewise_tokens = _graph_limits(server_args)
+    ranks = server_args.dp_size if server_args.enable_dp_attention else 1
+    return ForwardLimits(
+        max_prefill_tokens=server_args.max_prefill_tokens,
+        graph_requests=graph_requests,
+        piecewise_tokens=piecewise_tokens,
+        draft_tokens=(server_args.speculative_num_draft_tokens or 1) if speculative else 1,
+        chunk_tokens=(chunk or 0) if chunked else None,
+        request_tokens=0 if chunked else pools.request_tokens or server_args.get_model_config().context_len,
+        unchecked_requests=bool(server_args.disable_radix_cache),
+        requests=pools.requests or (server_args.max_running_requests or 0) // ranks,
+        other_tokens_per_request=_other_tokens_per_request(server_args) if speculative else 1,
+        cache_tokens=pools.cache_tokens,
+        probes_chunk=bool(getattr(server_args, "enable_dynamic_chunking", False)) and server_args.pp_size > 1,
+        padding=_padding(server_args),
+    )
+
+
+def _graph_limits(server_args: Any) -> tuple[int, int]:
+    """The most requests of a captured decode, and the most tokens of a captured prefill."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None:  # releases from 0.5.14
+        # The engine's own number leaves out prefill graphs other than piecewise ones. They are captured all the same.
+        captured = config.prefill.backend != "disabled"
+        return config.decode.max_bs or 0, (config.prefill.max_bs or 0) if captured else 0
+    piecewise = 0 if server_args.disable_piecewise_cuda_graph else server_args.piecewise_cuda_graph_max_tokens
+    return server_args.cuda_graph_max_bs or 0, piecewise or 0
+
+
+def _adaptive_steps(initial: int, path: str | None) -> int:
+    from sglang.srt.speculative import adaptive_spec_params as adaptive
+
+    if hasattr(adaptive, "resolve_candidate_steps_from_config"):  # releases from 0.5.13
+        return max(adaptive.resolve_candidate_steps_from_config(path))
+    return adaptive.AdaptiveSpeculativeParams(initial, adaptive.load_adaptive_config(path)).max_steps
+
+
+def _other_tokens_per_request(server_args: Any) -> int:
+    steps = server_args.speculative_num_steps or 0
+    if server_args.speculative_adaptive:
+        steps = max(steps, _adaptive_steps(steps, server_args.speculative_adaptive_config))
+    return other_tokens_per_request(
+        server_args.speculative_eagle_topk or 1, steps, multi_layer=bool(server_args.enable_multi_layer_eagle)
+    )
+
+
+def _padding(server_args: Any) -> int:
+    if server_args.enable_dp_attention:
+        return server_args.tp_size // server_args.dp_size
+    scattered = server_args.moe_dense_tp_size == 1 or server_args.enable_attn_tp_input_scattered
+    return server_args.tp_size if scattered or server_args.moe_a2a_backend != "none" else 1
+
+
+def _cutedsl_moe_max_num_tokens(self: Any) -> int:
+    """The largest number of tokens that one forward can bring on one data-parallel rank, from the configuration alone.
+
+    Where the engine has yet to choose (``max_running_requests`` unset), the terms that depend on it are left out; the
+    buffers are sized when it has.
+    """
+    return max_forward_tokens(limits_of(self, Pools()))
+
+
+def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse an all-to-all budget that the largest forward does not fit into.
+
+    :raises ValueError: with the ``export`` line that mends it.
+    """
+    if (
+        server_args.moe_runner_backend != runners.CUTEDSL
+        or server_args.moe_a2a_backend != "flashinfer"
+        or server_args.disaggregation_mode == "decode"
+    ):
+        return
+    if error := budget_error(server_args.cutedsl_moe_max_num_tokens(), BUDGET.read(environ), server_args.ep_size):
+        raise ValueError(error)
+
+
+def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
+    """Give ``ServerArgs`` the method and the start-up check, unless the engine has them.
+
+    Where it has, both keep the engine's own number: other things are sized by it, and a dispatcher's budget that the
+    engine accepts is not refused here. The wrapper's buffers are sized by ours.
+
+    Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
+    """
+    if hasattr(server_args_class, METHOD) or sized_by_the_engine(server_args_class):
+        return
+    patcher.add(server_args_class, METHOD, _cutedsl_moe_max_num_tokens)
+
+    def make_check(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            check_budget(self)
+
+        return check_server_args
+
+    patcher.wrap(server_args_class, "check_server_args", make_check)
+
+
+def sized_by_the_engine(server_args_class: Any) -> bool:
+    # Later releases moved the method into a module of their own, which earlier ones do not have.
+    own = vars(server_args_class).get(METHOD)
+    return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")
+
+
+def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
+    """Extend ``ServerArgs`` as soon as the engine has imported it."""
+    extend_server_args(module.ServerArgs, patcher)

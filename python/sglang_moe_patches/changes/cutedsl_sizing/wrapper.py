@@ -1,0 +1,253 @@
+"""One CuteDSL wrapper for all layers of a configuration: how it is made, and what stands in for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from sglang_moe_patches import engine, handoff
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
+    Pools,
+    extend_server_args,
+    limits_of,
+    sized_by_the_engine,
+)
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
+from sglang_moe_patches.patch import Patcher, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKEN_ARGUMENTS = ("x", "x_sf", "token_selected_experts", "token_final_scales", "per_token_scale")
+
+#: Where ``get_is_capture_mode`` is: the first of these modules that the engine has.
+_CAPTURE_MODULES = (
+    "sglang.srt.model_executor.runner_utils.capture_mode",
+    "sglang.srt.model_executor.cuda_graph_runner",
+)
+
+logger = logging.getLogger("sglang.srt.moe_patches")
+
+
+class SharedMoE:
+    """Stands in for a layer's ``CuteDslMoEWrapper``; where layers may share, all of a configuration hold the same one.
+
+    :param wrapper: FlashInfer's, with its buffers for CUDA graphs.
+    :param ranks: data-parallel ranks whose tokens come together in one run; for the message alone.
+    :param is_capturing: whether the engine captures CUDA graphs now, the warm-up runs before each capture included.
+    """
+
+    def __init__(self, wrapper: Any, ranks: int, is_capturing: Callable[[], bool]) -> None:
+        self._wrapper = wrapper
+        self._ranks = ranks
+        self._is_capturing = is_capturing
+        self._warned = False
+        # The output goes into the caller's memory: four fifths of the buffers are never needed.
+        wrapper._moe_output = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def run(self, **arguments: Any) -> torch.Tensor:
+        """FlashInfer's ``run``, with keyword arguments as the engine passes them.
+
+        :returns: [tokens, hidden], in the offered output buffer or a tensor of its own.
+        :raises ValueError: more tokens than the buffers hold while CUDA graphs are captured.
+        """
+        wrapper = self._wrapper
+        ids = arguments["token_selected_experts"]
+        tokens = ids.shape[0]
+        output = _output((tokens, wrapper.hidden_size), wrapper.output_dtype, ids.device)
+        if tokens <= wrapper.max_num_tokens:
+            return self._run_into(output, arguments)
+        self._tell(tokens)
+        by_token = {name: arguments[name] for name in _TOKEN_ARGUMENTS if arguments.get(name) is not None}
+        for rows in slices(tokens, wrapper.max_num_tokens):
+            self._run_into(output[rows], {**arguments, **{name: value[rows] for name, value in by_token.items()}})
+        return output
+
+    def _run_into(self, output: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        # `run` has no parameter for its output; with buffers, it takes the first rows of this attribute.
+        self._wrapper._moe_output = output
+        try:
+            self._wrapper.run(**arguments)
+        finally:
+            self._wrapper._moe_output = None
+        return output
+
+    def _tell(self, tokens: int) -> None:
+        size = self._wrapper.max_num_tokens
+        flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
+        if self._is_capturing():
+            raise ValueError(
+                f"CuteDSL: a CUDA graph of {tokens} tokens does not fit buffers for {size}; raise {flag} or lower "
+                "--cuda-graph-max-bs"
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                f"CuteDSL: a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower "
+                f"but with the same result. Start with {flag} to avoid that."
+            )
+
+
+def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    import torch
+
+    buffer = None if torch.compiler.is_compiling() else handoff.take(shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device) if buffer is None else buffer
+
+
+_seen = Pools()
+_shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
+
+
+def _make_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def ensure_cutedsl_wrapper(layer: Any) -> None:
+        if getattr(layer, "_cutedsl_wrapper", None) is not None:
+            return
+        real = flashinfer.CuteDslMoEWrapper
+        flashinfer.CuteDslMoEWrapper = functools.partial(_construct, real, layer, is_capturing)
+        try:
+            original(layer)
+        finally:
+            flashinfer.CuteDslMoEWrapper = real
+
+    return ensure_cutedsl_wrapper
+
+
+def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
+    server_args = get_global_server_args()
+    dispatcher = getattr(layer, "dispatcher", None)
+    # Without data-parallel attention, data-parallel replicas never see each other's tokens.
+    ranks = server_args.dp_size if server_args.enable_dp_attention else 1
+    arguments["max_num_tokens"] = wrapper_tokens(
+        max_forward_tokens(limits_of(server_args, _seen)),
+        ranks,
+        getattr(dispatcher, "max_num_tokens", None),
+        getattr(dispatcher, "ep_size", 1),
+    )
+    key = tuple(sorted(arguments.items()))
+    may = _shares(server_args)
+    if may and key in _shared:
+        return _shared[key]
+    wrapper = real(**arguments)
+    if not wrapper.use_cuda_graph:
+        return wrapper  # FlashInfer holds no buffers then, and has no limit
+    shared = SharedMoE(wrapper, ranks, is_capturing)
+    if may:
+        logger.info(f"CuteDSL: one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers")
+        _shared[key] = shared
+    return shared
+
+
+def _shares(server_args: Any) -> bool:
+    return may_share(
+        two_batch_overlap=bool(server_args.enable_two_batch_overlap),
+        prefill_decode_multiplexing=bool(getattr(server_args, "enable_pdmux", False)),
+    )
+
+
+def _make_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _seen.requests = max(_seen.requests, self.req_to_token_pool.size)
+        if not getattr(self.server_args, "prefill_only_disable_kv_cache", False):
+            _seen.cache_tokens = max(_seen.cache_tokens, self.max_total_num_tokens)
+        _seen.request_tokens = max(_seen.request_tokens, self.model_config.context_len)
+
+    return init_memory_pool
+
+
+def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # The shared experts still read the MoE input after the routed ones have written their output.
+        handoff.withdraw_if_shared(dispatch_output.hidden_states)
+        return original(self, layer, dispatch_output, *args, **kwargs)
+
+    return apply
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
+
+
+_ARGUMENTS = (
+    "max_prefill_tokens",
+    "chunked_prefill_size",
+    "disable_radix_cache",
+    "max_running_requests",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_adaptive",
+    "speculative_adaptive_config",
+    "enable_multi_layer_eagle",
+    "enable_dp_attention",
+    "enable_two_batch_overlap",
+    "enable_attn_tp_input_scattered",
+    "moe_dense_tp_size",
+    "moe_a2a_backend",
+)
+_GRAPH_ARGUMENTS = ("cuda_graph_max_bs", "disable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens")
+
+
+def keeps_buffers(wrapper_class: Any) -> bool:
+    """Whether FlashInfer's wrapper holds buffers for a number of tokens, and refuses a forward of more."""
+    return any(engine.mentions(wrapper_class.run, name) for name in ("_moe_output", "max_num_tokens"))
+
+
+def plan() -> Plan:
+    """:raises engine.Unsupported: the engine is not what this expects."""
+    modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
+    server_args = engine.own(engine.module("sglang.srt.server_args"), "ServerArgs")
+    flashinfer = engine.module("flashinfer")
+    if not hasattr(flashinfer, "CuteDslMoEWrapper"):
+        return Plan.not_needed("this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
+    run = engine.own(engine.own(flashinfer, "CuteDslMoEWrapper", "flashinfer"), "run", "flashinfer")
+    if not keeps_buffers(flashinfer.CuteDslMoEWrapper):
+        return Plan.native("this FlashInfer's wrapper keeps no buffers and refuses no forward")
+
+    runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
+    ensure = engine.own(runner, "ensure_cutedsl_wrapper")
+    engine.require_parameters(ensure, ["layer"])
+    constructions = engine.calls(ensure, "CuteDslMoEWrapper")
+    keywords = {k.arg for call in constructions for k in call.keywords}
+    engine.require(
+        len(constructions) == 1 and {"use_cuda_graph", "max_num_tokens"} <= keywords,
+        "ensure_cutedsl_wrapper does not construct one CuteDslMoEWrapper with use_cuda_graph and max_num_tokens",
+    )
+    engine.require_mentions(ensure, "_cutedsl_wrapper")
+    engine.require_mentions(run, "_moe_output")
+    method = engine.own(modelopt, "ModelOptNvFp4FusedMoEMethod")
+    engine.require_parameters(engine.own(method, "apply"), ["self", "layer", "dispatch_output"])
+    model_runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    engine.own(model_runner, "init_memory_pool")
+    capture = engine.module(*_CAPTURE_MODULES)
+    engine.get(capture, "get_is_capture_mode")
+    engine.own(server_args, "check_server_args")
+    fields = getattr(server_args, "__dataclass_fields__", {})
+    for name in (*_ARGUMENTS, *(() if "cuda_graph_config" in fields else _GRAPH_ARGUMENTS)):
+        engine.require(name in fields, f"ServerArgs has no {name}")
+
+    def install(patcher: Patcher) -> None:
+        extend_server_args(server_args, patcher)
+        patcher.wrap(
+            runner,
+            "ensure_cutedsl_wrapper",
+            lambda original: _make_ensure(original, flashinfer, lambda: capture.get_is_capture_mode()),
+        )
+        patcher.wrap(method, "apply", _make_apply)
+        patcher.wrap(model_runner, "init_memory_pool", _make_init_memory_pool)
+
+    if sized_by_the_engine(server_args):
+        return Plan.hardened(install, "the engine's own number of tokens is not the worst case, and is paid per layer")
+    return Plan.applied(install)

@@ -1,0 +1,158 @@
+"""How many rows of MoRI's receive buffer can hold tokens, and where to cut it: pure functions of plain values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one expert-parallel group share the attention; the same for every forward.
+
+    ``ranks`` is the expert-parallel size. ``attn_tp`` (attention tensor parallelism) times ``attn_cp`` (attention
+    context parallelism) ranks work on the tokens of one data-parallel rank. ``dp_rank`` is this rank's.
+    """
+
+    ranks: int
+    attn_tp: int = 1
+    attn_cp: int = 1
+    dp_rank: int = 0
+
+    @property
+    def dp_ranks(self) -> int:
+        """Data-parallel ranks; 0 where the sizes do not divide, so that nothing can be said.
+
+        Computed, not asked for: the engine reports a data-parallel size of 1 while some draft models run.
+        """
+        groups, rest = divmod(self.ranks, self.attn_tp * self.attn_cp)
+        return 0 if rest else groups
+
+
+def rows_per_dp_rank(
+    counts: Sequence[int] | None,
+    local_rows: int | None,
+    global_rows: int | None,
+    dp_ranks: int,
+    *,
+    two_batch_overlap: bool = False,
+) -> tuple[int, ...] | None:
+    """The most rows that each data-parallel rank brings into this forward, or ``None`` where the CPU does not know.
+
+    :param counts: ``dp_attention``'s ``global_num_tokens``: one padded count for each data-parallel rank, in both of
+        the engine's padding modes (``MAX_LEN``: all alike; ``SUM_LEN``: each its own, 0 for an idle rank). It holds
+        this rank's count alone where the engine gathers nothing between data-parallel ranks (``--moe-dense-tp-size 1``
+        with ``--enable-dp-lm-head``), which says nothing about the others.
+    :param local_rows: ``dp_attention``'s local buffer length: this rank's padded rows.
+    :param global_rows: ``dp_attention``'s global buffer length.
+    :param two_batch_overlap: a sub-batch may be running, for which the engine gives no counts; where each
+        data-parallel rank splits its own batch, what the others send is not known.
+
+    Without counts the engine is capturing or warming up a graph, or runs a sub-batch. A graph that all data-parallel
+    ranks replay together is the one for the largest count among them, announced as a global length of ``dp_ranks``
+    times the local one: no rank brings more. Where each rank picks a graph for its own batch, the global length is
+    another one, and the others may replay a larger graph.
+    """
+    if counts is not None:
+        return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
+    if local_rows is None or local_rows < 0:
+        return None
+    if dp_ranks == 1:
+        return (local_rows,)
+    if not two_batch_overlap and local_rows > 0 and global_rows == local_rows * dp_ranks:
+        return (local_rows,) * dp_ranks
+    return None
+
+
+def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
+    """The most rows that this rank can receive in one MoRI dispatch, or ``None``: not provable.
+
+    :param sent: rows that this rank has sent (known from a shape).
+    :param counts: the most rows of each data-parallel rank, from :func:`rows_per_dp_rank`; ``None``: unknown.
+    :param buffer_rows: rows of the receive buffer; what it cannot hold cannot arrive.
+
+    MoRI sends a row to a destination rank once, however many of the row's experts live there, so from any source rank
+    arrive at most the rows which that rank sends, and in all at most the sum over the ranks of the group, this one
+    included. (The vendor's own worst-case buffer is that sum for full ranks.) Padding rows are counted: whether they
+    travel depends on how the router marks them.
+
+    What the ranks send, by the layout:
+
+    * *Attention TP.* In front of experts behind a dispatcher the engine scatters a data-parallel rank's ``n`` rows
+      over its attention-TP ranks (``ScatterMode.SCATTERED``), after padding ``n`` to a multiple of them: each sends
+      ``n / attn_tp``, together ``n``. This is not assumed but seen: this rank's ``sent * attn_tp == n``, and all ranks
+      run the same model. If it is not seen (a model that scatters nothing, or an idle rank, 0 of 0), each of them may
+      send all of ``n``: ``attn_tp`` times as many.
+    * *Context parallelism* may split unevenly, or in prefill only: each rank may send all of ``n``.
+    * *More sent than counted*: the counts are not this forward's, and nothing follows from them.
+    * *One data-parallel rank* and no counts: every rank holds the same batch and sends all of it or its share of an
+      even split, in which shares differ by one row at most: at most ``ranks * (sent + 1)``.
+    """
+    if layout.dp_ranks == 0 or sent < 0:
+        return None
+    if counts is None:
+        if layout.dp_ranks > 1 or layout.attn_cp > 1:
+            return None
+        return min(sent if layout.ranks == 1 else layout.ranks * (sent + 1), buffer_rows)
+    if len(counts) != layout.dp_ranks or sent > counts[layout.dp_rank]:
+        return None
+    scattered = (
+        layout.attn_cp == 1
+        and sent * layout.attn_tp == counts[layout.dp_rank] > 0
+        and all(rows % layout.attn_tp == 0 for rows in counts)
+    )
+    senders = 1 if scattered else layout.attn_tp * layout.attn_cp
+    return min(senders * sum(counts), buffer_rows)
+
+
+def rounded(rows: int) -> int:
+    """``rows`` rounded up, by less than 1/16, so that a few sizes serve all batches.
+
+    The step is 1/32 of the next power of two. AITER looks its kernel up by the next power of two (up to 1,024 rows; its
+    ``get_padded_M``), which stays the same. The fewer sizes spare the allocator and per-shape caches.
+    """
+    step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
+    return -(-rows // step) * step
+
+
+class Cut(NamedTuple):
+    rows: int
+    """How many rows of the receive buffer the MoE kernel is given."""
+    assert_needed: bool
+    """More rows than that may arrive: the device has to check."""
+    raised: bool
+    """The user's limit was below what can arrive, and is not followed."""
+
+
+def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
+    """Where to cut the receive buffer.
+
+    :param bound: the most rows that can arrive, from :func:`max_received_rows`, or ``None``.
+    :param limit: the user's, in rows; 0: none.
+    :param buffer_rows: rows of the receive buffer.
+    :param recv_bound: cut to the bound even without a limit.
+    :returns: never more than ``buffer_rows``, and never less than a provable bound. A limit between the bound and the
+        rounded bound is followed. At least one row: kernels are not launched on nothing.
+    """
+    if not (limit or recv_bound):
+        return Cut(buffer_rows, False, False)
+    if bound is None:
+        rows = min(limit or buffer_rows, buffer_rows)
+        return Cut(rows, rows < buffer_rows, False)
+    bound = min(max(bound, 1), buffer_rows)
+    rows = min(rounded(bound), buffer_rows)
+    if limit:
+        rows = max(bound, min(rows, limit))
+    return Cut(rows, False, 0 < limit < bound)
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_for(
+    sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
+) -> tuple[int | None, Cut]:
+    """The bound of :func:`max_received_rows`, and the cut of :func:`decide_rows` that follows from it."""
+    # Cached: all layers of a forward, and most forwards, ask the same question.
+    bound = max_received_rows(sent, counts, layout, buffer_rows)
+    return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

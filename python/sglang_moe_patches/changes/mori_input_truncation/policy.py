@@ -1,0 +1,159 @@
+"""What is decided once, when a layer is built: the user's variables, the server's layout, what can be relied on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
+from sglang_moe_patches.patch import Variable
+
+
+def _rows(text: str) -> int:
+    try:
+        rows = int(text)
+    except ValueError:
+        rows = -1
+    if rows < 0:
+        raise ValueError(f"expected 0 (no limit) or a positive number of rows, got {text!r}")
+    return rows
+
+
+def _switch(text: str) -> bool:
+    # Every spelling that the engine takes for one or the other; what it takes for a mistake, and so for "off", is none.
+    if text.lower() in ("1", "true", "yes", "y"):
+        return True
+    if text.lower() in ("0", "false", "no", "n"):
+        return False
+    raise ValueError(f"expected 0 or 1, got {text!r}")
+
+
+LIMIT = Variable(
+    "SGLANG_MORI_MOE_MAX_INPUT_TOKENS",
+    "rows to which MoRI's receive buffer is cut, raised to what can arrive; 0: no limit",
+    _rows,
+    default="0",
+)
+BOUND = Variable(
+    "SGLANG_MORI_RECV_BOUND", "1: cut MoRI's receive buffer to what can arrive, without a limit", _switch, default="0"
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is decided once, when a layer is built.
+
+    ``unreliable`` says why the counts that the engine announces of other ranks may be wrong on this server, or is
+    ``None``; ``stale`` is whether this rank's own may be, too. ``assertions`` is whether a failed assertion on the
+    device ends the process. ``raise_only`` is whether the engine's own cut is never made smaller, only larger.
+    """
+
+    layout: Layout
+    limit: int
+    recv_bound: bool
+    two_batch_overlap: bool = False
+    unreliable: str | None = None
+    assertions: bool = True
+    stale: bool = False
+    raise_only: bool = False
+
+
+def assertions_end_the_process(hip: str | None, macros: str) -> bool:
+    """Whether a failed device-side assertion ends the process with this build of PyTorch.
+
+    :param hip: ``torch.version.hip``; ``None`` for CUDA, where it always does.
+    :param macros: the text of PyTorch's ``Macros.h`` and ``cmake_macros.h``. ROCm builds used to define the assertion
+        away unless asked to keep it; newer ones abort.
+    """
+    if hip is None:
+        return True
+    if re.search(r"^#define C10_USE_ROCM_KERNEL_ASSERT\b", macros, re.MULTILINE):
+        return True
+    on_rocm = re.search(r"USE_ROCM\)\n#define CUDA_KERNEL_ASSERT\(cond\)((?:.*\\\n)*.*)", macros)
+    return on_rocm is not None and "abort()" in on_rocm.group(1)
+
+
+@functools.cache
+def _assertions_work() -> bool:
+    import torch
+
+    headers = Path(inspect.getfile(torch)).parent / "include"
+    texts = [
+        path.read_text(errors="replace")
+        for path in (
+            headers / "torch/headeronly/macros/Macros.h",
+            headers / "torch/headeronly/macros/cmake_macros.h",
+            headers / "c10/macros/Macros.h",
+            headers / "c10/macros/cmake_macros.h",
+        )
+        if path.is_file()
+    ]
+    return assertions_end_the_process(torch.version.hip, "\n".join(texts))
+
+
+def _read_layout(layer: Any) -> Layout:
+    from sglang.srt.layers import dp_attention
+
+    if hasattr(dp_attention, "get_attention_tp_size"):
+        attn_tp = dp_attention.get_attention_tp_size()
+        attn_cp = dp_attention.get_attention_cp_size()
+        dp_rank = dp_attention.get_attention_dp_rank()
+    else:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        attn_tp, attn_cp, dp_rank = parallel.attn_tp_size, parallel.attn_cp_size, parallel.attn_dp_rank
+    return Layout(ranks=layer.moe_ep_size, attn_tp=attn_tp, attn_cp=attn_cp, dp_rank=dp_rank)
+
+
+def _server_setting(bag: str, name: str) -> Any:
+    """A setting of this server; ``None`` where this release has none of that name.
+
+    :param bag: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    """
+    try:
+        from sglang.srt import runtime_context
+
+        settings = getattr(runtime_context, bag)()
+    except (ImportError, AttributeError):
+        from sglang.srt.server_args import get_global_server_args
+
+        settings = get_global_server_args()
+    return getattr(settings, name, None)
+
+
+def read_policy(layer: Any) -> Policy | None:
+    """The policy of a ``FusedMoE`` layer under construction; ``None`` where no MoRI stands in front of it."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
+
+    backend = get_moe_a2a_backend()
+    if not backend.is_mori():
+        return None
+    # How EPv2 lays out what it received is its own affair: the engine bounds it only where it knows that layout. What
+    # is left to mend there is a limit of the user's that is too small.
+    epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
+    unreliable = None
+    stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    if _server_setting("get_schedule", "enable_dynamic_chunking"):
+        # Its profiling run tells each rank that the others bring nothing, while all of them do.
+        unreliable = "--enable-dynamic-chunking"
+    elif stale:
+        # The engine's own bound does not trust the counts with it: they can be of an earlier forward.
+        unreliable = "--speculative-algorithm DSPARK"
+    elif envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+        unreliable = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+    return Policy(
+        layout=_read_layout(layer),
+        limit=LIMIT.read(),
+        recv_bound=BOUND.read() and not epv2,
+        two_batch_overlap=is_tbo_enabled(),
+        unreliable=unreliable,
+        assertions=_assertions_work(),
+        stale=stale,
+        raise_only=epv2,
+    )
