@@ -114,7 +114,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     `run` returns, must not be what layers share."""
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
-        monkeypatch.setattr(cutedsl_sizing, "_output", lambda shape, dtype, device: own.view(shape))
+        monkeypatch.setattr(wrapper, "_output", lambda shape, dtype, device: own.view(shape))
     with engine.arguments(**large_enough()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
         output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states

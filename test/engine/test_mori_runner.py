@@ -49,7 +49,7 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
 
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(mori, "_said", set())
+    monkeypatch.setattr(seams, "_said", set())
     modules = reference.modules()
     for name in ("aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.moe_common"):
         modules[name] = ModuleType(name)

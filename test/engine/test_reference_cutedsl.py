@@ -14,6 +14,7 @@ from conftest import without_buffer
 from harness import graph_arguments
 from safetensors.torch import load_file, save_file
 from sglang_moe_patches.changes import cutedsl_sizing
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.regression.observe import _held_bytes
 
@@ -60,7 +61,7 @@ def buffers():
     """Whether the wrappers of this release have any."""
     from flashinfer import CuteDslMoEWrapper
 
-    return cutedsl_sizing.keeps_buffers(CuteDslMoEWrapper)
+    return keeps_buffers(CuteDslMoEWrapper)
 
 
 @pytest.fixture
