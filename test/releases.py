@@ -1,0 +1,82 @@
+"""The engine releases of releases.toml, for the tests, and by its command line for the Makefile.
+
+python test/releases.py default | every-time | others | overrides RELEASE
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).parents[1] / "releases.toml"
+
+
+class Releases(NamedTuple):
+    """What releases.toml says."""
+
+    default: str
+    every_time: tuple[str, ...]
+    all: tuple[str, ...]
+    overrides: Mapping[str, tuple[str, ...]]
+
+
+def check(stated: Mapping[str, Any]) -> Releases:
+    """The releases, if they make sense.
+
+    :param stated: the tables of releases.toml.
+    :raises ValueError: one is named twice, or one is not in ``all``.
+    """
+    known = tuple(stated["all"])
+    if twice := {name for name in known if known.count(name) > 1}:
+        raise ValueError(f"releases.toml: twice in all: {', '.join(sorted(twice))}")
+    named = {"default": [stated["default"]], "every_time": stated["every_time"], "overrides": stated["overrides"]}
+    for where, names in named.items():
+        if missing := [name for name in names if name not in known]:
+            raise ValueError(f"releases.toml: in {where}, but not in all: {', '.join(missing)}")
+    if stated["default"] not in stated["every_time"]:
+        raise ValueError("releases.toml: the default is not in every_time")
+    overrides = {name: tuple(requirements) for name, requirements in stated["overrides"].items()}
+    return Releases(stated["default"], tuple(stated["every_time"]), known, overrides)
+
+
+def read(file: Path = FILE) -> Releases:
+    """The releases of a file like releases.toml.
+
+    :raises ValueError: it cannot be read, or what it says makes no sense.
+    """
+    import tomllib
+
+    try:
+        return check(tomllib.loads(file.read_text()))
+    except KeyError as missing:
+        raise ValueError(f"{file.name}: {missing} is not there") from missing
+
+
+def answer(question: str, release: str = "") -> str:
+    """What the Makefile asks.
+
+    :raises ValueError: it is no such question.
+    """
+    answers = {
+        "default": DEFAULT,
+        "every-time": " ".join(EVERY_TIME),
+        "others": " ".join(name for name in EVERY_TIME if name != DEFAULT),
+        "overrides": "\n".join(OVERRIDES.get(release, ())),
+    }
+    if question not in answers:
+        raise ValueError(f"no such question: {question}; known: {', '.join(answers)}")
+    return answers[question]
+
+
+try:
+    DEFAULT, EVERY_TIME, ALL, OVERRIDES = read()
+    if __name__ == "__main__":
+        print(answer(*sys.argv[1:]))
+except (ValueError, ImportError) as problem:
+    if __name__ != "__main__":
+        raise
+    sys.exit(
+        f"make: {problem}" if isinstance(problem, ValueError) else "make: needs Python 3.11 or newer; set PYTHON=..."
+    )

@@ -1,0 +1,58 @@
+"""releases.toml is the one place that states the engine releases."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import releases
+
+ROOT = releases.FILE.parent
+SENSIBLE: dict[str, Any] = {
+    "default": "2",
+    "every_time": ["2", "3"],
+    "all": ["1", "2", "3"],
+    "overrides": {"1": ["x==4"]},
+}
+
+
+def test_what_the_file_says_is_what_the_tests_are_told(tmp_path: Path):
+    file = tmp_path / "releases.toml"
+    file.write_text('default = "2"\nevery_time = ["2", "3"]\nall = ["1", "2", "3"]\n[overrides]\n1 = ["x==4"]\n')
+    assert releases.read(file) == ("2", ("2", "3"), ("1", "2", "3"), {"1": ("x==4",)})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"all": ["1", "2", "3", "2"]}, "twice in all: 2"),
+        ({"default": "4", "every_time": ["4"]}, "in default, but not in all: 4"),
+        ({"every_time": ["2", "4"]}, "in every_time, but not in all: 4"),
+        ({"overrides": {"4": ["x"]}}, "in overrides, but not in all: 4"),
+        ({"default": "1"}, "the default is not in every_time"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], complaint: str):
+    with pytest.raises(ValueError, match=complaint):
+        releases.check(SENSIBLE | change)
+
+
+@pytest.mark.parametrize("text", ['default = "2"', "default ="])
+def test_a_file_that_cannot_be_read_is_refused(text: str, tmp_path: Path):
+    file = tmp_path / "releases.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"releases\.toml: 'all'|Invalid value"):
+        releases.read(file)
+
+
+def test_the_engine_that_pip_brings_is_at_least_the_oldest_supported():
+    """pip cannot read releases.toml, so that one number is stated again."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["engine"] == [f"sglang>={releases.ALL[0]}"]
+
+
+def test_every_release_that_is_tested_every_time_is_frozen():
+    for release in releases.EVERY_TIME:
+        assert (ROOT / "constraints" / f"{release}.txt").exists(), release
