@@ -1,8 +1,6 @@
 # Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
-ENGINE  ?= 0.5.12.post1
-ENGINES ?= 0.5.12.post1 0.5.11 0.5.13 0.5.23
-JOBS    ?= 2
 PYTHON  ?= python3
+JOBS    ?= 2
 BACKEND ?= flashinfer_trtllm_routed
 
 # What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
@@ -11,6 +9,13 @@ DATA      ?= data/tiny_moe/test.jsonl
 QUESTIONS ?= 100
 SHOTS     ?= 1
 TOKENS    ?= 128
+
+# The SGLang release: the default of releases.toml unless ENGINE says otherwise.
+ENGINE ?= $(DEFAULT)
+DEFAULT := $(shell $(PYTHON) test/releases.py default)
+ifeq ($(DEFAULT),)
+  $(error no release to work with; the line above says why)
+endif
 
 VENV  = .venvs/$(ENGINE)
 UV    = .venvs/tools/bin/uv
@@ -21,25 +26,26 @@ BIN   = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test demo accuracy mutations soak constraints compatibility clean
+.PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak \
+  constraints new-release compatibility clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
-	@echo "  ENGINE=$(ENGINE) chooses the SGLang release (see constraints/)."
+	@echo "  ENGINE=$(ENGINE) chooses the SGLang release (see releases.toml)."
 
 $(UV):
 	$(PYTHON) -c 'import sys; sys.exit("make: needs Python 3.11 or newer, found " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venvs/tools
 	.venvs/tools/bin/pip install -q --disable-pip-version-check uv
 
-$(VENV)/.installed: constraints/$(ENGINE).txt pyproject.toml | $(UV)
+# As constraints/$ENGINE.txt froze it; without that file, the newest of everything that the release allows.
+FROZEN = $(wildcard constraints/$(ENGINE).txt)
+$(STAMP): $(FROZEN) releases.toml pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install -q --python $(BIN)/python --constraint constraints/$(ENGINE).txt \
-	  "sglang==$(ENGINE)" -e . --group dev
+	$(PYTHON) test/releases.py overrides $(ENGINE) > $(VENV)/overrides.txt
+	$(UV) pip install -q --python $(BIN)/python $(addprefix --constraint ,$(FROZEN)) --override $(VENV)/overrides.txt \
+	  "sglang==$(ENGINE)" -e '.[regress,model]' --group dev
 	@touch $@
-
-constraints/%.txt:
-	@echo "make: no constraints for engine '$*'; known: $(basename $(notdir $(wildcard constraints/*.txt)))" >&2; exit 2
 
 env: $(STAMP) ## build .venvs/$ENGINE: the engine, this package, and the development tools
 
@@ -50,17 +56,29 @@ types: env ## mypy
 	$(BIN)/mypy
 
 unit: env ## tests that start no engine process
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SELECT) test/unit
 
 engine-tests: env ## tests on the real engine, on the CPU
-	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python -m pytest -q test/engine
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python -m pytest $(SELECT) test/engine
 
-test: lint types ## lint, types and all tests, on every release in ENGINES, JOBS of them at a time
-	@mkdir -p build
-	@printf '%s\n' $(ENGINES) | xargs -P $(JOBS) -I{} sh -c \
-	  'echo "== SGLang {}: started; log: build/test-{}.log"; \
-	  $(MAKE) --no-print-directory unit engine-tests ENGINE={} > build/test-{}.log 2>&1; status=$$?; \
-	  echo "== SGLang {}: its log"; cat build/test-{}.log; exit $$status'
+test: lint types unit engine-tests ## lint, types and all tests, on one release
+
+# $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time; then their logs one by one, so
+# that the last line is the test runner's.
+on-each = mkdir -p build && rm -f build/test-*.log; \
+  printf '%s\n' $(1) | xargs -P $(JOBS) -I{} sh -c 'echo "== SGLang {}: started; log: build/test-{}.log"; \
+    $(MAKE) --no-print-directory --keep-going unit engine-tests ENGINE={} $(2) > build/test-{}.log 2>&1'; status=$$?; \
+  for release in $(1); do echo "== SGLang $$release"; cat build/test-$$release.log; done; exit $$status
+
+test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
+	@$(call on-each,$(shell $(PYTHON) test/releases.py others),SELECT="-m every_release")
+
+test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (an hour or two)
+	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),)
+	$(PYTHON) test/compatibility.py --record build
+
+pages: ## write what the pages generate: from releases.toml, docs/compatibility.json and the changes
+	$(PYTHON) test/pages.py
 
 demo: env ## serve a tiny model that can do arithmetic, stock and patched, and compare them on 100 questions
 	rm -rf demo && mkdir -p demo
@@ -83,9 +101,15 @@ constraints: env ## write constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
 	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > constraints/.new
 	mv constraints/.new constraints/$(ENGINE).txt
+	@touch $(STAMP)
 
-compatibility: env ## install every release in turn and write docs/compatibility.md (half an hour)
-	PATH=$(abspath .venvs/tools/bin):$$PATH $(BIN)/python test/compatibility.py
+new-release: ## install release ENGINE, freeze, ask and test it, write the pages, say what to look at
+	@$(PYTHON) test/releases.py known $(ENGINE) > /dev/null
+	$(MAKE) --no-print-directory constraints ENGINE=$(ENGINE)
+	$(PYTHON) test/compatibility.py $(ENGINE)
+
+compatibility: ## do that with every release in turn, without freezing (half an hour, 10 GB of disk at a time)
+	$(PYTHON) test/compatibility.py
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

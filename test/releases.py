@@ -1,6 +1,6 @@
 """The engine releases of releases.toml, for the tests, and by its command line for the Makefile.
 
-python test/releases.py default | every-time | others | overrides RELEASE
+python test/releases.py default | every-time | others | known RELEASE | overrides RELEASE
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read(file: Path = FILE) -> Releases:
 def answer(question: str, release: str = "") -> str:
     """What the Makefile asks.
 
-    :raises ValueError: it is no such question.
+    :raises ValueError: there is no such question, or no such release.
     """
     answers = {
         "default": DEFAULT,
@@ -65,8 +65,12 @@ def answer(question: str, release: str = "") -> str:
         "others": " ".join(name for name in EVERY_TIME if name != DEFAULT),
         "overrides": "\n".join(OVERRIDES.get(release, ())),
     }
+    if question == "known":
+        if release not in ALL:
+            raise ValueError(f"SGLang {release} is not in `all` of {FILE.name}; add it there first")
+        return release
     if question not in answers:
-        raise ValueError(f"no such question: {question}; known: {', '.join(answers)}")
+        raise ValueError(f"no such question: {question}; ask one of {', '.join(answers)}")
     return answers[question]
 
 

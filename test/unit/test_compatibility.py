@@ -4,31 +4,90 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import compatibility
+import pages
 import pytest
+import releases
 from sglang_moe_patches import engine
 
-FOUND = json.loads(compatibility.FOUND.read_text())
-
-
-def test_the_page_is_made_from_what_was_found():
-    assert compatibility.PAGE.read_text() == compatibility.render(FOUND, compatibility.releases_in_ci())
+FOUND = json.loads(pages.FOUND.read_text())
 
 
 def test_every_release_was_looked_at_and_passed_its_tests():
-    assert list(FOUND) == list(compatibility.RELEASES)
+    assert list(FOUND) == list(releases.ALL)
     for release, facts in FOUND.items():
-        assert "passed" in facts["tests"], release
-        assert "failed" not in facts["tests"], release
+        assert compatibility.passed(facts["tests"]), release
 
 
-def test_the_releases_in_ci_are_in_the_table():
-    assert set(compatibility.releases_in_ci()) <= set(FOUND)
+@pytest.mark.parametrize(
+    ("summary", "passed"),
+    [
+        ("11 passed, 1 skipped, 56 deselected in 12.34s", True),
+        ("=== 1 failed, 10 passed in 12.34s ===", False),
+        ("10 passed, 1 error in 12.34s", False),
+        ("no tests ran in 0.01s", False),
+        ("56 deselected in 0.01s", False),
+    ],
+)
+def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: bool):
+    assert compatibility.passed(compatibility.outcome(summary)) == passed
 
 
+def test_each_line_of_the_table_has_its_test():
+    """A test that was renamed would leave the count without a word."""
+    sources = "".join(path.read_text() for path in Path(compatibility.ROOT / "test/engine").glob("test_*.py"))
+    names = re.findall(r"def (test_\w+)", sources)
+    for words in compatibility.TESTS.split(" or "):
+        assert any(words in name for name in names), words
+
+
+def facts(buffer: tuple[str, str], tests: str) -> dict[str, Any]:
+    return {"torch": "2", "changes": {"output-buffer": list(buffer)}, "tests": tests}
+
+
+def test_what_differs_from_the_release_before_is_pointed_at():
+    found = {
+        "1": facts(("applied", ""), "2 passed"),
+        "2": facts(("applied", ""), "2 passed"),
+        "3": facts(("unsupported", "it is gone"), "1 passed"),
+    }
+    assert compatibility.differences("2", found) == [
+        "SGLang 2, compared with 1:",
+        "    output-buffer: applied (as before)",
+        "    tests: 2 passed (as before)",
+    ]
+    assert compatibility.differences("3", found) == [
+        "SGLang 3, compared with 2:",
+        "  ! output-buffer: unsupported, because it is gone (was applied)",
+        "  ! tests: 1 passed (before: 2 passed)",
+    ]
+    assert compatibility.differences("1", found)[1] == "  ! output-buffer: applied (new)"
+
+
+def test_both_runs_of_a_release_are_recorded(tmp_path: Path):
+    for release in releases.EVERY_TIME:
+        (tmp_path / f"test-{release}.log").write_text(
+            "== 1 in the log ==\n"
+            "====== 5 passed, 1 skipped in 3.21s ======\n"
+            "====== 2 failed, 7 passed in 83.21s (0:01:23) ======\n"
+        )
+    recorded = compatibility.record(tmp_path)
+    assert list(recorded) == sorted(releases.EVERY_TIME, key=releases.ALL.index)
+    assert {run["outcome"] for run in recorded.values()} == {"12 passed · 1 skipped · 2 failed"}
+
+
+def test_a_release_without_a_log_is_not_recorded(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"run `make test-all` first"):
+        compatibility.record(tmp_path)
+
+
+@pytest.mark.every_release
 def test_this_release_is_as_the_table_says():
     release = engine.version()
     if release not in FOUND:
@@ -41,5 +100,6 @@ def test_this_release_is_as_the_table_says():
         text=True,
         check=False,
     )
+    assert done.stdout, done.stderr
     changes = {change["name"]: [change["status"], change["reason"]] for change in json.loads(done.stdout)["changes"]}
     assert changes == FOUND[release]["changes"]

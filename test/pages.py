@@ -1,0 +1,180 @@
+"""Write what README and docs say of the engine releases: from releases.toml, docs/compatibility.json and the changes.
+
+    python test/pages.py            # rewrite the pages
+
+A page holds `<!-- generated:NAME -->...<!-- /generated -->`, within a line (not at its start, where Markdown takes the
+line for HTML) or as a block of its own; what is between the two is replaced. The names:
+
+    oldest, newest, default         a release of releases.toml
+    every-time, all                 releases, in words
+    status:CHANGE                   what a change is where: "applied up to 0.5.12.post1, hardened from 0.5.13"
+    changes                         a table of the changes, what they do, and what they are where
+    statuses                        a line for each release, a column for each change
+    reasons                         the reasons behind it, those of neighbouring releases in one line
+    whole                           when all tests ran on which release, and what came out (`make test-all`)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import releases
+
+ROOT = Path(__file__).parents[1]
+FOUND = ROOT / "docs" / "compatibility.json"
+WHOLE = ROOT / "docs" / "test-all.json"
+MARKED = re.compile(r"(?P<start>[^\n]?)<!-- generated:(?P<name>\S+) -->(?P<old>.*?)<!-- /generated -->", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold something generated."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def words(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def runs(values: dict[str, Any]) -> Iterator[tuple[Any, list[str]]]:
+    """Neighbouring releases with the same value.
+
+    :param values: by release, oldest first.
+    :returns: a value, and the releases that have it, oldest first.
+    """
+    for value, same in groupby(values, key=values.__getitem__):
+        yield value, list(same)
+
+
+def span(names: list[str], every: list[str]) -> str:
+    """Neighbouring releases in words, where ``every`` is all there are."""
+    if names == every:
+        return "on all"
+    if len(names) == 1 and names[0] != every[-1]:
+        return f"on {names[0]}"
+    if names[-1] == every[-1]:
+        return f"from {names[0]}"
+    return f"up to {names[-1]}" if names[0] == every[0] else f"from {names[0]} to {names[-1]}"
+
+
+def status(change: str, found: dict[str, Any]) -> str:
+    """What a change is on which releases, in words."""
+    told = {release: facts["changes"][change][0] for release, facts in found.items()}
+    return ", ".join(f"{said} {span(names, list(found))}" for said, names in runs(told))
+
+
+def changes(found: dict[str, Any]) -> str:
+    """A table with a line for each change."""
+    sys.path.insert(0, str(ROOT / "python"))
+    try:
+        from sglang_moe_patches.changes import CHANGES
+    finally:
+        sys.path.remove(str(ROOT / "python"))
+    lines = ["| change | what it does | on which SGLang |", "| --- | --- | --- |"]
+    for change in CHANGES:
+        lines.append(f"| [{change.name}](docs/{change.name}.md) | {change.summary} | {status(change.name, found)} |")
+    return "\n".join(lines)
+
+
+def statuses(found: dict[str, Any]) -> str:
+    """A table with a line for each release; in bold those that are tested every time."""
+    names = list(next(iter(found.values()))["changes"])
+    lines = ["| SGLang | torch | " + " | ".join(names) + " | tests |", "| --- " * (len(names) + 3) + "|"]
+    for release, facts in found.items():
+        shown = f"**{release}**" if release in releases.EVERY_TIME else release
+        tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" · ")[0]
+        lines.append(f"| {shown} | {facts['torch']} | {' | '.join(facts['changes'][n][0] for n in names)} | {tests} |")
+    return "\n".join(lines)
+
+
+def reasons(found: dict[str, Any]) -> str:
+    """A line for each reason, with the neighbouring releases that gave it."""
+    lines = []
+    for name in next(iter(found.values()))["changes"]:
+        told = {release: facts["changes"][name] for release, facts in found.items()}
+        for (said, reason), names in runs(told):
+            if reason:
+                lines.append(f"- **{name}**, {said} {span(names, list(found))}: {reason}.")
+    return "\n".join(lines) or "None."
+
+
+def whole(outcomes: dict[str, Any]) -> str:
+    """A table of the last runs of all tests."""
+    lines = ["| SGLang | all tests, on | outcome |", "| --- | --- | --- |"]
+    lines += [f"| {release} | {run['date']} | {run['outcome']} |" for release, run in outcomes.items()]
+    return "\n".join(lines)
+
+
+def generated(name: str) -> str:
+    """What is written in the place of a name.
+
+    :raises ValueError: there is no such name, or no such change.
+    """
+    found = json.loads(FOUND.read_text())
+    name, _, argument = name.partition(":")
+    makers: dict[str, Callable[[], str]] = {
+        "oldest": lambda: releases.ALL[0],
+        "newest": lambda: releases.ALL[-1],
+        "default": lambda: releases.DEFAULT,
+        "every-time": lambda: words([release for release in releases.ALL if release in releases.EVERY_TIME]),
+        "all": lambda: words(releases.ALL),
+        "status": lambda: status(argument, found),
+        "changes": lambda: changes(found),
+        "statuses": lambda: statuses(found),
+        "reasons": lambda: reasons(found),
+        "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
+    }
+    if name not in makers:
+        raise ValueError(f"nothing is generated by the name of {name}; known: {', '.join(makers)}")
+    if name == "status" and argument not in next(iter(found.values()))["changes"]:
+        raise ValueError(f"docs/compatibility.json knows no change {argument}")
+    return makers[name]()
+
+
+def render(page: str, make: Callable[[str], str] = generated) -> str:
+    """A page with everything generated in its place.
+
+    :param make: gives the text of a name.
+    :raises ValueError: a name is unknown, or a mark within a line starts it.
+    """
+
+    def replace(mark: re.Match[str]) -> str:
+        text, block = make(mark["name"]), "\n" in mark["old"]
+        if not block and not mark["start"]:
+            raise ValueError(f"generated:{mark['name']} starts a line, which Markdown would take for HTML; move it on")
+        text = f"\n{text}\n" if block else text
+        return f"{mark['start']}<!-- generated:{mark['name']} -->{text}<!-- /generated -->"
+
+    return MARKED.sub(replace, page)
+
+
+def write() -> list[str]:
+    """Render every page.
+
+    :returns: the names of those that changed.
+    :raises ValueError: as :func:`render`, with the page's name.
+    """
+    changed = []
+    for page in pages():
+        before = page.read_text()
+        try:
+            after = render(before)
+        except ValueError as problem:
+            raise ValueError(f"{page.relative_to(ROOT)}: {problem}") from problem
+        if after != before:
+            page.write_text(after)
+            changed.append(str(page.relative_to(ROOT)))
+    return changed
+
+
+if __name__ == "__main__":
+    try:
+        print("written: " + (", ".join(write()) or "nothing; every page is as it should be"))
+    except ValueError as problem:
+        sys.exit(str(problem))

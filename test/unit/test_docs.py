@@ -1,0 +1,110 @@
+"""README and docs: what is generated is up to date, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pages
+import pytest
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "`", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = HEADING.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead nowhere; those to the web are not followed."""
+    found = []
+    for link in LINK.findall(prose(page)):
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str):
+    assert broken(pages.ROOT / name) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("# What `it` is, in short\n```\n# a comment\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](there.md) [b](there.md#what-it-is-in-short) [c](#here) [d](https://example.org/x) `[e](code.md)`\n"
+        "[f](gone.md) [g](there.md#gone) [h](there.md#a-comment) [i](#gone)\n"
+    )
+    assert broken(page) == ["gone.md", "there.md#gone", "there.md#a-comment", "#gone"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_generated_is_up_to_date(name: str):
+    page = (pages.ROOT / name).read_text()
+    assert page == pages.render(page), "run `make pages`"
+
+
+@pytest.mark.parametrize(
+    ("page", "rendered"),
+    [
+        ("of <!-- generated:x -->old<!-- /generated -->.", "of <!-- generated:x -->X<!-- /generated -->."),
+        ("<!-- generated:x -->\n<!-- /generated -->", "<!-- generated:x -->\nX\n<!-- /generated -->"),
+        ("<!-- generated:x -->\n1\n2\n<!-- /generated -->\n", "<!-- generated:x -->\nX\n<!-- /generated -->\n"),
+        (
+            "| <!-- generated:x -->1<!-- /generated --> | <!-- generated:y -->2<!-- /generated --> |",
+            "| <!-- generated:x -->X<!-- /generated --> | <!-- generated:y -->Y<!-- /generated --> |",
+        ),
+    ],
+)
+def test_what_is_between_the_marks_is_replaced(page: str, rendered: str):
+    assert pages.render(page, str.upper) == rendered
+
+
+def test_a_mark_that_markdown_would_take_for_html_is_refused():
+    with pytest.raises(ValueError, match="starts a line"):
+        pages.render("of\n<!-- generated:x -->old<!-- /generated --> and more", str.upper)
+
+
+@pytest.mark.parametrize("name", ["latest", "status:no-such-change"])
+def test_an_unknown_name_is_refused(name: str):
+    with pytest.raises(ValueError, match=r"known|knows no change"):
+        pages.generated(name)
+
+
+def found(*told: tuple[str, str]) -> dict[str, dict]:
+    return {str(number): {"changes": {"x": list(it)}} for number, it in enumerate(told, 1)}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [
+        ("aaa", "a on all"),
+        ("abb", "a on 1, b from 2"),
+        ("aabb", "a up to 2, b from 3"),
+        ("aabbc", "a up to 2, b from 3 to 4, c from 5"),
+        ("aba", "a on 1, b on 2, a from 3"),
+    ],
+)
+def test_what_a_change_is_where_is_put_in_words(statuses: str, words: str):
+    assert pages.status("x", found(*((status, "") for status in statuses))) == words
+
+
+def test_neighbouring_releases_share_a_line_of_reasons():
+    told = found(("native", "why"), ("native", "why"), ("applied", ""), ("native", "why"), ("applied", "since then"))
+    assert pages.reasons(told) == (
+        "- **x**, native up to 2: why.\n- **x**, native on 4: why.\n- **x**, applied from 5: since then."
+    )
