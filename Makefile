@@ -1,6 +1,10 @@
 # Everything a contributor runs. Needs Python 3.11+, make, gcc and a package index; installs into .venvs/ only.
 PYTHON  ?= python3
 JOBS    ?= 2
+# Tests at a time on one release: those with servers beside the others. And which: see `markers` in pyproject.toml.
+WORKERS ?= 2
+MARKS   ?= not product
+PYTEST   = python -m pytest -n $(WORKERS) --dist loadgroup -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
 # What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
@@ -56,10 +60,10 @@ types: env ## mypy
 	$(BIN)/mypy
 
 unit: env ## tests that start no engine process
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SELECT) test/unit
+	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) test/unit
 
 engine-tests: env ## tests on the real engine, on the CPU
-	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python -m pytest $(SELECT) test/engine
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/$(PYTEST) test/engine
 
 test: lint types unit engine-tests ## lint, types and all tests, on one release
 
@@ -71,10 +75,10 @@ on-each = mkdir -p build && rm -f build/test-*.log; \
   for release in $(1); do echo "== SGLang $$release"; cat build/test-$$release.log; done; exit $$status
 
 test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
-	@$(call on-each,$(shell $(PYTHON) test/releases.py others),SELECT="-m every_release")
+	@$(call on-each,$(shell $(PYTHON) test/releases.py others),WORKERS=0 MARKS="every_release and not product")
 
 test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (an hour or two)
-	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),)
+	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS=)
 	$(PYTHON) test/compatibility.py --record build
 
 pages: ## write what the pages generate: from releases.toml, docs/compatibility.json and the changes
