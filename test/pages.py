@@ -9,6 +9,7 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     every-time, all                 releases, in words
     status:CHANGE                   what a change is where: "applied up to 0.5.12.post1, hardened from 0.5.13"
     changes                         a table of the changes, what they do, and what they are where
+    variables                       a table of the environment variables that this package and its changes read
     statuses                        a line for each release, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
     whole                           when all tests ran on which release, and what came out (`make test-all`)
@@ -69,16 +70,32 @@ def status(change: str, found: dict[str, Any]) -> str:
     return ", ".join(f"{said} {span(names, list(found))}" for said, names in runs(told))
 
 
+def package() -> tuple[Any, Any]:
+    """``sglang_moe_patches.changes`` and ``.patch``, from this checkout if nothing is installed: they need no more."""
+    sys.path.append(str(ROOT / "python"))
+    from sglang_moe_patches import changes, patch
+
+    return changes, patch
+
+
 def changes(found: dict[str, Any]) -> str:
     """A table with a line for each change."""
-    sys.path.insert(0, str(ROOT / "python"))
-    try:
-        from sglang_moe_patches.changes import CHANGES
-    finally:
-        sys.path.remove(str(ROOT / "python"))
     lines = ["| change | what it does | on which SGLang |", "| --- | --- | --- |"]
-    for change in CHANGES:
+    for change in package()[0].CHANGES:
         lines.append(f"| [{change.name}](docs/{change.name}.md) | {change.summary} | {status(change.name, found)} |")
+    return "\n".join(lines)
+
+
+def variables() -> str:
+    """A table with a line for each environment variable."""
+    stated, patch = package()
+    lines = [
+        "| variable | default | read by | meaning |",
+        "| --- | --- | --- | --- |",
+        f"| `{patch.SELECT_VARIABLE}` | `all` | all changes | which are applied: `all`, `none`, or names with commas |",
+    ]
+    for reader, names in [("all changes", (patch.STRICT,)), *((c.name, c.variables) for c in stated.CHANGES)]:
+        lines += [f"| `{v.name}` | `{v.default}` | {reader} | {v.meaning} |" for v in names]
     return "\n".join(lines)
 
 
@@ -126,6 +143,7 @@ def generated(name: str) -> str:
         "all": lambda: words(releases.ALL),
         "status": lambda: status(argument, found),
         "changes": lambda: changes(found),
+        "variables": variables,
         "statuses": lambda: statuses(found),
         "reasons": lambda: reasons(found),
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pages
 import pytest
 import releases
+from sglang_moe_patches.changes import CHANGES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -91,6 +92,15 @@ def test_a_mark_that_markdown_would_take_for_html_is_refused():
 def test_an_unknown_name_is_refused(name: str):
     with pytest.raises(ValueError, match=r"known|knows no change"):
         pages.generated(name)
+
+
+def test_every_change_and_every_variable_has_its_line():
+    table, stated = pages.generated("changes"), pages.generated("variables")
+    for change in CHANGES:
+        assert f"[{change.name}](docs/{change.name}.md)" in table
+        assert (pages.ROOT / "docs" / f"{change.name}.md").exists()
+        for variable in change.variables:
+            assert f"| `{variable.name}` | `{variable.default}` | {change.name} |" in stated
 
 
 def found(*told: tuple[str, str]) -> dict[str, dict]:
