@@ -15,13 +15,15 @@ import pages
 import pytest
 import releases
 from sglang_moe_patches import engine
+from sglang_moe_patches.changes import CHANGES
 
 FOUND = json.loads(pages.FOUND.read_text())
 
 
-def test_every_release_was_looked_at_and_passed_its_tests():
+def test_every_release_was_asked_about_every_change_and_passed_its_tests():
     assert list(FOUND) == list(releases.ALL)
     for release, facts in FOUND.items():
+        assert list(facts["changes"]) == [change.name for change in CHANGES], release
         assert compatibility.passed(facts["tests"]), release
 
 

@@ -126,3 +126,15 @@ def test_neighbouring_releases_share_a_line_of_reasons():
     assert pages.reasons(told) == (
         "- **x**, native up to 2: why.\n- **x**, native on 4: why.\n- **x**, applied from 5: since then."
     )
+
+
+def test_a_change_that_a_release_was_not_asked_about_is_shown_as_such():
+    told = found(("applied", ""), ("applied", "why"))
+    told["2"]["changes"]["y"] = ["native", ""]
+    assert pages.status("y", told) == "not asked on 1, native from 2"
+    for facts in told.values():
+        facts |= {"torch": "2.0", "tests": "3 passed · 1 skipped"}
+    assert pages.statuses(told).splitlines()[2:] == [
+        "| 1 | 2.0 | applied | not asked | 3 passed |",
+        "| 2 | 2.0 | applied | native | 3 passed |",
+    ]
