@@ -28,6 +28,8 @@ BIN   = $(VENV)/bin
 
 # Engine processes import half a gigabyte of Python: let the first one cache what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
+# Some packages are gigabytes, and some machines slow.
+export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
 .PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak \
@@ -69,17 +71,18 @@ test: lint types unit engine-tests ## lint, types and all tests, on one release
 
 # $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time; then their logs one by one, so
 # that the last line is the test runner's.
-on-each = mkdir -p build && rm -f build/test-*.log; \
-  printf '%s\n' $(1) | xargs -P $(JOBS) -I{} sh -c 'echo "== SGLang {}: started; log: build/test-{}.log"; \
-    $(MAKE) --no-print-directory --keep-going unit engine-tests ENGINE={} $(2) > build/test-{}.log 2>&1'; status=$$?; \
-  for release in $(1); do echo "== SGLang $$release"; cat build/test-$$release.log; done; exit $$status
+LOGS ?= build
+on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
+  printf '%s\n' $(1) | xargs -P $(JOBS) -I{} sh -c 'echo "== SGLang {}: started; log: $(LOGS)/test-{}.log"; \
+    $(MAKE) --no-print-directory --keep-going unit engine-tests ENGINE={} $(2) > $(LOGS)/test-{}.log 2>&1'; status=$$?; \
+  for release in $(1); do echo "== SGLang $$release"; cat $(LOGS)/test-$$release.log; done; exit $$status
 
 test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
 	@$(call on-each,$(shell $(PYTHON) test/releases.py others),WORKERS=0 MARKS="every_release and not product")
 
 test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (an hour or two)
 	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS=)
-	$(PYTHON) test/compatibility.py --record build
+	$(PYTHON) test/compatibility.py --record $(LOGS)
 
 pages: ## write what the pages generate: from releases.toml, docs/compatibility.json and the changes
 	$(PYTHON) test/pages.py

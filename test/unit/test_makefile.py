@@ -1,0 +1,72 @@
+"""The Makefile: a release that nobody froze can be installed, and CI ends with the test runner's own words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import releases
+
+ROOT = releases.FILE.parent
+UNKNOWN = "99.9"
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``make``, as if not called by another one."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ENGINE")}
+    command = ["make", f"PYTHON={sys.executable}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_default_release_is_what_is_installed_and_as_it_was_frozen():
+    said = make("-n", "-B", "env", f"UV={sys.executable}").stdout
+    assert f'"sglang=={releases.DEFAULT}"' in said
+    assert f"--constraint constraints/{releases.DEFAULT}.txt" in said
+
+
+@pytest.mark.parametrize("target", ["env", "constraints"])
+def test_a_release_without_a_constraints_file_can_be_installed(target: str):
+    done = make("-n", target, f"ENGINE={UNKNOWN}")
+    assert done.returncode == 0, done.stderr
+    assert f'"sglang=={UNKNOWN}"' in done.stdout
+    assert "--constraint " not in done.stdout
+    assert f"releases.py overrides {UNKNOWN}" in done.stdout
+
+
+def test_a_new_release_must_be_stated_first():
+    done = make("new-release", f"ENGINE={UNKNOWN}")
+    assert done.returncode
+    assert f"SGLang {UNKNOWN} is not in `all` of releases.toml; add it there first" in done.stderr
+
+
+def test_a_python_without_what_is_needed_is_named(tmp_path: Path):
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = make("help", f"PYTHON={old}")
+    assert done.returncode
+    assert "no release to work with" in done.stderr
+
+
+def test_the_logs_of_releases_tested_at_once_are_shown_one_by_one_and_a_failure_fails(tmp_path: Path):
+    """In the place of the tests of each release: two lines with a pause between them, and one release that fails."""
+    tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]
+    tests.write_text(
+        f"#!/bin/sh\nfor word; do case $word in ENGINE=*) release=${{word#ENGINE=}};; esac; done\n"
+        f'echo "begin $release"; sleep 0.2; echo "=== 1 passed on $release in 0.2s ==="; [ $release != {failing} ]\n'
+    )
+    tests.chmod(0o755)
+    done = make("test-releases", f"MAKE={tests}", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}", "JOBS=3")
+    others = [release for release in releases.EVERY_TIME if release != releases.DEFAULT]
+    shown = [line for line in done.stdout.splitlines() if "started" not in line]
+    assert shown == [
+        line
+        for release in others
+        for line in (f"== SGLang {release}", f"begin {release}", f"=== 1 passed on {release} in 0.2s ===")
+    ]
+    assert done.returncode
+    passing = make("test-releases", "MAKE=true", f"UV={sys.executable}", f"LOGS={tmp_path / 'logs'}")
+    assert passing.returncode == 0, passing.stderr
