@@ -41,6 +41,11 @@ def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: 
     assert compatibility.passed(compatibility.outcome(summary)) == passed
 
 
+def test_an_outcome_says_nothing_of_tests_that_were_not_asked_for():
+    summary = "11 passed, 1 skipped, 56 deselected, 3 warnings in 67.06s (0:01:07)"
+    assert compatibility.outcome(summary) == "11 passed · 1 skipped"
+
+
 def test_each_line_of_the_table_has_its_test():
     """A test that was renamed would leave the count without a word."""
     sources = "".join(path.read_text() for path in Path(compatibility.ROOT / "test/engine").glob("test_*.py"))
@@ -76,7 +81,7 @@ def test_both_runs_of_a_release_are_recorded(tmp_path: Path):
     for release in releases.EVERY_TIME:
         (tmp_path / f"test-{release}.log").write_text(
             "== 1 in the log ==\n"
-            "====== 5 passed, 1 skipped in 3.21s ======\n"
+            "====== 5 passed, 1 skipped, 30 deselected, 2 warnings in 3.21s ======\n"
             "====== 2 failed, 7 passed in 83.21s (0:01:23) ======\n"
         )
     recorded = compatibility.record(tmp_path)
