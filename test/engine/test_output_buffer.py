@@ -10,7 +10,7 @@ import torch
 from conftest import installed, without_buffer
 from sglang_moe_patches import handoff, runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.changes.output_buffer import lend, withhold
 from sglang_moe_patches.patch import Patcher, Status, look
 from sglang_moe_patches.regression import observe
 
@@ -123,11 +123,11 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend,
 @pytest.mark.usefixtures("hardened")
 def test_the_engines_offer_is_withdrawn_in_the_first_layer_alone(engine, checkpoint, kernels, monkeypatch):
     """Fresh memory where there is no residual; in every other layer the engine's own buffer, as without us."""
-    from sglang.srt.layers.moe.moe_runner import base
-
-    offers = []
-    engine_offer = base.moe_output_buffer_ctx
-    monkeypatch.setattr(base, "moe_output_buffer_ctx", lambda buf: offers.append(buf) or engine_offer(buf))
+    offers, make = [], withhold._make_engine_offer
+    # Within ours: an offer that is not the engine's own would be left alone.
+    monkeypatch.setattr(
+        withhold, "_make_engine_offer", lambda offer: make(lambda buf: offers.append(buf) or offer(buf))
+    )
     with installed(*CHANGES):
         engine.generate(engine.load(checkpoint(dense_layers=0)), PROMPTS[:1], 0)
     assert [buffer is None for buffer in offers] == [True, False, False, False]
