@@ -33,7 +33,8 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
     assert done.returncode == 0, done.stderr
     assert f'"sglang=={UNKNOWN}"' in done.stdout
     assert "--constraint " not in done.stdout
-    assert f"releases.py overrides {UNKNOWN}" in done.stdout
+    assert f"releases.py overrides {UNKNOWN} > .venvs/{UNKNOWN}/overrides.txt" in done.stdout
+    assert f"--override .venvs/{UNKNOWN}/overrides.txt" in done.stdout
 
 
 def test_a_new_release_must_be_stated_first():
