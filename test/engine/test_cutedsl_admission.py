@@ -104,7 +104,7 @@ def tokens_of_forwards():
 
     class SchedulerWithoutModel(AllOff, Scheduler):
         def __init__(self, **state: Any) -> None:
-            vars(self).update(state)
+            self.__dict__.update(state)
 
         def _prefetch_kvcache(self, req: Any) -> None:
             pass
@@ -132,7 +132,7 @@ def tokens_of_forwards():
         )
         chunked = args.chunked_prefill_size > 0
         cache = ChunkCache(params) if chunked and args.disable_radix_cache else RadixCache(params)
-        scheduler = SchedulerWithoutModel(
+        scheduler: Any = SchedulerWithoutModel(
             server_args=args,
             page_size=args.page_size,
             req_to_token_pool=pool,

@@ -111,8 +111,8 @@ def ranks(engine, monkeypatch):
             setattr(engine.server_args, name, value)
         initialize_moe_config(engine.server_args)
         with monkeypatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, str(value))
+            for name, number in environment.items():
+                patch.setenv(name, str(number))
 
             def layer(rank: int) -> Any:
                 here.rank, here.attn_tp = rank, attn_tp

@@ -50,7 +50,7 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(seams, "_said", set())
-    modules = reference.modules()
+    modules: dict[str, Any] = reference.modules()
     for name in ("aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.moe_common"):
         modules[name] = ModuleType(name)
     modules["aiter.ops.flydsl.moe_common"].GateMode = None  # imported, and not used here

@@ -6,6 +6,7 @@ Without a GPU, TRITON_INTERPRET=1 runs the small cases in Triton's interpreter; 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -195,7 +196,7 @@ def test_passes_and_strips_change_nothing(monkeypatch):
 @ON_GPU
 def test_can_be_captured_and_replayed_with_other_routing():
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
-    buffers = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
+    buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
     routed(**shared, **buffers, output=output)
     graph = torch.cuda.CUDAGraph()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import Any
 
 import pytest
 from sglang_moe_patches import engine
@@ -31,7 +32,7 @@ def wrapped_by(name, function):
 
 @pytest.fixture
 def module():
-    made = types.ModuleType("sglang.srt.made_up")
+    made: Any = types.ModuleType("sglang.srt.made_up")
     made.run = of_module(template, "sglang.srt.made_up")
     made.Layer = type("Layer", (), {"__module__": "sglang.srt.made_up", "forward": made.run})
     return made
@@ -94,7 +95,7 @@ def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
     for function in (module.run, wrapped_by("sglang.srt.utils", module.run)):
         assert engine.mentions(function, "hidden_states", "mark", "range", "layers", "shape")
         assert not engine.mentions(function, "hidden_states", "nothing_of_the_kind")
-    assert engine.mentions(lambda: (lambda: template.deep)(), "deep")
+    assert engine.mentions(lambda: (lambda: template.deep)(), "deep")  # type: ignore[attr-defined]
     assert not engine.mentions(None, "mark")
     with pytest.raises(Unsupported, match="template does not use nothing"):
         engine.require_mentions(template, "mark", "nothing")

@@ -301,7 +301,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_no_row_is_lost_in_thousands_of_random_layouts():
-    seen = Counter()
+    seen: Counter[str] = Counter()
     for seed in range(CASES):
         case = Case(seed)
         untruncated = case.combined(lambda rank, dispatched: dispatched)

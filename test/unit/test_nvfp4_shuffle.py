@@ -133,7 +133,7 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
     rows = permutations[which].rows.clone()
     rows[[3, 5]] = rows[[5, 3]]
     permutations[which] = shuffle.RowPermutation(rows, shuffle.repeating_tile(rows))
-    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: shuffle.ShufflePlan(tuple(permutations)))
+    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: shuffle.ShufflePlan((*permutations,)))
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
     assert differences(got, expected) == [NAMES[which]]
 

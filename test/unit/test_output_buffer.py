@@ -6,7 +6,7 @@ import sys
 import threading
 from contextvars import copy_context
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -95,10 +95,9 @@ def run(symmetric_memory):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     patcher = Patcher()
     allocator = lend._OutputAllocator(torch, symmetric_memory)
-    into_buffer = lend._with_globals(
-        runner_of_the_engine, sys.modules[__name__], patcher, torch_of_the_runner=allocator
-    )
-    yield lend._make_runner(runner_of_the_engine, into_buffer, torch.compiler.is_compiling)
+    runner: Any = runner_of_the_engine
+    into_buffer = lend._with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
+    yield lend._make_runner(runner, into_buffer, torch.compiler.is_compiling)
     patcher.undo()
 
 
@@ -197,7 +196,7 @@ def test_offers_stay_in_their_own_context(run):
     """Two forwards in flight: in another thread, and in another context of the same thread."""
     mine, other = torch.empty(2, 3), torch.empty(2, 3)
     hidden = torch.ones(2, 3)
-    seen = {}
+    seen: dict[Any, Any] = {}
 
     def elsewhere(name, buffer):
         seen[name, "before"] = handoff.offered()

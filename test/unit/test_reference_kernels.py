@@ -522,7 +522,7 @@ class TestRefused:
         ("name", "value"),
         [("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cute-dsl")],
     )
-    def test_quantize_by_name(self, name: str, value: object) -> None:
+    def test_quantize_by_name(self, name: str, value: Any) -> None:
         with pytest.raises(NotImplementedError, match=name):
             kernels.fp4_quantize(torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{name: value})
 

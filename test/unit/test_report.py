@@ -76,9 +76,9 @@ class Page(HTMLParser):
 
 
 def terminal(comparison: Comparison) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    report.print_table(comparison, console)
-    return console.file.getvalue()
+    text = io.StringIO()
+    report.print_table(comparison, Console(file=text, width=120))
+    return text.getvalue()
 
 
 def line(table: str, label: str) -> str:
