@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_moe_patches.changes.cutedsl_sizing import keeps_buffers
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 from sglang_moe_patches.reference import cutedsl
 from sglang_moe_patches.reference import flashinfer_kernels as kernels
 from test_reference_kernels import Layer, assert_close, engine_function, pack, routing
