@@ -74,6 +74,10 @@ def dense_quantize(x: np.ndarray) -> np.ndarray:
     return result
 
 
+def silu_gate(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def nearest(x: np.ndarray, table: np.ndarray) -> np.ndarray:
     even_first = np.concatenate((table[::2], table[1::2]))
     return even_first[np.abs(even_first[None] - x[:, None]).argmin(1)]
@@ -143,25 +147,44 @@ class Layer:
         packed, scales = kernels.fp4_quantize(x, torch.tensor(448.0), is_sf_swizzled_layout=False)
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
-    def expect(self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
-        """float64 [tokens, hidden]; ids outside the layer are skipped."""
+    def expect_one(
+        self,
+        x: np.ndarray,
+        expert: int,
+        activation: Callable[..., np.ndarray] | None = None,
+        quantize: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """One token's output of one expert, [hidden], float64.
+
+        Args:
+            x: [hidden]. activation: of (up, gate), or of the one vector where there is no gate.
+            quantize: what a vector becomes on its way into the second product.
+        """
+        activation = activation or (silu_gate if self.gated else lambda y: np.maximum(y, 0) ** 2)
+        y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
+        act = activation(y[: self.intermediate], y[self.intermediate :]) if self.gated else activation(y)
+        multiplier = self.dense["multiplier"]
+        act = quantize(act) if quantize else dense_quantize(act * multiplier) / multiplier
+        return multiplier * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
+
+    def expect(
+        self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, **options: Any
+    ) -> np.ndarray:
+        """float64 [tokens, hidden]; ids outside the layer are skipped. options: of ``expect_one``."""
         x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
+        if "per_token_scale" in tokens:
+            x = x * tokens["per_token_scale"].double().numpy()[:, None]
         out = np.zeros((len(x), self.hidden))
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-                if not 0 <= expert < self.experts:
-                    continue
-                y = self.dense["w13"][expert] @ x[token] * self.dense["alpha1"][expert]
-                if self.gated:
-                    up, gate = y[: self.intermediate], y[self.intermediate :]
-                    act = gate / (1 + np.exp(-gate)) * up
-                else:
-                    act = np.maximum(y, 0) ** 2
-                act = dense_quantize(act * self.dense["multiplier"])
-                out[token] += weight * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
+                if 0 <= expert < self.experts:
+                    out[token] += weight * self.expect_one(x[token], expert, **options)
         return out
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
+        return self.answer(tokens, **arguments)[0]
+
+    def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
         """Every argument by its name, as the engine calls; logits decide which of the two kernels."""
         named: dict[str, Any] = {
             "routing_bias": None,
@@ -184,10 +207,10 @@ class Layer:
             **arguments,
         }
         if "routing_logits" in named:
-            return kernels.trtllm_fp4_block_scale_moe(**named)[0]
+            return kernels.trtllm_fp4_block_scale_moe(**named)
         ids = named["topk_ids"]
         named.setdefault("top_k", (ids if isinstance(ids, torch.Tensor) else ids[0]).shape[1])
-        return kernels.trtllm_fp4_block_scale_routed_moe(**named)[0]
+        return kernels.trtllm_fp4_block_scale_routed_moe(**named)
 
 
 def routing(n: int, experts: int, top_k: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,10 +350,13 @@ def route_by_loops(
     if method == 0:
         chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
         return chosen, [softmax[e] for e in chosen]
-    if method == 1:
+    if method in (1, 4):
         chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
         return chosen, [softmax[e] / sum(softmax[c] for c in chosen) for e in chosen]
     sigmoid = 1 / (1 + np.exp(-logits))
+    if method in (3, 8):
+        chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
+        return chosen, [sigmoid[e] for e in chosen]
     score = sigmoid + bias
     size = len(logits) // groups
     members = [list(experts)[g * size : (g + 1) * size] for g in range(groups)]
@@ -349,6 +375,11 @@ class TestSelfRouting:
             (2, False, 1, 1, None),
             (2, True, 4, 2, 2.5),
             (2, True, 2, 1, 1.0),
+            (3, False, None, None, None),
+            (4, False, None, None, None),
+            (6, False, None, None, None),
+            (7, True, None, None, None),
+            (8, False, None, None, None),
         ],
     )
     def test_dense(
@@ -410,6 +441,237 @@ class TestSelfRouting:
         for method in (0, 1, 2):
             got = layer.call(layer.tokens(0), routing_logits=logits, top_k=2, routing_method_type=method)
             assert got.shape == (0, 256)
+
+
+def geglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    return torch.nn.functional.gelu(torch.from_numpy(gate)).numpy() * up
+
+
+def swiglu_oai(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    """gpt-oss's: a limit of 2, a slope of 1.702, one more than up."""
+    gate = np.minimum(gate, 2)
+    return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -2, 2) + 1)
+
+
+def situ(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    """alpha 3, beta 1.5, a limit of 2."""
+    up, gate = np.clip(up, -2, 2), np.minimum(gate, 2)
+    return 1.5 * np.tanh(up / 1.5) * 3 * np.tanh(gate / 3) / (1 + np.exp(-gate))
+
+
+def per_token_quantize(x: np.ndarray) -> np.ndarray:
+    """bfloat16, then NVFP4 with a multiplier of the vector's own."""
+    x = torch.from_numpy(x).bfloat16().double().numpy()
+    multiplier = 448 * 6 / np.abs(x).max()
+    return dense_quantize(x * multiplier) / multiplier
+
+
+class TestActivations:
+    """Every one that the engine asks for, with the arguments as it derives them from the model's numbers."""
+
+    @pytest.mark.parametrize(
+        ("kind", "activation"),
+        [
+            (0, lambda y: torch.nn.functional.gelu(torch.from_numpy(y)).numpy()),
+            (2, lambda y: y / (1 + np.exp(-y))),
+            (6, lambda y: np.maximum(y, 0) ** 2),
+        ],
+    )
+    def test_without_a_gate(self, kind: int, activation: Any) -> None:
+        layer = Layer(gated=False)
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind)
+        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
+
+    @pytest.mark.parametrize(
+        ("kind", "activation", "options"),
+        [
+            (4, geglu, {}),
+            (3, lambda up, gate: silu_gate(np.clip(up, -2, 2), np.minimum(gate, 2)), {"gemm1_clamp_limit": 2.0}),
+            (3, swiglu_oai, {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 2.0}),
+        ],
+    )
+    def test_with_a_gate(self, kind: int, activation: Any, options: dict[str, float]) -> None:
+        layer = Layer()
+        layer.dense["alpha1"] *= 4  # so that the limit cuts something off
+        layer.prepared["output1_scale_gate_scalar"] *= 4
+        layer.prepared["output1_scale_scalar"] *= 4
+        # Limit and beta are those of what is not scaled yet.
+        alpha1 = layer.prepared["output1_scale_gate_scalar"]
+        given = {n: torch.full((4,), v) if n == "gemm1_alpha" else v / alpha1 for n, v in options.items()}
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind, **given)
+        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
+        assert not torch.equal(got, layer.call(tokens, topk_ids=pack(ids, weights)))
+
+    def test_situ(self) -> None:
+        layer = Layer()
+        layer.dense["alpha1"] *= 4
+        layer.prepared["output1_scale_gate_scalar"] *= 4
+        # Both halves are scaled before the tanh: all that is left is the intermediate's multiplier.
+        layer.prepared["output1_scale_scalar"] = torch.full((4,), float(layer.dense["multiplier"]))
+        given = {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(
+            tokens,
+            topk_ids=pack(ids, weights),
+            activation_type=10,
+            **{name: torch.full((4,), value) for name, value in given.items()},
+        )
+        assert_close(got, layer.expect(tokens, ids, weights, activation=situ))
+
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_a_scale_for_each_token(self, gated: bool) -> None:
+        layer = Layer(gated=gated)
+        # The engine's own: the checkpoint's activation scales are left out.
+        multiplier = float(layer.dense["multiplier"])
+        layer.prepared["output1_scale_scalar"] = layer.prepared["output1_scale_scalar"] / multiplier
+        layer.prepared["output2_scale_scalar"] = layer.prepared["output2_scale_scalar"] * multiplier
+        scale = torch.rand(9, generator=torch.Generator().manual_seed(7)) * 3 + 0.1
+        tokens = {**layer.tokens(9), "per_token_scale": scale}
+        ids, weights = routing(9, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights)).double().numpy()
+        expected = layer.expect(tokens, ids, weights, quantize=per_token_quantize)
+        # A value that is a simple fraction of its row's largest lies between two codes, and either is right.
+        assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+        same = layer.call({**tokens, "per_token_scale": torch.ones(9)}, topk_ids=pack(ids, weights)).double().numpy()
+        assert np.linalg.norm(same - expected) > 0.5 * np.linalg.norm(expected)
+
+
+class TestLeftToBeFinalized:
+    """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
+
+    def finalized(self, answer: list[torch.Tensor]) -> np.ndarray:
+        """By hand, slot by slot: [tokens, hidden]."""
+        rows, weights, row_of = answer
+        tokens, top_k = weights.shape
+        out = np.zeros((tokens, rows.shape[1]))
+        for token in range(tokens):
+            for slot in range(top_k):
+                if (row := int(row_of[token * top_k + slot])) >= 0:
+                    out[token] += float(weights[token, slot]) * rows[row].double().numpy()
+        return out
+
+    @pytest.mark.parametrize("form", ["packed", "tuple of bfloat16", "tuple of float32"])
+    def test_finalized_by_hand_is_the_finalized_result(self, form: str) -> None:
+        layer = Layer(experts=8)
+        tokens, (ids, weights) = layer.tokens(33), routing(33, 16, 3)
+        given = weights.float() if "float32" in form else weights
+        topk = pack(ids, weights) if form == "packed" else (ids, given)
+        parallel = {"num_experts": 16, "local_expert_offset": 4, "local_num_experts": 8}
+        answer = layer.answer(tokens, topk_ids=topk, do_finalize=False, **parallel)
+        rows, expert_weights, row_of = answer
+        assert [tensor.dtype for tensor in answer] == [torch.bfloat16, given.dtype, torch.int32]
+        assert torch.equal(expert_weights, given)
+        local = ((ids >= 4) & (ids < 12)).flatten()
+        assert row_of.shape == (99,)
+        assert torch.equal(row_of >= 0, local)
+        assert row_of[local].unique().numel() == local.sum()
+        assert row_of.max() < len(rows)
+        assert not torch.equal(row_of[local], row_of[local].sort().values)  # whoever ignores the index is seen
+
+        x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
+        for at in local.nonzero().flatten()[::7].tolist():
+            one = layer.expect_one(x[at // 3], int(ids.flatten()[at]) - 4)
+            assert_close(rows[int(row_of[at])], one)
+        whole = layer.call(tokens, topk_ids=topk, **parallel)
+        # Each row was rounded before the sum here, and only the sum there.
+        largest = rows[row_of[local].long()].abs().max().item()
+        np.testing.assert_allclose(
+            self.finalized(answer), whole.double().numpy(), rtol=BFLOAT16_ROUNDOFF, atol=3 * BFLOAT16_ROUNDOFF * largest
+        )
+
+    def test_one_expert_of_weight_one_is_the_finalized_result_to_the_bit(self) -> None:
+        layer = Layer()
+        tokens, (ids, _) = layer.tokens(20), routing(20, 4, 1)
+        topk = pack(ids, torch.ones(20, 1))
+        rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+        assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
+
+    @pytest.mark.parametrize("method", [1, 2])
+    def test_routing_of_its_own(self, method: int) -> None:
+        layer = Layer(experts=8)
+        tokens = layer.tokens(12)
+        logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
+        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": method, "routed_scaling_factor": 2.5}
+        answer = layer.answer(tokens, do_finalize=False, **arguments)
+        rows, weights, row_of = answer
+        assert weights.dtype == torch.bfloat16  # whatever the logits are
+        assert (row_of >= 0).all()
+        expected = 2.5 if method == 2 else 1.0
+        np.testing.assert_allclose(weights.double().sum(-1), expected, rtol=BFLOAT16_ROUNDOFF)
+        whole = layer.call(tokens, **arguments).double().numpy()
+        atol = 3 * BFLOAT16_ROUNDOFF * rows.abs().max().item()
+        np.testing.assert_allclose(self.finalized(answer), whole, rtol=BFLOAT16_ROUNDOFF, atol=atol)
+
+    def test_a_scale_for_each_token(self) -> None:
+        layer = Layer()
+        tokens = {**layer.tokens(6), "per_token_scale": torch.arange(1.0, 7.0)}
+        ids, _ = routing(6, 4, 1)
+        topk = pack(ids, torch.ones(6, 1))
+        rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+        assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
+
+    def test_no_tokens(self) -> None:
+        layer = Layer()
+        rows, weights, row_of = layer.answer(layer.tokens(0), topk_ids=pack(*routing(0, 4, 2)), do_finalize=False)
+        assert (rows.shape, weights.shape, row_of.shape) == ((0, 256), (0, 2), (0,))
+
+
+def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
+    """(place, kernel, call, keywords) of every call that the installed engine makes of what is stood in for."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("sglang is not installed")
+    names = {name for name, _ in STAND_INS}
+    found = []
+    for path in sorted((Path(spec.origin).parent / "srt").rglob("*.py")):
+        text = path.read_text()
+        if not any(name in text for name in names):
+            continue
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            inside = list(ast.walk(function))
+            # Keywords may be collected in a dict first.
+            collected = {
+                node.targets[0].id: [keyword.arg for keyword in node.value.keywords]
+                for node in inside
+                if isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and isinstance(node.value, ast.Call)
+                and getattr(node.value.func, "id", "") == "dict"
+            }
+            for call in inside:
+                if not isinstance(call, ast.Call):
+                    continue
+                name = getattr(call.func, "id", "").removeprefix("_flashinfer_").removesuffix("_flashinfer")
+                if name not in names:
+                    continue
+                keywords = []
+                for keyword in call.keywords:
+                    keywords += [keyword.arg] if keyword.arg else collected[getattr(keyword.value, "id", "")]
+                found.append((f"{path.name}:{call.lineno}", name, call, keywords))
+    return found
+
+
+STAND_INS = [
+    ("fp4_quantize", "flashinfer"),
+    ("nvfp4_block_scale_interleave", "flashinfer.quantization"),
+    ("trtllm_fp4_block_scale_moe", "flashinfer.fused_moe"),
+    ("trtllm_fp4_block_scale_routed_moe", "flashinfer.fused_moe"),
+]
+
+
+def test_every_call_of_the_engine_is_one_that_the_stand_ins_take() -> None:
+    calls = engine_calls()
+    assert {name for _, name, _, _ in calls} == {name for name, _ in STAND_INS}
+    for place, name, call, keywords in calls:
+        parameters = inspect.signature(getattr(kernels, name))
+        try:
+            parameters.bind(*call.args, **dict.fromkeys(keywords))
+        except TypeError as error:
+            pytest.fail(f"{place}: {name}: {error}")
 
 
 class TestBatchInvariance:
@@ -478,13 +740,11 @@ class TestRefused:
         ("name", "value"),
         [
             ("gemm1_bias", torch.zeros(4, 256)),
-            ("gemm1_alpha", torch.ones(4)),
-            ("gemm1_beta", torch.ones(4)),
-            ("gemm1_clamp_limit", torch.ones(4)),
             ("gemm2_bias", torch.zeros(4, 256)),
-            ("per_token_scale", torch.ones(2)),
-            ("do_finalize", False),
-            ("activation_type", 4),
+            ("num_fused_shared_experts", 1),
+            ("valid_hidden_size", 256),
+            ("valid_intermediate_size", 128),
+            ("activation_type", 5),
         ],
     )
     @pytest.mark.parametrize("routed", [True, False])
@@ -499,9 +759,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("routing_method_type", 3),
+            ("routing_method_type", 5),
+            ("routing_method_type", 9),
             ("routing_bias", torch.zeros(4)),  # with a method that has none
             ("routing_replay_out", torch.zeros(2, 2)),
+            ("norm_topk_prob", False),
         ],
     )
     def test_self_routing_by_name(self, name: str, value: object) -> None:
@@ -509,14 +771,29 @@ class TestRefused:
         with pytest.raises(NotImplementedError, match=name):
             layer.call(layer.tokens(2), routing_logits=torch.randn(2, 4), top_k=2, **{name: value})
 
+    @pytest.mark.parametrize("name", ["gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"])
+    def test_what_only_a_gate_has(self, name: str) -> None:
+        layer = Layer(gated=False)
+        with pytest.raises(NotImplementedError, match=name):
+            layer.call(layer.tokens(2), topk_ids=pack(*routing(2, 4, 2)), **{name: torch.ones(4)})
+
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("intermediate_size", 64), ("local_num_experts", 2), ("output2_scale_scalar", None), ("top_k", 1)],
+        [
+            ("intermediate_size", 64),
+            ("local_num_experts", 2),
+            ("output2_scale_scalar", None),
+            ("top_k", 1),
+            ("gemm1_clamp_limit", torch.ones(2)),
+            ("per_token_scale", torch.ones(3)),
+            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 1))),
+            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 2).half())),
+        ],
     )
     def test_what_does_not_fit_together(self, name: str, value: object) -> None:
         layer = Layer()
         with pytest.raises(ValueError):  # noqa: PT011
-            layer.call(layer.tokens(2), topk_ids=pack(*routing(2, 4, 2)), **{name: value})
+            layer.call(layer.tokens(2), **{"topk_ids": pack(*routing(2, 4, 2)), name: value})
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -586,15 +863,7 @@ class TestQuantize:
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "home"),
-    [
-        ("fp4_quantize", "flashinfer"),
-        ("nvfp4_block_scale_interleave", "flashinfer.quantization"),
-        ("trtllm_fp4_block_scale_moe", "flashinfer.fused_moe"),
-        ("trtllm_fp4_block_scale_routed_moe", "flashinfer.fused_moe"),
-    ],
-)
+@pytest.mark.parametrize(("name", "home"), STAND_INS)
 def test_signature(name: str, home: str) -> None:
     """Every installed parameter is one of ours, in the same order and with the same default."""
     theirs = inspect.signature(getattr(importlib.import_module(home), name)).parameters

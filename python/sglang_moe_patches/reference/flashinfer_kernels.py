@@ -21,6 +21,7 @@ Nothing is installed by importing this module.
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import util
 from typing import Any
@@ -31,8 +32,11 @@ import torch.nn.functional as F
 from sglang_moe_patches.reference import nvfp4
 
 # FlashInfer's enum values (flashinfer.tllm_enums), spelled out so that importing this module does not import it.
-ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3 = 0, 1, 2
-ACTIVATION_SWIGLU, ACTIVATION_RELU2 = 3, 6
+ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3, ROUTING_LLAMA4, ROUTING_RENORMALIZE_NAIVE = range(5)
+ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2, ROUTING_SIGMOID = 6, 7, 8
+ACTIVATION_GELU, ACTIVATION_SILU, ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_RELU2 = 0, 2, 3, 4, 6
+ACTIVATION_SITU = 10
+GATED_ACTIVATIONS = (ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_SITU)
 
 # The tile the engine and FlashInfer shuffle for; neither makes it configurable.
 _EPILOGUE_TILE_M = 128
@@ -172,51 +176,50 @@ def trtllm_fp4_block_scale_routed_moe(
 
     Args:
         topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
-            newer releases, a tuple (ids int [tokens, top_k], weights float [tokens, top_k]). An id that is not
-            a local expert's contributes nothing.
+            newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that
+            is not a local expert's contributes nothing.
         routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type: have no effect here, the
             routing is done.
 
-    The other arguments, the result and the errors are those of ``trtllm_fp4_block_scale_moe``.
+    The other arguments, the result and the errors are those of ``trtllm_fp4_block_scale_moe``; with ``do_finalize``
+    false, weights that came in a tuple are returned as they came.
     """
     _refuse(
         gemm1_bias=gemm1_bias,
-        gemm1_alpha=gemm1_alpha,
-        gemm1_beta=gemm1_beta,
-        gemm1_clamp_limit=gemm1_clamp_limit,
         gemm2_bias=gemm2_bias,
-        per_token_scale=per_token_scale,
         gemm1_lora_delta=gemm1_lora_delta,
         valid_hidden_size=valid_hidden_size,
         valid_intermediate_size=valid_intermediate_size,
         num_fused_shared_experts=num_fused_shared_experts,
         hidden_states_scale_layout=hidden_states_scale_layout,
     )
-    if not do_finalize:
-        raise NotImplementedError("do_finalize=False")
     if isinstance(topk_ids, torch.Tensor):
         ids, weights = _unpack_topk(topk_ids)
+        weights = weights.bfloat16()
     else:
-        ids, weights = topk_ids[0].long(), topk_ids[1].float()
-    if ids.shape != (hidden_states.shape[0], top_k):
-        raise ValueError(f"topk_ids must be [{hidden_states.shape[0]}, {top_k}], got {tuple(ids.shape)}")
-    return _run_experts(
-        ids,
+        ids, weights = topk_ids
+        if weights.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weights of topk_ids must be bfloat16 or float32, got {weights.dtype}")
+    for part in (ids, weights):
+        _check_shape("topk_ids", part, (hidden_states.shape[0], top_k))
+    return _answer(
+        ids.long() - local_expert_offset,
         weights,
-        hidden_states,
-        hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm2_weights,
-        gemm2_weights_scale,
-        output1_scale_scalar,
-        output1_scale_gate_scalar,
-        output2_scale_scalar,
-        intermediate_size,
-        local_expert_offset,
-        local_num_experts,
-        activation_type,
+        do_finalize,
         output,
+        hidden_states=hidden_states,
+        hidden_states_scale=hidden_states_scale,
+        per_token_scale=per_token_scale,
+        gemm1_weights=gemm1_weights,
+        gemm1_weights_scale=gemm1_weights_scale,
+        gemm2_weights=gemm2_weights,
+        gemm2_weights_scale=gemm2_weights_scale,
+        output1_scale_scalar=output1_scale_scalar,
+        output1_scale_gate_scalar=output1_scale_gate_scalar,
+        output2_scale_scalar=output2_scale_scalar,
+        intermediate_size=intermediate_size,
+        experts=local_num_experts,
+        activation=_Activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
     )
 
 
@@ -261,19 +264,19 @@ def trtllm_fp4_block_scale_moe(
 ) -> list[torch.Tensor]:
     """Stand-in for FlashInfer's NVFP4 MoE kernel that routes by itself.
 
-    Gated (SwiGLU): intermediate = silu(gate * output1_scale_gate_scalar) * up * output1_scale_scalar.
-    Not gated (ReLU^2): intermediate = relu(x * output1_scale_gate_scalar)^2 * output1_scale_scalar.
-    The intermediate is quantized to NVFP4, its multiplier being part of output1_scale_scalar already, multiplied with
+    intermediate = the activation of hidden_states @ gemm1_weights (``_Activation``), quantized to NVFP4: its multiplier
+    is part of output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with
     gemm2_weights and output2_scale_scalar, and summed over the token's experts with the routing weights.
 
     Args:
         routing_logits: float [tokens, num_experts].
-        routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3 routing).
+        routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
         hidden_states: uint8 [tokens, hidden // 2], NVFP4.
         hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
         gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
             shuffled rows; up (w3) before gate (w1) before the shuffle.
         gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see ``_Activation``.
         gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
         gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
         output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
@@ -281,13 +284,21 @@ def trtllm_fp4_block_scale_moe(
             and the others contribute nothing.
         n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
         routed_scaling_factor: on the routing weights, DeepSeekV3 routing only; None is 1.
-        routing_method_type: 0 Default, 1 Renormalize, 2 DeepSeekV3.
-        activation_type: 3 SwiGLU (gated) or 6 ReLU^2 (not gated).
-        output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated.
-        norm_topk_prob: has no effect with these routing methods.
+        routing_method_type: FlashInfer's number: 0 Default, 1 Renormalize, 2 DeepSeekV3, 3 Llama4, 4 RenormalizeNaive,
+            6 SigmoidRenorm, 7 MiniMax2 or 8 Sigmoid.
+        do_finalize: false leaves the sum over the experts to the caller.
+        activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
+        per_token_scale: float32 [tokens], a factor of each token's hidden_states.
+        output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated. Not looked at
+            where ``do_finalize`` is false.
+        norm_topk_prob: has no effect: only true.
 
     Returns:
-        [output], bfloat16 [tokens, hidden].
+        [output], bfloat16 [tokens, hidden]. With ``do_finalize`` false, what ``flashinfer`` leaves to be finalized:
+        gemm2_output, bfloat16 [tokens * top_k, hidden], the rows of each expert side by side (the real kernel pads them
+        to tiles, so that it has more); expert_weights, bfloat16 [tokens, top_k]; expanded_idx_to_permuted_idx, int32
+        [tokens * top_k], the row of each (token, slot), -1 where its expert is elsewhere. Rows that no index names are
+        not written.
 
     Raises:
         NotImplementedError: naming the argument that is not supported.
@@ -295,43 +306,40 @@ def trtllm_fp4_block_scale_moe(
     """
     _refuse(
         gemm1_bias=gemm1_bias,
-        gemm1_alpha=gemm1_alpha,
-        gemm1_beta=gemm1_beta,
-        gemm1_clamp_limit=gemm1_clamp_limit,
         gemm2_bias=gemm2_bias,
-        per_token_scale=per_token_scale,
         routing_replay_out=routing_replay_out,
         num_fused_shared_experts=num_fused_shared_experts,
         valid_hidden_size=valid_hidden_size,
         valid_intermediate_size=valid_intermediate_size,
         hidden_states_scale_layout=hidden_states_scale_layout,
     )
-    if not do_finalize:
-        raise NotImplementedError("do_finalize=False")
     if routing_logits.shape != (hidden_states.shape[0], num_experts):
         raise ValueError(
             f"routing_logits must be [{hidden_states.shape[0]}, {num_experts}], got {tuple(routing_logits.shape)}"
         )
+    if not norm_topk_prob:
+        raise NotImplementedError("norm_topk_prob=False")
     ids, weights = _route(
         routing_logits, routing_bias, top_k, n_group, topk_group, routed_scaling_factor, routing_method_type
     )
-    return _run_experts(
-        ids,
+    return _answer(
+        ids.long() - local_expert_offset,
         weights,
-        hidden_states,
-        hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm2_weights,
-        gemm2_weights_scale,
-        output1_scale_scalar,
-        output1_scale_gate_scalar,
-        output2_scale_scalar,
-        intermediate_size,
-        local_expert_offset,
-        local_num_experts,
-        activation_type,
+        do_finalize,
         output,
+        hidden_states=hidden_states,
+        hidden_states_scale=hidden_states_scale,
+        per_token_scale=per_token_scale,
+        gemm1_weights=gemm1_weights,
+        gemm1_weights_scale=gemm1_weights_scale,
+        gemm2_weights=gemm2_weights,
+        gemm2_weights_scale=gemm2_weights_scale,
+        output1_scale_scalar=output1_scale_scalar,
+        output1_scale_gate_scalar=output1_scale_gate_scalar,
+        output2_scale_scalar=output2_scale_scalar,
+        intermediate_size=intermediate_size,
+        experts=local_num_experts,
+        activation=_Activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
     )
 
 
@@ -361,33 +369,37 @@ def _route(
     routed_scaling_factor: float | None,
     method: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as the kernel does: ids int64 and weights float32, both [tokens, top_k].
+    """Choose experts as the kernel does: ids int64 and weights bfloat16, both [tokens, top_k].
 
-    Equal scores go to the lower expert id, and bias and weights are rounded to bfloat16, as in the kernel.
+    Equal scores go to the lower expert id, and weights are rounded to bfloat16, as in the kernel.
     """
-    if bias is not None and method != ROUTING_DEEPSEEK_V3:
+    if bias is not None and method not in (ROUTING_DEEPSEEK_V3, ROUTING_MINIMAX2):
         raise NotImplementedError(f"routing_bias with routing_method_type={method}")
     # Vectorized and scalar exponentials differ in the last bit, and which of them an element meets depends on its
     # place in the batch; evaluated in float64, that bit is gone after the rounding to float32.
     logits = logits.double()
-    if method == ROUTING_DEFAULT:  # softmax over all experts, then the best
+    if method in (ROUTING_DEFAULT, ROUTING_RENORMALIZE_NAIVE):  # softmax over all experts, then the best
         scores = logits.softmax(-1).float()
-        ids = _best(scores, top_k)
-        weights = scores.gather(-1, ids)
-    elif method == ROUTING_RENORMALIZE:  # the best, then softmax over them
-        ids = _best(logits, top_k)
-        weights = logits.gather(-1, ids).softmax(-1).float()
-    elif method == ROUTING_DEEPSEEK_V3:
+    elif method in (ROUTING_DEEPSEEK_V3, ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2, ROUTING_SIGMOID):
         scores = logits.sigmoid().float()
-        biased = scores if bias is None else scores + bias.bfloat16().float()
-        if n_group is not None and n_group > 1:
-            biased = _limit_to_groups(biased, n_group, topk_group)
-        ids = _best(biased, top_k)
-        weights = scores.gather(-1, ids)
-        weights = weights * (1.0 if routed_scaling_factor is None else routed_scaling_factor) / _row_sum(weights)
+    elif method in (ROUTING_RENORMALIZE, ROUTING_LLAMA4):  # the best, then their scores
+        scores = logits
     else:
-        raise NotImplementedError(f"routing_method_type={method}: only 0 Default, 1 Renormalize and 2 DeepSeekV3")
-    return ids, weights.bfloat16().float()
+        raise NotImplementedError(f"routing_method_type={method}: only 0 to 4 and 6 to 8")
+    biased = scores if bias is None else scores + bias.float()
+    if method == ROUTING_DEEPSEEK_V3 and n_group is not None and n_group > 1:
+        biased = _limit_to_groups(biased, n_group, topk_group)
+    ids = _best(biased, top_k)
+    weights = scores.gather(-1, ids)
+    if method == ROUTING_RENORMALIZE:
+        weights = weights.softmax(-1)
+    elif method == ROUTING_LLAMA4:
+        weights = weights.sigmoid()
+    elif method in (ROUTING_RENORMALIZE_NAIVE, ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2):
+        weights = weights / _row_sum(weights)
+    elif method == ROUTING_DEEPSEEK_V3:
+        weights = weights * (1.0 if routed_scaling_factor is None else routed_scaling_factor) / _row_sum(weights)
+    return ids, weights.float().bfloat16()
 
 
 def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -440,11 +452,132 @@ def _load_weights(
     return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
 
 
+@dataclass(frozen=True)
+class _Activation:
+    """What lies between the two products, with FlashInfer's numbers; x is a row of the first product.
+
+    Not gated: f(x * gate_scale) * scale.
+
+    Gated, x being up and gate: f(gate * gate_scale) * (up + beta) * scale, the clamp coming first, on what is not
+    scaled yet: gate from above, up on both sides. SwiGLU's f(g) is g * sigmoid(alpha * g).
+
+    SiTU scales both halves by gate_scale before the clamp, and is
+    beta * tanh(up / beta) * alpha * tanh(gate / alpha) * sigmoid(gate) * scale.
+    """
+
+    kind: int
+    alpha: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+
+    def check(self, experts: int) -> None:
+        if self.kind not in (*_NOT_GATED, *GATED_ACTIVATIONS):
+            raise NotImplementedError(f"activation_type={self.kind}: only {sorted((*_NOT_GATED, *GATED_ACTIVATIONS))}")
+        given = {"gemm1_alpha": self.alpha, "gemm1_beta": self.beta, "gemm1_clamp_limit": self.limit}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if not self.gated or (self.kind == ACTIVATION_GEGLU and name == "gemm1_alpha"):
+                raise NotImplementedError(f"{name} with activation_type={self.kind}")
+            _check_shape(name, value, (experts,))
+
+    @property
+    def gated(self) -> bool:
+        return self.kind in GATED_ACTIVATIONS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the Triton kernels have it."""
+        plain = self.kind in (ACTIVATION_SWIGLU, ACTIVATION_RELU2)
+        return plain and self.alpha is None and self.beta is None and self.limit is None
+
+    def __call__(self, x: torch.Tensor, expert: int, gate_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """float64 [rows, columns of the first product] to float64 [rows, intermediate]."""
+        if not self.gated:
+            return _NOT_GATED[self.kind](x * gate_scale) * scale
+        up, gate = x.chunk(2, dim=-1)
+        alpha, beta, limit = (
+            None if value is None else value[expert].double() for value in (self.alpha, self.beta, self.limit)
+        )
+        if self.kind == ACTIVATION_SITU:
+            up, gate = up * gate_scale, gate * gate_scale
+        if limit is not None:
+            up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
+        if self.kind == ACTIVATION_SITU:
+            alpha, beta = (1.0 if value is None else value for value in (alpha, beta))
+            return beta * (up / beta).tanh() * alpha * (gate / alpha).tanh() * gate.sigmoid() * scale
+        if beta is not None:
+            up = up + beta
+        gate = gate * gate_scale
+        if self.kind == ACTIVATION_GEGLU:
+            gate = F.gelu(gate)
+        else:
+            gate = F.silu(gate) if alpha is None else gate * (alpha * gate).sigmoid()
+        return gate * (up * scale)
+
+
+_NOT_GATED: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    ACTIVATION_GELU: F.gelu,
+    ACTIVATION_SILU: F.silu,
+    ACTIVATION_RELU2: lambda x: F.relu(x).square(),
+}
+
+
+def _answer(
+    ids: torch.Tensor, weights: torch.Tensor, do_finalize: bool, output: torch.Tensor | None, **layer: Any
+) -> list[torch.Tensor]:
+    """The layer once the routing is known.
+
+    Args:
+        ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
+        layer: the arguments of ``_run_experts``.
+    """
+    x = layer["hidden_states"]
+    (tokens, top_k), hidden = ids.shape, x.shape[1] * 2
+    if do_finalize:
+        if output is None:
+            output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
+        elif (
+            output.dtype != torch.bfloat16
+            or output.dim() != 2
+            or output.shape[0] != tokens
+            or output.shape[1] > hidden
+            or not output.is_contiguous()
+        ):
+            # The real kernel takes the address and assumes the rest.
+            raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
+        _run_experts(ids, weights.float(), output=output, **layer)
+        return [output]
+
+    # Each (token, slot) is a token of its own, with one expert of weight 1; expert after expert.
+    slot_ids = ids.flatten()
+    local = (slot_ids >= 0) & (slot_ids < layer["experts"])
+    order = torch.where(local, slot_ids, layer["experts"]).argsort(stable=True)
+    token = order // top_k
+    rows = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16, device=x.device)
+    of_slots = {
+        name: layer[name].reshape(tokens, columns)[token]
+        for name, columns in (
+            ("hidden_states", hidden // 2),
+            ("hidden_states_scale", hidden // nvfp4.BLOCK_SIZE),
+            ("per_token_scale", 1),
+        )
+        if layer[name] is not None
+    }
+    one = torch.ones(tokens * top_k, 1, device=x.device)
+    _run_experts(slot_ids[order].unsqueeze(1), one, output=rows, **{**layer, **of_slots})
+    row_of = torch.empty_like(order, dtype=torch.int32)
+    row_of[order] = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device)
+    return [rows, weights, row_of.masked_fill_(~local, -1)]
+
+
 def _run_experts(
     ids: torch.Tensor,
     weights: torch.Tensor,
+    *,
     hidden_states: torch.Tensor,
     hidden_states_scale: torch.Tensor | None,
+    per_token_scale: torch.Tensor | None,
     gemm1_weights: torch.Tensor,
     gemm1_weights_scale: torch.Tensor,
     gemm2_weights: torch.Tensor,
@@ -453,14 +586,11 @@ def _run_experts(
     output1_scale_gate_scalar: torch.Tensor | None,
     output2_scale_scalar: torch.Tensor | None,
     intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
-    activation_type: int,
-    output: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """The layer once the routing is known: ids int64 (global) and weights float32, both [tokens, top_k]."""
-    if activation_type not in (ACTIVATION_SWIGLU, ACTIVATION_RELU2):
-        raise NotImplementedError(f"activation_type={activation_type}: only 3 Swiglu and 6 Relu2")
+    experts: int,
+    activation: _Activation,
+    output: torch.Tensor,
+) -> None:
+    """Each token's experts, weighed and summed into ``output``: ids int64, weights float32, both [tokens, top_k]."""
     if hidden_states.dtype != torch.uint8:
         raise NotImplementedError(f"hidden_states of {hidden_states.dtype}: only NVFP4 packed in uint8")
     if (
@@ -470,10 +600,10 @@ def _run_experts(
         or output2_scale_scalar is None
     ):
         raise ValueError("NVFP4 needs hidden_states_scale and the three output scales")
-    gated = activation_type == ACTIVATION_SWIGLU
+    activation.check(experts)
+    gated = activation.gated
     tokens, hidden = hidden_states.shape[0], hidden_states.shape[1] * 2
     rows = intermediate_size * (2 if gated else 1)
-    experts = local_num_experts
     _check_shape("gemm1_weights", gemm1_weights, (experts, rows, hidden // 2))
     _check_shape("gemm1_weights_scale", gemm1_weights_scale, (experts, rows, hidden // nvfp4.BLOCK_SIZE))
     _check_shape("gemm2_weights", gemm2_weights, (experts, hidden, intermediate_size // 2))
@@ -484,29 +614,19 @@ def _run_experts(
         ("output2_scale_scalar", output2_scale_scalar),
     ):
         _check_shape(name, scale, (experts,))
-    if output is None:
-        output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=hidden_states.device)
-    elif (
-        output.dtype != torch.bfloat16
-        or output.dim() != 2
-        or output.shape[0] != tokens
-        or output.shape[1] > hidden
-        or not output.is_contiguous()
-    ):
-        # The real kernel takes the address and assumes the rest.
-        raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
+    if per_token_scale is not None and per_token_scale.numel() != tokens:
+        raise ValueError(f"per_token_scale must be [{tokens}], got {list(per_token_scale.shape)}")
     if tokens == 0:
-        return [output]
+        return
 
     device = hidden_states.device
     workspace = _workspace(device)  # noqa: F841 - held until the result is there
     w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device)
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, intermediate_size, None, device)
     block_scale = hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
-    local_ids = ids - local_expert_offset
-    if hidden_states.is_cuda and (kernels := _triton()):
+    if hidden_states.is_cuda and activation.is_plain and per_token_scale is None and (kernels := _triton()):
         kernels.run_experts(
-            local_ids,
+            ids,
             weights,
             hidden_states,
             block_scale,
@@ -522,27 +642,40 @@ def _run_experts(
             output,
             gated=gated,
         )
-        return [output]
+        return
     x = nvfp4.decode(hidden_states, block_scale).double()
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
-    for expert in local_ids[(local_ids >= 0) & (local_ids < experts)].unique().tolist():
-        token, slot = (local_ids == expert).nonzero(as_tuple=True)
+    for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
         w13 = _load_weights(gemm1_weights[expert], gemm1_weights_scale[expert], w13_orders)
         gemm1 = x[token] @ w13.T
+        if per_token_scale is not None:
+            gemm1 = gemm1 * per_token_scale.flatten()[token, None].double()
         gate_scale, scale = output1_scale_gate_scalar[expert].double(), output1_scale_scalar[expert].double()
-        if gated:
-            up, gate = gemm1.chunk(2, dim=-1)
-            intermediate = F.silu(gate * gate_scale) * (up * scale)
+        intermediate = activation(gemm1, expert, gate_scale, scale)
+        if per_token_scale is None:
+            # The multiplier for the intermediate is in `scale`, so 1 here.
+            token_scale = None
         else:
-            intermediate = F.relu(gemm1 * gate_scale).square() * scale
-        # The multiplier for the intermediate is in `scale`, so 1 here.
+            intermediate, token_scale = _scaled_by_token(intermediate.bfloat16())
         packed, intermediate_scale = nvfp4.quantize(intermediate, 1.0)
         w2 = _load_weights(gemm2_weights[expert], gemm2_weights_scale[expert], w2_orders)
         gemm2 = nvfp4.decode(packed, intermediate_scale).double() @ w2.T
+        if token_scale is not None:
+            gemm2 = gemm2 * token_scale.double()
         expert_output = (gemm2 * output2_scale_scalar[expert].double()).float()
         total.index_add_(0, token, expert_output * weights[token, slot].unsqueeze(-1))
     output.copy_(total[:, : output.shape[1]])
-    return [output]
+
+
+def _scaled_by_token(
+    x: torch.Tensor, inverse: torch.Tensor | float = 1 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row divided by its largest magnitude times ``inverse``, and that factor, float32 [rows, 1]; 1 if zero."""
+    x = x.float()
+    factor = x.abs().amax(-1, keepdim=True) * inverse
+    factor = torch.where(factor == 0, 1.0, factor)
+    return x / factor, factor
 
 
 @cache
