@@ -657,6 +657,7 @@ def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
 
 STAND_INS = [
     ("fp4_quantize", "flashinfer"),
+    ("nvfp4_quantize", "flashinfer"),
     ("nvfp4_block_scale_interleave", "flashinfer.quantization"),
     ("trtllm_fp4_block_scale_moe", "flashinfer.fused_moe"),
     ("trtllm_fp4_block_scale_routed_moe", "flashinfer.fused_moe"),
@@ -665,7 +666,8 @@ STAND_INS = [
 
 def test_every_call_of_the_engine_is_one_that_the_stand_ins_take() -> None:
     calls = engine_calls()
-    assert {name for _, name, _, _ in calls} == {name for name, _ in STAND_INS}
+    # Per-token scales came with 0.5.13.
+    assert {name for _, name, _, _ in calls} | {"nvfp4_quantize"} == {name for name, _ in STAND_INS}
     for place, name, call, keywords in calls:
         parameters = inspect.signature(getattr(kernels, name))
         try:
@@ -797,11 +799,28 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cute-dsl")],
+        [("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cutile")],
     )
     def test_quantize_by_name(self, name: str, value: Any) -> None:
         with pytest.raises(NotImplementedError, match=name):
             kernels.fp4_quantize(torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("sfLayout", 1),
+            ("do_shuffle", True),
+            ("sf_vec_size", 32),
+            ("expanded_idx_to_permuted_idx", torch.zeros(2)),
+            ("out_scale", torch.ones(1)),
+            ("nvfp4_4over6", object()),
+        ],
+    )
+    def test_nvfp4_quantize_by_name(self, name: str, value: object) -> None:
+        with pytest.raises(NotImplementedError, match=name):
+            kernels.nvfp4_quantize(
+                torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{"per_token_activation": True, name: value}
+            )
 
     def test_quantize_float32(self) -> None:
         with pytest.raises(NotImplementedError, match="input of"):
@@ -837,6 +856,29 @@ class TestInterleave:
 
 
 class TestQuantize:
+    def test_a_scale_for_each_row(self) -> None:
+        x = torch.randn(130, 96, generator=torch.Generator().manual_seed(4)).bfloat16()
+        x[:, ::5] *= torch.arange(1, 131)[:, None].bfloat16()
+        x[7] = 0
+        packed, linear, scale = kernels.nvfp4_quantize(
+            x, torch.tensor([1 / 2688]), sfLayout=2, per_token_activation=True, backend="cute-dsl"
+        )
+        assert (packed.shape, linear.shape, scale.shape) == ((130, 48), (130, 6), (130,))
+        assert packed.dtype == linear.dtype == torch.uint8
+        values = nvfp4.decode(packed, linear.view(torch.float8_e4m3fn)) * scale[:, None]
+        torch.testing.assert_close(values.abs().amax(-1), x.float().abs().amax(-1), rtol=1e-5, atol=0)
+        assert (values - x.float()).norm() < 0.15 * x.float().norm()
+        assert values[7].eq(0).all()
+        _, swizzled, _ = kernels.nvfp4_quantize(x, torch.tensor([1 / 2688]), per_token_activation=True)
+        assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
+
+    @pytest.mark.parametrize(("layout", "swizzled"), [(0, True), (2, False)])
+    def test_without_one_it_is_fp4_quantize(self, layout: int, swizzled: bool) -> None:
+        x = torch.randn(5, 64).bfloat16()
+        got = kernels.nvfp4_quantize(x, torch.tensor(3.0), layout)
+        expected = kernels.fp4_quantize(x, torch.tensor(3.0), is_sf_swizzled_layout=swizzled)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
     def test_layouts(self) -> None:
         x = torch.randn(130, 96).bfloat16()
         multiplier = nvfp4.global_scale_for(x)

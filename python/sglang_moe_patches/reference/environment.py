@@ -163,6 +163,7 @@ def install() -> None:
         logging.getLogger(__name__).warning(WARNING, SWITCH)
     for target, kernel in {
         "flashinfer.fp4_quantize": kernels.fp4_quantize,
+        "flashinfer.nvfp4_quantize": kernels.nvfp4_quantize,
         "flashinfer.nvfp4_block_scale_interleave": kernels.nvfp4_block_scale_interleave,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_moe": kernels.trtllm_fp4_block_scale_moe,
         "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe": kernels.trtllm_fp4_block_scale_routed_moe,

@@ -36,6 +36,7 @@ ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3, ROUTING_LLAMA4, ROUTI
 ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2, ROUTING_SIGMOID = 6, 7, 8
 ACTIVATION_GELU, ACTIVATION_SILU, ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_RELU2 = 0, 2, 3, 4, 6
 ACTIVATION_SITU = 10
+SF_SWIZZLED, SF_LINEAR = 0, 2  # SfLayout.layout_128x4 and layout_linear
 GATED_ACTIVATIONS = (ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_SITU)
 
 # The tile the engine and FlashInfer shuffle for; neither makes it configurable.
@@ -83,8 +84,8 @@ def fp4_quantize(
         raise NotImplementedError("sf_use_ue8m0: only E4M3 block scales (NVFP4)")
     if is_sf_8x4_layout:
         raise NotImplementedError("is_sf_8x4_layout: only the linear and the 128x4 layouts")
-    if backend != "cuda":
-        raise NotImplementedError(f"backend={backend!r}: only 'cuda'")
+    if backend not in ("cuda", "cute-dsl"):  # two implementations of one function; the engine asks for either
+        raise NotImplementedError(f"backend={backend!r}: only 'cuda' and 'cute-dsl'")
     _refuse(nvfp4_4over6=nvfp4_4over6)
     if input.dtype not in (torch.bfloat16, torch.float16):
         raise NotImplementedError(f"input of {input.dtype}: only bfloat16 and float16")
@@ -97,6 +98,53 @@ def fp4_quantize(
     if is_sf_swizzled_layout:
         scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
     return packed, scales
+
+
+def nvfp4_quantize(
+    a: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    sfLayout: int = SF_SWIZZLED,
+    do_shuffle: bool = False,
+    sf_vec_size: int = 16,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+    per_token_activation: bool = False,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    nvfp4_4over6: object | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Stand-in for ``flashinfer.nvfp4_quantize``: ``fp4_quantize`` with, if asked for, a scale for each token.
+
+    Args:
+        a_global_sf: the multiplier; with ``per_token_activation`` the factor that makes of a row's largest magnitude
+            the row's scale, 1 / (448 * 6).
+        sfLayout: 0 swizzled or 2 linear block scales.
+
+    Returns:
+        packed and scales as of ``fp4_quantize``; with ``per_token_activation`` also the scales of the rows, float32
+        [M]: what a row stands for is its NVFP4 value times its scale.
+
+    Raises:
+        NotImplementedError: naming the argument that is not supported.
+    """
+    _refuse(
+        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
+        out_scale=out_scale,
+        nvfp4_4over6=nvfp4_4over6,
+        do_shuffle=do_shuffle or None,
+    )
+    if sfLayout not in (SF_SWIZZLED, SF_LINEAR):
+        raise NotImplementedError(f"sfLayout={sfLayout!r}: only the linear and the 128x4 layouts")
+    if not per_token_activation:
+        return fp4_quantize(a, a_global_sf, sf_vec_size, is_sf_swizzled_layout=sfLayout == SF_SWIZZLED, backend=backend)
+    if sf_vec_size != nvfp4.BLOCK_SIZE:
+        raise NotImplementedError(f"sf_vec_size={sf_vec_size}: only {nvfp4.BLOCK_SIZE} (NVFP4)")
+    scaled, factor = _scaled_by_token(a, a_global_sf)
+    packed, block_scale = nvfp4.quantize(scaled, 1.0)
+    scales = block_scale.view(torch.uint8)
+    if sfLayout == SF_SWIZZLED:
+        scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
+    return packed, scales, factor.flatten()
 
 
 def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
@@ -671,7 +719,10 @@ def _run_experts(
 def _scaled_by_token(
     x: torch.Tensor, inverse: torch.Tensor | float = 1 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by its largest magnitude times ``inverse``, and that factor, float32 [rows, 1]; 1 if zero."""
+    """Each row divided by its scale, and that scale: its largest magnitude times ``inverse``, float32 [rows, 1].
+
+    The scale of a row of zeros is 1.
+    """
     x = x.float()
     factor = x.abs().amax(-1, keepdim=True) * inverse
     factor = torch.where(factor == 0, 1.0, factor)
