@@ -633,15 +633,15 @@ def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
             if not isinstance(function, ast.FunctionDef):
                 continue
             inside = list(ast.walk(function))
-            # Keywords may be collected in a dict first.
-            collected = {
-                node.targets[0].id: [keyword.arg for keyword in node.value.keywords]
+            # Keywords may be collected in a dict first, and another call's in one of the same name.
+            collected = [
+                (node.lineno, node.targets[0].id, [keyword.arg for keyword in node.value.keywords])
                 for node in inside
                 if isinstance(node, ast.Assign)
                 and isinstance(node.targets[0], ast.Name)
                 and isinstance(node.value, ast.Call)
                 and getattr(node.value.func, "id", "") == "dict"
-            }
+            ]
             for call in inside:
                 if not isinstance(call, ast.Call):
                     continue
@@ -650,7 +650,11 @@ def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
                     continue
                 keywords = []
                 for keyword in call.keywords:
-                    keywords += [keyword.arg] if keyword.arg else collected[getattr(keyword.value, "id", "")]
+                    if keyword.arg:
+                        keywords.append(keyword.arg)
+                        continue
+                    before = [line for line in collected if line[0] < call.lineno and line[1] == keyword.value.id]
+                    keywords += max(before)[2]
                 found.append((f"{path.name}:{call.lineno}", name, call, keywords))
     return found
 
