@@ -22,6 +22,8 @@ except ImportError:
     pytest.skip("this FlashInfer has no CuteDSL kernels here", allow_module_level=True)
 from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout
 
+pytestmark = pytest.mark.every_release
+
 KERNELS = cutedsl.kernels()
 REAL = {target: pkgutil.resolve_name(target) for target in KERNELS}
 GATHER, FINALIZE = (next(target for target in REAL if part in target) for part in ("_gather_", "_finalize_"))

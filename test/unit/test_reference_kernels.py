@@ -240,6 +240,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.every_release
 class TestRouted:
     @pytest.mark.parametrize(("make", "sizes"), LAYERS)
     @pytest.mark.parametrize(("n", "top_k"), [(1, 1), (5, 2), (33, 3)])
@@ -304,6 +305,7 @@ class TestRouted:
         assert layer.call(layer.tokens(0), topk_ids=pack(ids, weights)).shape == (0, 256)
 
 
+@pytest.mark.every_release
 class TestLayoutMatters:
     """A stand-in that read past a wrong shuffle would hide exactly what it is there to find."""
 
@@ -668,6 +670,7 @@ STAND_INS = [
 ]
 
 
+@pytest.mark.every_release
 def test_every_call_of_the_engine_is_one_that_the_stand_ins_take() -> None:
     calls = engine_calls()
     # Per-token scales came with 0.5.13.
@@ -909,6 +912,7 @@ class TestQuantize:
             assert torch.equal(got, expected)
 
 
+@pytest.mark.every_release
 @pytest.mark.parametrize(("name", "home"), STAND_INS)
 def test_signature(name: str, home: str) -> None:
     """Every installed parameter is one of ours, in the same order and with the same default."""
