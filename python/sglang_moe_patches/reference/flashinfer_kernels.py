@@ -603,15 +603,15 @@ def _answer(
     order = torch.where(local, slot_ids, layer["experts"]).argsort(stable=True)
     token = order // top_k
     rows = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16, device=x.device)
-    of_slots = {
-        name: layer[name].reshape(tokens, columns)[token]
-        for name, columns in (
-            ("hidden_states", hidden // 2),
-            ("hidden_states_scale", hidden // nvfp4.BLOCK_SIZE),
-            ("per_token_scale", 1),
-        )
-        if layer[name] is not None
-    }
+    of_slots = {}
+    for name, columns in (
+        ("hidden_states", hidden // 2),
+        ("hidden_states_scale", hidden // nvfp4.BLOCK_SIZE),
+        ("per_token_scale", 1),
+    ):
+        if (value := layer[name]) is not None:
+            value = value.view(torch.uint8) if value.itemsize == 1 else value  # not all of PyTorch indexes E4M3
+            of_slots[name] = value.reshape(tokens, columns)[token]
     one = torch.ones(tokens * top_k, 1, device=x.device)
     _run_experts(slot_ids[order].unsqueeze(1), one, output=rows, **{**layer, **of_slots})
     row_of = torch.empty_like(order, dtype=torch.int32)
