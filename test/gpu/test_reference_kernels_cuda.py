@@ -216,8 +216,8 @@ def test_can_be_captured_and_replayed_with_other_routing():
 def test_what_is_left_to_be_finalized_can_be_captured():
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
     buffers = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
-    nothing = ("routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias")
-    nothing += ("n_group", "topk_group", "routed_scaling_factor")
+    nothing = ["routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias"]
+    nothing += ["n_group", "topk_group", "routed_scaling_factor"]
 
     def unfinalized():
         return kernels.trtllm_fp4_block_scale_routed_moe(
@@ -229,9 +229,9 @@ def test_what_is_left_to_be_finalized_can_be_captured():
     with torch.cuda.graph(graph):
         rows, weights, row_of = unfinalized()
     other = batch(40, 32, 1024, 4, seed=5)
-    for name, value in other.items():
-        if isinstance(value, torch.Tensor):
-            buffers[name].copy_(value)
+    for buffer, value in zip(buffers.values(), other.values(), strict=True):
+        if isinstance(buffer, torch.Tensor):
+            buffer.copy_(value)
     graph.replay()
     by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
     assert_close(by_hand.bfloat16(), routed(**shared, **other))

@@ -655,7 +655,11 @@ def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
                     if keyword.arg:
                         keywords.append(keyword.arg)
                         continue
-                    before = [line for line in collected if line[0] < call.lineno and line[1] == keyword.value.id]
+                    before = [
+                        line
+                        for line in collected
+                        if line[0] < call.lineno and line[1] == getattr(keyword.value, "id", "")
+                    ]
                     keywords += max(before)[2]
                 found.append((f"{path.name}:{call.lineno}", name, call, keywords))
     return found

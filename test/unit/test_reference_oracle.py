@@ -7,6 +7,7 @@ quantize the intermediate, and know no output scales: both are made to have no e
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -201,8 +202,8 @@ def test_cutedsl_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its intermediate cannot be left unquantized: about as far off as NVFP4 is, and far from the halves exchanged."""
     names = ("_cute_dsl_fused_moe_reference", "_cute_dsl_fused_moe_nvfp4_reference")  # the second before 0.7
     reference = next(getattr(templates, name) for name in names if hasattr(templates, name))
-    import test_reference_cutedsl as cutedsl  # skips by itself where the kernels cannot be imported
-
+    # Skips by itself where the kernels cannot be imported.
+    cutedsl: Any = importlib.import_module("test_reference_cutedsl")
     cutedsl.stand_ins.__wrapped__(monkeypatch)
     layer = Layer(experts=8, hidden=384, intermediate=192)
     # So that the largest intermediate still is an NVFP4 number.
