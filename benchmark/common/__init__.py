@@ -1,0 +1,1 @@
+"""What all benchmarks share: model shapes, the machine, timing, options and results, servers."""

@@ -1,0 +1,99 @@
+"""What a figure was taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+
+def conditions() -> dict[str, Any]:
+    """Hardware and versions, as results keep them. Loads no engine."""
+    import torch
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": hardware(),
+        "engine": version("sglang"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "flashinfer": version("flashinfer-python"),
+        "cpus": len(_cpus()),
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": gpu.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_bytes": gpu.total_memory,
+            "capability": [gpu.major, gpu.minor],
+            "l2_bytes": gpu.L2_cache_size,
+            "cuda": torch.version.cuda or torch.version.hip,
+            "driver": _driver(),
+        }
+    return found
+
+
+def hardware() -> str:
+    """The GPUs, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"{platform.processor() or platform.machine()} CPU"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def sentence(conditions: dict[str, Any]) -> str:
+    """The conditions in a line above a table."""
+    names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"), ("flashinfer", "FlashInfer"))
+    parts = [f"{label} {conditions[key]}" for key, label in names if conditions.get(key)]
+    driver = [f"driver {conditions['driver']}"] if conditions.get("driver") else []
+    return ", ".join([conditions["machine"], *driver, *parts, conditions["date"]])
+
+
+def gpu_bytes() -> int:
+    """Memory of the first GPU; 0 without one."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+
+def require_gpu(name: str, instead: str = "") -> None:
+    """End the program in one line where PyTorch sees no GPU.
+
+    :param name: of the program.
+    :param instead: what can be run without one.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"{name}: needs a GPU, and PyTorch sees none here" + (f"; {instead}" if instead else ""), file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _cpus() -> set[int] | range:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def _driver() -> str | None:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.split("\n")[0].strip()

@@ -1,0 +1,131 @@
+"""The options that all benchmarks have, and the form in which they keep what they found.
+
+A result is one JSON object: ``benchmark`` and ``command`` say what ran, ``conditions`` on what, ``figures`` what was
+found. ``python benchmark/render.py`` makes the tables and plots of the documentation from the results in
+``benchmark/results/``. A result that was typed in from a page, because nobody kept the original, says
+``"transcribed": true``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import machine
+
+Result = dict[str, Any]
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def parser(
+    description: str | None, *, quick: str | None = None, plots: bool = False, logs: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has, to which it adds its own.
+
+    :param description: the script's docstring.
+    :param quick: what ``--quick`` leaves out; without it there is no such option.
+    :param plots: there is a plot to write.
+    :param logs: it starts servers, whose logs can be kept.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common = made.add_argument_group("every benchmark")
+    common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
+    common.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables too, as on the terminal")
+    if plots:
+        common.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot")
+    if logs:
+        common.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
+    if quick is not None:
+        common.add_argument("--quick", action="store_true", help=f"{quick}: does it run at all? no figures to keep")
+    return made
+
+
+def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """``type=`` of an option that takes a comma-separated list of these names."""
+
+    def chosen(names: str) -> list[str]:
+        asked = names.split(",")
+        if unknown := [name for name in asked if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown; known: {', '.join(known)}")
+        return asked
+
+    return chosen
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``type=`` of an option that takes comma-separated positive integers."""
+    found = tuple(int(part) for part in text.split(","))
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: not all positive")
+    return found
+
+
+def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] | None = None) -> Result:
+    """What was found, with the command that found it and the machine.
+
+    :param conditions: what is known better than ``machine.conditions()`` knows it.
+    """
+    script = Path(sys.argv[0])
+    run = f"-m {script.parent.name}.{script.stem}" if script.parent.name == "tiny_moe" else f"benchmark/{script.name}"
+    return {
+        "benchmark": benchmark,
+        "command": f"python {run} {shlex.join(sys.argv[1:])}".strip(),
+        "conditions": machine.conditions() | (conditions or {}),
+        "figures": figures,
+    }
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first ``left`` columns are text, the others numbers."""
+    lines = [header, ["---"] * left + ["--:"] * (len(header) - left), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def finish(
+    options: argparse.Namespace, found: Result, tables: str, plot: Callable[[Result, Path], None] | None = None
+) -> None:
+    """Show the tables, and write what the options ask for."""
+    print("\n" + tables)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(tables)
+    if plot is not None and options.plot:
+        plot(found, options.plot)
+
+
+def keep_logs(options: argparse.Namespace, work: Path) -> None:
+    """Copy the servers' logs to where ``--logs`` says, before ``work`` goes."""
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+        for log in work.rglob("*.log"):
+            shutil.copy(log, options.logs / log.name)
+
+
+def load(name: str) -> Result:
+    """A result of the repository."""
+    loaded: Result = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+def pyplot() -> Any:
+    """Matplotlib, for small plots that are the same each time: text stays text, nothing random, no date."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sglang-moe-patches", "path.simplify": True})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a plot; an SVG gets no date."""
+    figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))

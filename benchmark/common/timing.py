@@ -1,0 +1,146 @@
+"""Times: of calls on the GPU, and of two versions of one thing against each other.
+
+A single pair of medians does not say whether two versions differ: clocks and neighbours drift. ``in_turn`` runs all
+versions one after another many times, every other round backwards; ``against_stock`` compares round by round. Give it
+the stock version twice, the second one as ``CONTROL``: what stock differs from itself is nobody's doing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Run = Callable[[], Any]
+
+STOCK = "stock"
+#: A second stock run: what differs between it and the first is not the patches' doing.
+CONTROL = "stock-again"
+
+
+class Ratio(TypedDict):
+    """Of paired rounds: stock's median and the other's, and stock over it (more is faster), with the pairs' spread."""
+
+    stock: float
+    other: float
+    ratio: float
+    lowest: float
+    highest: float
+    pairs: int
+
+
+# --- One version ------------------------------------------------------------------------------------------------------
+
+
+def median_ms(run: Run, repeats: int, *, warm_up: int = 2, before: Run | None = None) -> float:
+    """Median milliseconds of one call on the GPU, the calls queued one after another.
+
+    :param before: called, untimed, ahead of each call: ``FlushL2()``, for instance.
+    """
+    for _ in range(warm_up):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        if before is not None:
+            before()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def median_wall_ms(run: Run, repeats: int) -> float:
+    """Median milliseconds of one call as its caller sees it: nothing queued before, everything finished after."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def memory_of(run: Run) -> tuple[int, int]:
+    """Peak bytes beyond what was allocated before, and the number of allocations, of one call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    count = torch.cuda.memory_stats()["allocation.all.allocated"]
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_stats()["allocation.all.allocated"] - count
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
+    source = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 20) / 1e3)
+
+
+# --- What is in the L2 cache ------------------------------------------------------------------------------------------
+
+
+class FlushL2:
+    """Overwrites twice the L2 cache at each call: what runs next reads its operands from memory."""
+
+    def __init__(self) -> None:
+        size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def __call__(self) -> None:
+        self._buffer.zero_()
+
+
+def rotating(make: Callable[[int], T], nbytes: int) -> Iterator[T]:
+    """Endless operands in turn, so many that none is in the L2 cache when its turn comes again.
+
+    :param make: makes the operands of a seed.
+    :param nbytes: what one call's operands hold.
+    """
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    operands = [make(seed) for seed in range(1 + -(-2 * cache // nbytes))]
+    while True:
+        yield from operands
+
+
+# --- Versions against each other --------------------------------------------------------------------------------------
+
+
+def in_turn(versions: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """What each version's measurement says, round by round; every other round runs them backwards.
+
+    :param versions: by name, a function that measures once.
+    :param warm_up: rounds that do not count, ahead of the others.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in versions}
+    for index in range(-warm_up, rounds):
+        for name in list(versions)[:: -1 if index % 2 else 1]:
+            sample = versions[name]()
+            if index >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def against_stock(samples: Mapping[str, list[float]]) -> dict[str, Ratio]:
+    """Each other version of ``in_turn`` against stock, round by round."""
+    return {name: paired(samples[STOCK], other) for name, other in samples.items() if name != STOCK}
+
+
+def paired(stock: list[float], other: list[float]) -> Ratio:
+    """Times of the same rounds compared: the median of stock over the other, and how the pairs spread."""
+    pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
+    return {
+        "stock": statistics.median(stock),
+        "other": statistics.median(other),
+        "ratio": statistics.median(pairs),
+        "lowest": pairs[0],
+        "highest": pairs[-1],
+        "pairs": len(pairs),
+    }
