@@ -19,33 +19,20 @@ CUDA driver, that lets the engine's modules be imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
+from common import output
+from common.shapes import MODELS, NVFP4_MODELS, Layout, Model
 
-
-@dataclass(frozen=True)
-class Model:
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    moe_layers: int
-
-
-MODELS = {
-    "kimi-k2.5": Model(384, 8, 7168, 2048, 60),
-    "deepseek-v3": Model(256, 8, 7168, 2048, 58),
-    "qwen3-235b": Model(128, 8, 4096, 1536, 94),
-}
-#: (tensor-parallel, data-parallel attention, expert-parallel)
-LAYOUTS = ((4, 1, 1), (8, 1, 1), (4, 4, 1), (4, 4, 4), (8, 4, 1), (8, 4, 8), (8, 8, 1), (8, 8, 8))
+LAYOUTS = (
+    *(Layout(tp=tp) for tp in (4, 8)),
+    *(Layout(tp=tp, ep=ep, dp=4) for tp in (4, 8) for ep in (1, tp)),
+    *(Layout(tp=8, ep=ep, dp=8) for ep in (1, 8)),
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +57,13 @@ class Buffers:
 
 
 def wrapper_arguments(model: Model, tp: int, ep: int) -> dict[str, Any]:
+    rank = model.per_rank(Layout(tp, ep))
     return {
         "num_experts": model.experts,
         "top_k": model.top_k,
         "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate * ep // tp,
-        "num_local_experts": model.experts // ep,
+        "intermediate_size": rank.intermediate,
+        "num_local_experts": rank.experts,
     }
 
 
@@ -110,8 +98,8 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         max_prefill_tokens=engine.ServerArgs.max_prefill_tokens,
         disable_piecewise_cuda_graph=True,
         speculative_algorithm=None,
-        cutedsl_moe_max_num_tokens=lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server),
     )
+    server.cutedsl_moe_max_num_tokens = lambda: engine.ServerArgs.cutedsl_moe_max_num_tokens(server)
     engine.logger.disabled = True  # one line for each case about the chunked prefill size
     engine.ServerArgs._handle_data_parallelism(server)
     arguments = wrapper_arguments(model, tp, ep)
@@ -151,99 +139,89 @@ def without_streams() -> None:
     from flashinfer import CuteDslMoEWrapper
     from sglang_moe_patches.reference import cutedsl
 
-    make, hook = CuteDslMoEWrapper.__init__, cutedsl.ON_ONE_STREAM[cutedsl.INIT]
+    make: Callable[..., None] = CuteDslMoEWrapper.__init__
+    hook = cutedsl.ON_ONE_STREAM[cutedsl.INIT]
     CuteDslMoEWrapper.__init__ = lambda self, *args, **kwargs: hook(make, self, *args, **kwargs)
 
 
 HEADER = (
-    "model",
-    "TP",
-    "DP",
-    "EP",
-    "stock tokens",
-    "stock",
-    "tokens",
-    "MoE layers",
-    "upstream",
-    "ours",
-    "ours: GEMM1",
-    "ours: sorting",
+    *("model", "TP", "DP", "EP", "stock tokens", "stock", "tokens", "MoE layers", "upstream", "ours"),
+    *("ours: GEMM1", "ours: sorting"),
 )
 
 
-def row(name: str, layout: tuple[int, int, int], tokens: int, chunked_prefill_size: int, max_bs: int) -> list[str]:
+def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
+    model = MODELS[name]
+    guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
+    upstream, ours = upstream_and_ours(model, layout.tp, layout.ep, tokens * layout.dp)
+    buffers = {"stock": guess, "upstream": upstream, "ours": ours}
+    return {
+        "model": name,
+        **asdict(layout),
+        "moe_layers": model.moe_layers,
+        **{which: asdict(each) | {"total": each.total} for which, each in buffers.items()},
+    }
+
+
+def tables(result: output.Result) -> str:
     def mb(count: int) -> str:
         return f"{count / 1e6:,.1f} MB"
 
-    def gb(count: int) -> str:
-        return f"{count / 1e9:.1f} GB"
+    def cells(row: dict[str, Any]) -> list[str]:
+        stock, upstream, ours, layers = row["stock"], row["upstream"], row["ours"], row["moe_layers"]
+        small = stock["max_num_tokens"] < ours["max_num_tokens"]
+        return [
+            row["model"],
+            *(str(row[size]) for size in ("tp", "dp", "ep")),
+            f"{stock['max_num_tokens']:,}" + (", too small" if small else ""),
+            f"{stock['total'] * layers / 1e9:.1f} GB",
+            f"{ours['max_num_tokens']:,}",
+            str(layers),
+            f"{upstream['total'] * layers / 1e9:.1f} GB",
+            *(mb(ours[part]) for part in ("total", "gemm1", "sorting")),
+        ]
 
-    model, (tp, dp, ep) = MODELS[name], layout
-    guess = stock(model, tp, dp, ep, chunked_prefill_size, max_bs)
-    upstream, ours = upstream_and_ours(model, tp, ep, tokens * dp)
-    return [
-        name,
-        str(tp),
-        str(dp),
-        str(ep),
-        f"{guess.max_num_tokens:,}" + (", too small" if guess.max_num_tokens < ours.max_num_tokens else ""),
-        gb(guess.total * model.moe_layers),
-        f"{ours.max_num_tokens:,}",
-        str(model.moe_layers),
-        gb(upstream.total * model.moe_layers),
-        mb(ours.total),
-        mb(ours.gemm1),
-        mb(ours.sorting),
-    ]
+    return output.table(HEADER, map(cells, result["figures"]["rows"]))
 
 
-def main(
-    tokens: Annotated[
-        int, typer.Option(min=1, help="The most tokens that one forward brings on one data-parallel rank.")
-    ] = 16384,
-    chunked_prefill_size: Annotated[
-        int, typer.Option(help="The stock engine's, as given or chosen for the GPU (16384 on a B200); off: -1.")
-    ] = 16384,
-    cuda_graph_max_bs: Annotated[int, typer.Option(help="The stock engine's (512 on a B200).")] = 512,
-    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the table there, in Markdown.")] = None,
-) -> None:
-    unknown = sorted(set(model or ()) - set(MODELS))
-    if unknown:
-        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(MODELS)}", param_hint="--model")
+def main() -> None:
+    parser = output.parser(__doc__, quick={"models": ["qwen3-235b"]})
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="the most that one forward brings on one data-parallel rank"
+    )
+    parser.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        default=16384,
+        help="the stock engine's, as given or chosen for the GPU (16384 on a B200); off: -1",
+    )
+    parser.add_argument("--cuda-graph-max-bs", type=int, default=512, help="the stock engine's (512 on a B200)")
+    parser.add_argument(
+        "--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), help="comma-separated (%(default)s)"
+    )
+    options = output.parse(parser)
+    if options.tokens < 1:
+        parser.error("--tokens must be at least 1")
     try:
         import flashinfer
-        import sglang
-        import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl
+        import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl  # noqa: F401
         from flashinfer import CuteDslMoEWrapper
-        from sglang_moe_patches.changes.cutedsl_sizing import keeps_buffers
     except ImportError as error:
         raise SystemExit(
             f"cutedsl_memory.py: {error}; start it through `sglang-moe-patches exec --reference-kernels --`"
         ) from None
+    from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
+
     if not keeps_buffers(CuteDslMoEWrapper):
         raise SystemExit(
             f"cutedsl_memory.py: nothing to add up: the wrapper of FlashInfer {flashinfer.__version__} keeps no buffers"
         )
     without_streams()
-    rows = [
-        row(name, layout, tokens, chunked_prefill_size, cuda_graph_max_bs)
-        for name in model or MODELS
-        for layout in LAYOUTS
-    ]
-    title = f"SGLang {sglang.__version__}, FlashInfer {flashinfer.__version__}"
-    table = Table(title=title)
-    for column in HEADER:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=180).print(table)
-    if output:
-        lines = [HEADER, ["---", *["--:"] * (len(HEADER) - 1)], *rows]
-        output.write_text(f"{title}.\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines))
+    asked = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
+    rows = [row(name, layout, *asked) for name in options.models for layout in LAYOUTS]
+    result = output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows})
+    output.finish(options, result, tables(result))
 
-
-main.__doc__ = __doc__
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -3,7 +3,7 @@
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
 server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) without it, in turn.
 
-    python benchmark/launcher_cost.py [--runs 7] [--markdown FILE]
+    python benchmark/launcher_cost.py --json launcher.json
 
 Runs on any machine; without a CUDA driver start it through ``sglang-moe-patches exec --reference-kernels --``, whose
 reference kernels it leaves out.
@@ -11,14 +11,15 @@ reference kernels it leaves out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
+from typing import Any
+
+from common import output
 
 LAUNCHER = """
 import json, resource, sys, time
@@ -42,46 +43,72 @@ print(json.dumps({
 """
 
 
-def measure(with_us: bool) -> dict:
+#: name: what the table calls it, and its digits
+MEASURED = {
+    "load_plugins_ms": ("`load_plugins()`, ms", 1),
+    "total_s": ("imports up to launching, s", 2),
+    "rss_mb": ("peak memory, MB", 1),
+    "modules": ("modules imported", 0),
+}
+
+
+def launch(with_us: bool) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
     if not with_us:
         others = [e.name for e in metadata.entry_points(group="sglang.srt.plugins") if e.name != "moe_patches"]
         environment["SGLANG_PLUGINS"] = ",".join(others) or "none_of_them"
-    done = subprocess.run([sys.executable, "-c", LAUNCHER], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run([sys.executable, "-c", LAUNCHER], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise SystemExit(
+            f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it through "
+            "`sglang-moe-patches exec --reference-kernels --`"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(runs: int) -> dict[str, Any]:
+    launched: dict[str, list[dict[str, Any]]] = {"stock": [], "patched": []}
+
+    for run in range(runs + 1):
+        for name, each in launched.items():
+            found = launch(name == "patched")
+            if run:  # the first ones warm the disk's cache
+                each.append(found)
+    stock, patched = (each[-1] for each in launched.values())
+    only_ours = set(patched["imported_by_plugins"]) - set(stock["imported_by_plugins"])
+    return {
+        "runs": runs,
+        "medians": {
+            key: {name: statistics.median(r[key] for r in each) for name, each in launched.items()} for key in MEASURED
+        },
+        "model_code": {"stock": stock["models"], "patched": patched["models"]},
+        "our_packages": sorted({name.split(".")[0] for name in only_ours}),
+    }
+
+
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    rows = []
+    for key, (label, digits) in MEASURED.items():
+        stock, patched = (found["medians"][key][name] for name in ("stock", "patched"))
+        rows.append((label, f"{stock:.{digits}f}", f"{patched:.{digits}f}", f"{patched - stock:+.{digits}f}"))
+    code = {name: ", ".join(found["model_code"][name]) or "none" for name in ("stock", "patched")}
+    return (
+        output.table(("launcher", "without", "with sglang-moe-patches", "difference"), rows)
+        + f"\nMedians of {found['runs']} runs of each, in turn. Model code imported in the launcher: {code['patched']} "
+        f"with this package, {code['stock']} without. Packages that loading our plugin imports: "
+        f"{', '.join(found['our_packages'])}.\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = output.parser(__doc__, quick={"runs": 1})
     parser.add_argument("--runs", type=int, default=7, help="counted runs of each, after one warm-up")
-    parser.add_argument("--markdown", type=Path)
-    options = parser.parse_args()
-    results: dict[bool, list[dict]] = {False: [], True: []}
-    for run in range(options.runs + 1):
-        for with_us in (False, True):
-            figures = measure(with_us)
-            if run:
-                results[with_us].append(figures)
-    lines = ["| launcher | without | with sglang-moe-patches | difference |", "| --- | --: | --: | --: |"]
-    for name, label, digits in (
-        ("load_plugins_ms", "`load_plugins()`, ms", 1),
-        ("total_s", "imports up to launching, s", 2),
-        ("rss_mb", "peak memory, MB", 1),
-        ("modules", "modules imported", 0),
-    ):
-        without, with_us = (statistics.median(r[name] for r in results[key]) for key in (False, True))
-        lines.append(f"| {label} | {without:.{digits}f} | {with_us:.{digits}f} | {with_us - without:+.{digits}f} |")
-    last, stock = results[True][-1], results[False][-1]
-    ours = sorted({name.split(".")[0] for name in set(last["imported_by_plugins"]) - set(stock["imported_by_plugins"])})
-    lines += [
-        "",
-        f"Model code imported in the launcher: {', '.join(last['models']) or 'none'} with this package, "
-        f"{', '.join(stock['models']) or 'none'} without. Packages that loading our plugin imports: {', '.join(ours)}.",
-    ]
-    text = "\n".join(lines)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    options = output.parse(parser)
+    result = output.result("launcher_cost", measure(options.runs))
+    output.finish(options, result, tables(result))
 
 
 if __name__ == "__main__":

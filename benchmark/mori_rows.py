@@ -1,8 +1,8 @@
 """Rows that the MoE kernel computes over rows received behind MoRI: stock, with a limit, and with the provable bound.
 
-    python benchmark/mori_rows.py --json rows.json --markdown rows.md --plot rows.svg   # the whole grid, no GPU
-    python benchmark/mori_rows.py --eps 8 --batches 1,32                                # a part of it
-    python benchmark/mori_rows.py --gpu --gpu-json gpu.json --gpu-plot gpu.svg          # and a kernel's time by rows
+    python benchmark/mori_rows.py --json rows.json --plot rows.svg            # the whole grid, no GPU
+    python benchmark/mori_rows.py --eps 8 --batches 1,32                      # a part of it
+    python benchmark/mori_rows.py kernel --json kernel.json                   # a kernel's time by rows, on a GPU
 
 Each case routes random tokens and moves them between simulated ranks with the reference dispatcher's rules (a row goes
 to a rank once, however many of its experts are there); what a rank receives is counted, not estimated. "balanced" draws
@@ -10,31 +10,31 @@ experts uniformly, "skewed" with Zipf weights (exponent 1), which gathers tokens
 busiest rank. The limit is a server's that was set for decode batches up to ``--limit-batch`` tokens on each rank, as
 the engine applies it: on a larger batch it loses rows.
 
-``--gpu`` times SGLang's Triton ``fused_experts`` on the GPU at hand against its number of input rows. It illustrates
+``kernel`` times SGLang's Triton ``fused_experts`` on the GPU at hand against its number of input rows. It illustrates
 why the row count matters; it is not AITER, and not a measurement of an AMD GPU. (AITER skips the rows that were not
 received inside its kernel, after choosing the kernel for all of them; this one computes every row that it is given.)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_moe_patches.changes.mori_input_truncation.bound import Layout, decide_rows, max_received_rows
+from common import machine, output, timing
+from common.shapes import MODELS, Layout, Model
+from sglang_moe_patches.changes.mori_input_truncation import bound as rows_bound
 
 EPS = (8, 16, 32)
 BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
+KERNEL_ROWS = tuple(2**power for power in range(8, 16))
 #: MoRI's default receive buffer, for each rank that sends.
 BUFFER_PER_RANK = 4096
-TOP_K = 8
-EXPERTS = 256
+MODEL = MODELS["deepseek-v3"]
+TOP_K, EXPERTS = MODEL.top_k, MODEL.experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")
 
@@ -73,7 +73,7 @@ def received_on_busiest_rank(ep: int, batch: int, routing: str, generator: torch
     return int(arrived.max())
 
 
-def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, seed: int = 0) -> list[Case]:
+def count(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, seed: int = 0) -> list[Case]:
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for ep in eps:
@@ -81,7 +81,7 @@ def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, se
         limit = ep * limit_batch
         for routing in ROUTINGS:
             for batch in batches:
-                bound = max_received_rows(batch, [batch] * ep, Layout(ranks=ep), buffer_rows)
+                bound = rows_bound.max_received_rows(batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows)
                 received = received_on_busiest_rank(ep, batch, routing, generator)
                 assert bound is not None
                 assert received <= bound
@@ -93,36 +93,42 @@ def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, se
                         received,
                         stock=buffer_rows,
                         limit=min(limit, buffer_rows),
-                        bound=decide_rows(bound, 0, buffer_rows, recv_bound=True).rows,
+                        bound=rows_bound.decide_rows(bound, 0, buffer_rows, recv_bound=True).rows,
                     )
                 )
     return cases
 
 
-def markdown(cases: list[Case]) -> str:
-    limits = ", ".join(f"{rows:,} rows for EP={ep}" for ep, rows in sorted({(c.ep, c.limit) for c in cases}))
-    lines = [
-        f"Rows given to the kernel, and their ratio to the rows received on the busiest rank; {EXPERTS} experts, "
-        f"top-{TOP_K}, {BUFFER_PER_RANK:,} buffer rows for each rank. The limit: {limits}.",
-        "",
-        "| EP | tokens per rank | routing | received | stock | limit | bound | stock | limit | bound |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for c in cases:
-        counts = " | ".join(f"{n:,}" for n in (c.received, c.stock, c.limit, c.bound))
+def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int) -> dict[str, Any]:
+    return {
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "buffer_rows_per_rank": BUFFER_PER_RANK,
+        "limit_batch": limit_batch,
+        "cases": [asdict(case) for case in count(eps, batches, limit_batch)],
+    }
+
+
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    rows = []
+    for c in (Case(**case) for case in found["cases"]):
         shown = {mode: f"{c.ratio(mode):,.2f}x" for mode in MODES}
         if c.lost:
             shown["limit"] = f"**loses {c.lost:,}**"
-        lines.append(f"| {c.ep} | {c.batch} | {c.routing} | {counts} | {' | '.join(shown.values())} |")
-    return "\n".join(lines) + "\n"
+        counts = (f"{n:,}" for n in (c.received, c.stock, c.limit, c.bound))
+        rows.append((str(c.ep), f"{c.batch:,}", c.routing, *counts, *shown.values()))
+    return (
+        f"Rows given to the kernel, and their ratio to the rows received on the busiest rank; {found['experts']} "
+        f"experts, top-{found['top_k']}, {found['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for "
+        f"{found['limit_batch']} tokens on each rank.\n\n"
+        + output.table(("EP", "tokens per rank", "routing", "received", *MODES, *MODES), rows, left=3)
+    )
 
 
-def plot(cases: list[Case], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def plot(result: output.Result, path: Path) -> None:
+    pyplot = output.pyplot()
+    cases = [Case(**case) for case in result["figures"]["cases"]]
     eps = sorted({case.ep for case in cases})
     figure, axes = pyplot.subplots(1, len(eps), figsize=(4.2 * len(eps), 3.6), sharey=True, squeeze=False)
     colours = {"stock": "tab:red", "limit": "tab:orange", "bound": "tab:green"}
@@ -140,13 +146,13 @@ def plot(cases: list[Case], path: Path) -> None:
     axes[0][0].set_ylabel("rows given to the kernel / rows received")
     axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path)
+    output.save(figure, path)
 
 
 # --- A fused MoE kernel's time against its rows, on the GPU at hand --------------------------------------------------
 
 
-def time_kernel(rows: tuple[int, ...], hidden: int = 7168, intermediate: int = 2048) -> dict[str, Any]:
+def time_kernel(rows: tuple[int, ...], model: Model = MODEL) -> dict[str, Any]:
     """Median time of SGLang's Triton ``fused_experts`` on one of eight ranks, for each number of input rows."""
     from sglang.srt.layers.moe import MoeRunnerConfig
     from sglang.srt.layers.moe.fused_moe_triton import fused_experts
@@ -156,7 +162,8 @@ def time_kernel(rows: tuple[int, ...], hidden: int = 7168, intermediate: int = 2
     # The two settings that the kernel reads.
     settings = SimpleNamespace(enable_deterministic_inference=False, enable_fused_moe_sum_all_reduce=False)
     set_global_server_args_for_scheduler(settings)
-    experts = EXPERTS // 8
+    rank = model.per_rank(Layout(tp=8, ep=8))
+    experts, hidden, intermediate = rank.experts, rank.hidden, rank.intermediate
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     w1 = torch.randn(experts, 2 * intermediate, hidden, **options) * 0.02
     w2 = torch.randn(experts, hidden, intermediate, **options) * 0.02
@@ -167,11 +174,9 @@ def time_kernel(rows: tuple[int, ...], hidden: int = 7168, intermediate: int = 2
         ids = torch.rand(n, experts, device="cuda").topk(TOP_K, dim=1).indices.to(torch.int32)
         weights = torch.full((n, TOP_K), 1 / TOP_K, device="cuda")
         routed = StandardTopKOutput(topk_weights=weights, topk_ids=ids, router_logits=None)
-        times.append(median_milliseconds(lambda x=x, routed=routed: fused_experts(x, w1, w2, routed, config)))
+        times.append(timing.median_ms(partial(fused_experts, x, w1, w2, routed, config), 20, warm_up=3))
     return {
         "what": "SGLang's Triton fused_experts, bf16: an illustration on this GPU, not AITER and not an AMD GPU",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
         "experts": experts,
         "hidden": hidden,
         "intermediate": intermediate,
@@ -181,85 +186,48 @@ def time_kernel(rows: tuple[int, ...], hidden: int = 7168, intermediate: int = 2
     }
 
 
-def median_milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    for _ in range(3):
-        run()
-    samples = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end))
-    return statistics.median(samples)
-
-
-def gpu_markdown(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['what']} ({result['gpu']}; {result['experts']} local experts, hidden {result['hidden']}, "
-        f"intermediate {result['intermediate']}, top-{result['top_k']}).",
-        "",
-        "| input rows | ms | against the fewest rows |",
-        "| ---: | ---: | ---: |",
+def kernel_tables(result: output.Result) -> str:
+    found = result["figures"]
+    rows = [
+        (f"{rows:,}", f"{ms:.3f}", f"{ms / found['milliseconds'][0]:.1f}x")
+        for rows, ms in zip(found["rows"], found["milliseconds"], strict=True)
     ]
-    for rows, ms in zip(result["rows"], result["milliseconds"], strict=True):
-        lines.append(f"| {rows:,} | {ms:.3f} | {ms / result['milliseconds'][0]:.1f}x |")
-    return "\n".join(lines) + "\n"
+    return (
+        f"{found['what']} ({result['conditions']['gpu']}; {found['experts']} local experts, hidden {found['hidden']}, "
+        f"intermediate {found['intermediate']}, top-{found['top_k']}).\n\n"
+        + output.table(("input rows", "ms", "against the fewest rows"), rows, left=0)
+    )
 
 
-def gpu_plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def kernel_plot(result: output.Result, path: Path) -> None:
+    pyplot = output.pyplot()
+    found = result["figures"]
     figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    axis.plot(result["rows"], result["milliseconds"], marker="o")
-    axis.set(xscale="log", yscale="log", xlabel="input rows", ylabel="ms", title=f"Triton fused MoE, {result['gpu']}")
+    axis.plot(found["rows"], found["milliseconds"], marker="o")
+    title = f"Triton fused MoE, {result['conditions']['gpu']}"
+    axis.set(xscale="log", yscale="log", xlabel="input rows", ylabel="ms", title=title)
     axis.text(0.02, 0.95, "illustration: not AITER, not AMD", transform=axis.transAxes, fontsize=8, va="top")
     axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    output.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eps", type=numbers, default=EPS, help="expert-parallel sizes")
-    parser.add_argument("--batches", type=numbers, default=BATCHES, help="tokens on each rank")
+    quick = {"eps": (8,), "batches": (1, 32), "kernel_rows": (256, 512)}
+    parser = output.parser(__doc__, quick=quick, plots=True)
+    parser.add_argument("what", nargs="?", choices=["rows", "kernel"], default="rows")
+    parser.add_argument("--eps", type=output.numbers, default=EPS, help="expert-parallel sizes")
+    parser.add_argument("--batches", type=output.numbers, default=BATCHES, help="tokens on each rank")
     parser.add_argument("--limit-batch", type=int, default=128, help="tokens on each rank that the limit was set for")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--gpu", action="store_true", help="also time a fused MoE kernel against its row count")
-    parser.add_argument("--gpu-rows", type=numbers, default=(256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768))
-    parser.add_argument("--gpu-json", type=Path)
-    parser.add_argument("--gpu-markdown", type=Path)
-    parser.add_argument("--gpu-plot", type=Path)
-    arguments = parser.parse_args()
-    cases = measure(arguments.eps, arguments.batches, arguments.limit_batch)
-    print(markdown(cases))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(case) for case in cases], indent=1) + "\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(cases))
-    if arguments.plot:
-        plot(cases, arguments.plot)
-    if arguments.gpu:
-        if not torch.cuda.is_available():
-            raise SystemExit("--gpu: PyTorch sees no GPU here; leave it out")
-        result = time_kernel(arguments.gpu_rows)
-        print(gpu_markdown(result))
-        if arguments.gpu_json:
-            arguments.gpu_json.write_text(json.dumps(result, indent=1) + "\n")
-        if arguments.gpu_markdown:
-            arguments.gpu_markdown.write_text(gpu_markdown(result))
-        if arguments.gpu_plot:
-            gpu_plot(result, arguments.gpu_plot)
+    parser.add_argument("--kernel-rows", type=output.numbers, default=KERNEL_ROWS, help="input rows (kernel)")
+    options = output.parse(parser)
+    if options.what == "kernel":
+        machine.require_gpu("mori_rows.py kernel", "`mori_rows.py rows` runs without one")
+        result = output.result("mori_kernel", time_kernel(options.kernel_rows))
+        output.finish(options, result, kernel_tables(result), kernel_plot)
+        return
+    result = output.result("mori_rows", measure(options.eps, options.batches, options.limit_batch))
+    output.finish(options, result, tables(result), plot)
 
 
 if __name__ == "__main__":

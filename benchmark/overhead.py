@@ -1,6 +1,6 @@
 """What the patches cost in time: decode and prefill against stock, and microseconds of host time per MoE layer.
 
-    python benchmark/overhead.py servers --json o.json --markdown o.md      # needs a GPU
+    python benchmark/overhead.py servers --json o.json                      # needs a GPU
     sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host       # any machine
 
 `servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
@@ -17,16 +17,15 @@ Quantization before the kernel and the kernel itself return at once: their time 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import serving
-from peak_memory import machine
+from common import machine, output, servers, timing, weights
 
 GRAPH_TOKENS = (64, 256, 1024)
 CAPTURED = (
@@ -34,80 +33,62 @@ CAPTURED = (
     *("--piecewise-cuda-graph-tokens", *map(str, GRAPH_TOKENS)),
     *("--piecewise-cuda-graph-max-tokens", str(GRAPH_TOKENS[-1])),
 )
-EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
-MODES = {"eager": EAGER, "captured": CAPTURED}
+MODES = {"eager": servers.EAGER, "captured": CAPTURED}
+ASKED = (*servers.SERVERS, timing.CONTROL)
 
 
 # --- Servers ---------------------------------------------------------------------------------------------------------
 
 
-def ratio(stock: list[float], other: list[float]) -> dict[str, float]:
-    """Of paired runs: the median of stock over the other (more is faster), and how the pairs spread."""
-    pairs = sorted(a / b for a, b in zip(stock, other, strict=True))
-    return {
-        "stock_s": statistics.median(stock),
-        "other_s": statistics.median(other),
-        "ratio": statistics.median(pairs),
-        "lowest": pairs[0],
-        "highest": pairs[-1],
-        "pairs": len(pairs),
-    }
+def in_turn(asked: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, timing.Ratio]:
+    """Seconds for each new token, server by server against stock; the first round warms them."""
+
+    def seconds(server: Any) -> float:
+        return float(servers.generate(server, prompt, new_tokens, logprobs=False)["latency_s"]) / new_tokens
+
+    samples = timing.in_turn({name: partial(seconds, server) for name, server in asked.items()}, rounds)
+    return timing.against_stock(samples)
 
 
-def in_turn(servers: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds for each new token: the servers asked in turn, every other round the other way round."""
-    seconds: dict[str, list[float]] = {name: [] for name in servers}
-    for index in range(rounds + 1):
-        for name in list(servers)[:: 1 if index % 2 else -1]:
-            latency = serving.generate(servers[name], prompt, new_tokens, logprobs=False)["latency_s"]
-            if index:  # the first round warms them
-                seconds[name].append(latency / new_tokens)
-    return {name: ratio(seconds["stock"], seconds[name]) for name in servers if name != "stock"}
-
-
-def compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    shape = serving.with_layers(serving.SHAPES[arguments.model], None, arguments.moe_layers)
+def compare_servers(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    served = weights.Served(weights.SERVABLE[options.model], moe_layers=options.moe_layers)
     setups = {}
-    modes = arguments.modes.split(",")
-    for mode in modes:
-        setup = serving.Setup(shape, work, arguments.tp, arguments.tokens, MODES[mode], observe=False)
-        for name in (*serving.SERVERS, serving.CONTROL):
+    for mode in options.modes:
+        setup = servers.Setup(served, work, options.tp, options.tokens, MODES[mode], observe=False)
+        for name in ASKED:
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
-    result: dict[str, Any] = {name: vars(arguments)[name] for name in ("model", "tp", "tokens")}
-    result |= {"machine": machine(), "modes": modes}
-    with serving.servers(setups, at_once=True) as running:
-        result["engine"] = serving.state(running[f"stock-{modes[0]}"])["version"]
+    found: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens", "modes")}
+    with servers.running(setups, at_once=True) as running:
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
         # Prompts that fit a captured size, that are padded to one, and that are too long for all.
         lengths = (7, GRAPH_TOKENS[0], GRAPH_TOKENS[1] - 3, GRAPH_TOKENS[2], GRAPH_TOKENS[2] + 50)
         questions = [(length, logprobs) for length in lengths for logprobs in (True, False)]
-        result["questions"], result["differing"] = len(questions) * len(modes), []
+        found["questions"], found["differing"] = len(questions) * len(options.modes), []
         answers: dict[str, list[Any]] = {}
         for name, server in running.items():
             # Without log-probabilities: the engine replays no piecewise graph for requests that want them.
             answers[name] = [
-                serving.generate(server, serving.prompt(length, 0), 24, logprobs=logprobs)
+                servers.generate(server, servers.prompt(length, 0), 24, logprobs=logprobs)
                 for length, logprobs in questions
             ]
-        for mode in modes:
+        for mode in options.modes:
             for question, stock, patched in zip(
                 questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
             ):
-                if not serving.same(stock, patched):
-                    result["differing"].append((mode, *question))
-        first, last = (answers[f"stock-{mode}"] for mode in (modes[0], modes[-1]))
-        result["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
-        result["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
-        if result["differing"]:
-            return result
-        for mode in modes:
-            servers = {name: running[f"{name}-{mode}"] for name in (*serving.SERVERS, serving.CONTROL)}
-
-            result[f"decode-{mode}"] = in_turn(servers, serving.prompt(8, 1), arguments.steps, arguments.rounds)
-            result[f"prefill-{mode}"] = in_turn(servers, serving.prompt(arguments.tokens, 1), 1, arguments.rounds)
-            print(mode, result[f"decode-{mode}"], result[f"prefill-{mode}"], flush=True)
-    return result
+                if not servers.same(stock, patched):
+                    found["differing"].append((mode, *question))
+        first, last = (answers[f"stock-{mode}"] for mode in (options.modes[0], options.modes[-1]))
+        found["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
+        found["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
+        if found["differing"]:
+            return found
+        for mode in options.modes:
+            asked = {name: running[f"{name}-{mode}"] for name in ASKED}
+            found[f"decode-{mode}"] = in_turn(asked, servers.prompt(8, 1), options.steps, options.rounds)
+            found[f"prefill-{mode}"] = in_turn(asked, servers.prompt(options.tokens, 1), 1, options.rounds)
+            print(mode, found[f"decode-{mode}"], found[f"prefill-{mode}"], flush=True)
+    return found
 
 
 def replayed(log: str) -> dict[str, bool]:
@@ -116,34 +97,39 @@ def replayed(log: str) -> dict[str, bool]:
     return {kind: any(f"{kind.capitalize()} batch" in line for line in lines) for kind in ("prefill", "decode")}
 
 
-def server_tables(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['machine']}, SGLang {result['engine']}, {result['model']} widths, TP={result['tp']}. Answers equal: "
-        f"{result['questions'] - len(result['differing'])} of {result['questions']} ({' and '.join(result['modes'])}); "
-        f"stock's own in {result['modes'][0]} and {result['modes'][-1]} mode: {result['modes_alike']} of "
-        f"{result['questions'] // len(result['modes'])}.",
-        "",
-        "| one request at a time | stock | | | stock over it: speed, median of pairs | pairs from .. to |",
-        "| --- | --: | --- | --: | --: | --: |",
-    ]
-    for what, unit in (("decode", "ms a step"), ("prefill", f"ms for {result['tokens']:,} tokens")):
-        for mode in result["modes"]:
-            for name, r in result[f"{what}-{mode}"].items():
-                lines.append(
-                    f"| {what}, {mode}, {unit} | {r['stock_s'] * 1e3:.3f} | {name} | {r['other_s'] * 1e3:.3f} "
-                    f"| {r['ratio']:.4f} | {r['lowest']:.3f} .. {r['highest']:.3f} ({r['pairs']}) |"
+def server_tables(result: output.Result) -> str:
+    found = result["figures"]
+    modes = found["modes"]
+    rows = []
+    for what, unit in (("decode", "ms a step"), ("prefill", f"ms for {found['tokens']:,} tokens")):
+        for mode in modes:
+            for name, r in found.get(f"{what}-{mode}", {}).items():
+                spread = "-" if r["lowest"] is None else f"{r['lowest']:.3f} .. {r['highest']:.3f}"
+                rows.append(
+                    (
+                        f"{what}, {mode} server, {unit}",
+                        name,
+                        f"{r['stock'] * 1e3:.3f}",
+                        f"{r['other'] * 1e3:.3f}",
+                        f"{r['ratio']:.3f}",
+                        f"{spread} ({r['pairs']})",
+                    )
                 )
-    return "\n".join(lines) + "\n"
+    answers = (
+        f"{found['model']} widths, TP={found['tp']}. Answers equal to stock's: "
+        f"{found['questions'] - len(found['differing'])} of {found['questions']} ({' and '.join(modes)}); "
+        f"stock's own in {modes[0]} and {modes[-1]} mode: {found['modes_alike']} of {found['questions'] // len(modes)}."
+    )
+    header = ("one request at a time", "other", "stock", "other", "stock over it: speed, median", "pairs from .. to")
+    return f"{answers}\n\n{output.table(header, rows, left=2)}"
 
 
 # --- Host time -------------------------------------------------------------------------------------------------------
 
 
-def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "test" / "engine"))
-    from harness import InProcess
+    from common.in_process import InProcess
     from sglang_moe_patches.changes import output_buffer
     from sglang_moe_patches.changes.output_buffer import lend
     from sglang_moe_patches.patch import Patcher, look
@@ -165,17 +151,26 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     change = output_buffer.CHANGE
     plan = look(change)
-    if plan.install is None:
+    install = plan.install
+    if install is None:
         raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
     patches, around = Patcher(), Patcher()
-    plan.install(patches)
+    install(patches)
     model = engine.load(model_folder)
     patches.undo()
 
     # One real call of the runner, to repeat.
     calls: list[Any] = []
     function = lend._RUNNER
-    around.wrap(runner, function, lambda original: lambda *a, **k: calls.append((a, k)) or original(*a, **k))
+
+    def recorded(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return original(*args, **kwargs)
+
+        return call
+
+    around.wrap(runner, function, recorded)
     engine.generate(model, [[5, 6, 7, 8]], 1)
     around.undo()
     (positional, keywords) = calls[-1]  # the decode step: one token
@@ -199,75 +194,75 @@ def host_time(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     def layers(name: str) -> float:
         """Microseconds of one layer's skeleton."""
         if name == "patched":
-            plan.install(patches)
+            install(patches)
         try:
             for _ in range(20):
-                output = layer.forward(None, hidden_states, None, residual).hidden_states
-            reused = output.data_ptr() == hidden_states.data_ptr()
+                given = layer.forward(None, hidden_states, None, residual).hidden_states
+            reused = given.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
             started = time.thread_time()  # processor time: other programs' turns do not count
-            for _ in range(arguments.steps):
+            for _ in range(options.steps):
                 layer.forward(None, hidden_states, None, residual)
-            return (time.thread_time() - started) / arguments.steps * 1e6
+            return (time.thread_time() - started) / options.steps * 1e6
         finally:
             patches.undo()
 
-    stock: list[float] = []
-    differences: list[float] = []
-    for index in range(arguments.rounds):
-        took = {name: layers(name) for name in serving.SERVERS[:: 1 if index % 2 else -1]}
-        stock.append(took["stock"])
-        differences.append(took["patched"] - took["stock"])
+    samples = timing.in_turn({name: partial(layers, name) for name in servers.SERVERS}, options.rounds, warm_up=0)
     around.undo()
+    differences = [patched - stock for stock, patched in zip(samples["stock"], samples["patched"], strict=True)]
     low, median, high = statistics.quantiles(differences, n=4)
     return {
-        "machine": machine(),
-        "stock_us": statistics.median(stock),
+        "stock_us": statistics.median(samples["stock"]),
         "added_us": median,
         "quartiles": [low, high],
-        "rounds": arguments.rounds,
-        "steps": arguments.steps,
+        "rounds": options.rounds,
+        "steps": options.steps,
     }
 
 
+def host_tables(*results: output.Result) -> str:
+    rows = []
+    for result in results:
+        found = result["figures"]
+        low, high = found["quartiles"]
+        rows.append(
+            (
+                result["conditions"]["machine"],
+                f"{found['stock_us']:.1f}",
+                f"+{found['added_us']:.1f}",
+                f"{low:.1f} .. {high:.1f} ({found['rounds']})",
+            )
+        )
+    return output.table(("microseconds of host time per MoE layer", "stock", "added", "quartiles (rounds)"), rows)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
     parser.add_argument("what", choices=["servers", "host"])
-    parser.add_argument("--model", choices=serving.SHAPES, default="kimi-k2.5", help="whose layer shapes (servers)")
+    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument("--modes", default=",".join(MODES), help="of %(default)s (servers)")
+    parser.add_argument(
+        "--modes", type=output.choice_of(MODES), default=list(MODES), help=f"of {','.join(MODES)} (servers)"
+    )
     parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="decode steps a run (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write everything measured")
-    parser.add_argument("--markdown", type=Path, help="write the table (servers)")
-    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.modes.split(",")) - set(MODES):
-        parser.error(f"--modes: unknown {', '.join(sorted(unknown))}; known: {', '.join(MODES)}")
+    options = output.parse(parser)
+    if options.what == "servers":
+        machine.require_gpu("overhead.py servers", "`overhead.py host` runs on any machine")
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         work = Path(folder) / "work"
         try:
-            result = (compare_servers if arguments.what == "servers" else host_time)(arguments, work)
+            found = (compare_servers if options.what == "servers" else host_time)(options, work)
         finally:
-            if arguments.logs:
-                arguments.logs.mkdir(parents=True, exist_ok=True)
-                for log in work.glob("*.log"):
-                    (arguments.logs / log.name).write_bytes(log.read_bytes())
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
-    if result.get("differing"):
-        print(f"overhead: answers differ: {result['differing']}: no figures", file=sys.stderr)
+            output.keep_logs(options, work)
+    result = output.result("overhead", found)
+    output.finish(options, result, (server_tables if options.what == "servers" else host_tables)(result))
+    if found.get("differing"):
+        print(f"overhead.py: answers differ: {found['differing']}: no figures", file=sys.stderr)
         return 1
-    if arguments.what == "host":
-        print(json.dumps(result, indent=1))
-        return 0
-    text = server_tables(result)
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Activation memory of one prefill, stock against patched, with every megabyte named by the code that allocated it.
 
-    python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --markdown m.md --plot m.svg
+    python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
     python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
-    python benchmark/peak_memory.py --model tiny --tokens 256          # no GPU needed; no history there
+    python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
 
 Two real servers, a few layers of the model's own widths with random NVFP4 weights, and the reference kernels. Both are
 asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result (each
@@ -15,8 +15,6 @@ before the forward. --workspace-mb stands for the memory that the vendor's MoE k
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 from collections import defaultdict
@@ -24,55 +22,54 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import serving
+from common import machine, output, servers, timing, weights
 from sglang_moe_patches.regression import observe
 
 MB = 1e6
 PROMPTS = 4
+#: Points of the line of one forward that a result keeps.
+LINE_POINTS = 150
 
 
-def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    shape = serving.with_layers(serving.SHAPES[arguments.model], arguments.dense_layers, arguments.moe_layers)
-    eager = ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
-    setup = serving.Setup(
-        shape,
+def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    served = weights.Served(weights.SERVABLE[options.model], options.dense_layers, options.moe_layers)
+    symmetric = ["--enable-symm-mem"] if options.symm_mem else []
+    setup = servers.Setup(
+        served,
         work,
-        tp=arguments.tp,
-        tokens=arguments.tokens,
-        arguments=(*eager, *(["--enable-symm-mem"] if arguments.symm_mem else []), *arguments.server_arguments),
-        workspace_mb=arguments.workspace_mb,
+        tp=options.tp,
+        tokens=options.tokens,
+        arguments=(*servers.EAGER, *symmetric, *options.server_arguments),
+        workspace_mb=options.workspace_mb,
         history=True,
     )
     setup.prepare()
     answers: dict[str, list[Any]] = {}
     figures: dict[str, Any] = {}
     states: dict[str, Any] = {}
-    names = [*serving.SERVERS, *([serving.CONTROL] if arguments.control else [])]
-    for together in [names] if arguments.at_once else [[name] for name in names]:
-        with serving.servers(dict.fromkeys(together, setup), at_once=arguments.at_once) as running:
+    names = [*servers.SERVERS, *([timing.CONTROL] if options.control else [])]
+    for together in [names] if options.at_once else [[name] for name in names]:
+        with servers.running(dict.fromkeys(together, setup), at_once=options.at_once) as running:
             for name, server in running.items():
-                states[name] = serving.state(server)
+                states[name] = servers.state(server)
                 answers[name] = [
-                    serving.generate(server, serving.prompt(arguments.tokens, seed), arguments.new_tokens)
+                    servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = observe.collect(setup.observed(name))
+                figures[name] = shortened(observe.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
-        return [seed for seed in range(PROMPTS) if not serving.same(a[seed], b[seed])]
+        return [seed for seed in range(PROMPTS) if not servers.same(a[seed], b[seed])]
 
     return {
-        "model": arguments.model,
-        "shape": asdict(shape),
-        "tp": arguments.tp,
-        "tokens": arguments.tokens,
-        "symm_mem": arguments.symm_mem,
-        "workspace_mb": arguments.workspace_mb,
+        "model": options.model,
+        "served": asdict(served),
+        "tp": options.tp,
+        "tokens": options.tokens,
+        "symm_mem": options.symm_mem,
+        "workspace_mb": options.workspace_mb,
         "server_arguments": setup.command(),
-        "machine": machine(),
-        "gpu_bytes": gpu_bytes(),
-        "engine": states["stock"]["version"],
         "states": states,
         "prompts": PROMPTS,
         "differing": {name: differing(answers["stock"], answers[name]) for name in names},
@@ -80,31 +77,33 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "answers": {
             name: [{"tokens": a["tokens"], "logprobs": a["logprobs"]} for a in given] for name, given in answers.items()
         },
-        "figures": figures,
+        "memory": figures,
     }
 
 
-def machine() -> str:
-    import torch
+def shortened(figures: dict[str, Any] | None) -> dict[str, Any]:
+    """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
 
-    if not torch.cuda.is_available():
-        return f"{platform.processor() or platform.machine()} CPU, PyTorch {torch.__version__}"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
+    :param figures: what ``observe.collect`` found.
+    """
+    if figures is None:
+        raise SystemExit("peak_memory.py: the servers observed no forward")
+    if history := figures.pop("history", None):
+        # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
+        values = [value for _, value in history["line"]]
+        # Of equal moments the last.
+        busiest = max(reversed(history["alive"]), key=lambda moment: moment["bytes"])
+        figures |= {"line": thinned(values), "at_kernel": busiest, "at_peak": history["at_peak"]}
+    return figures
 
 
-def gpu_bytes() -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+def thinned(values: list[float]) -> list[float]:
+    """At most ``LINE_POINTS`` of these, each the highest of its stretch."""
+    stretch = -(-len(values) // LINE_POINTS)
+    return [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
-
-
-def busiest(figures: dict[str, Any]) -> dict[str, Any]:
-    """What is alive when that routed kernel starts which finds most; of equals the last."""
-    moments: list[dict[str, Any]] = figures["history"]["alive"]
-    return max(reversed(moments), key=lambda moment: moment["bytes"])
 
 
 def by_code(blocks: list[dict[str, Any]], least: float = 0.05 * MB) -> list[tuple[float, int, str]]:
@@ -129,139 +128,155 @@ def in_mb(value: float | None) -> str:
     return "-" if value is None else f"{value / MB:,.1f}"
 
 
-def tables(result: dict[str, Any]) -> str:
-    stock, patched = (result["figures"][name] for name in serving.SERVERS)
-    shape = result["shape"]
-    lines = [
-        f"{result['machine']}, SGLang {result['engine']}, {result['model']} widths (hidden {shape['hidden']}, "
-        f"{shape['experts']} experts, {shape['dense_layers']} dense + {shape['moe_layers']} MoE layers), "
-        f"TP={result['tp']}, {result['tokens']:,} tokens, kernel workspace {result['workspace_mb']} MiB"
-        f"{', --enable-symm-mem' if result['symm_mem'] else ''}. Answers equal: "
-        f"{result['prompts']} of {result['prompts']}.",
-        "",
-        "| MB, one rank | stock | patched | difference |",
-        "| --- | --: | --: | --: |",
-    ]
+def difference(found: dict[str, Any], key: str) -> str:
+    """Patched less stock, in MB. Transcribed results keep it: their two figures were rounded."""
+    stock, patched = (found["memory"][name][key] for name in servers.SERVERS)
+    if stock is None or patched is None:
+        return "-"
+    less = found.get("difference", {key: patched - stock})[key] / MB
+    return f"{less:+,.1f}" if less else "0.0"
+
+
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    memory = [found["memory"][name] for name in servers.SERVERS]
+    served = found["served"]
+    rows = []
     for title, key in (
         ("live when the routed kernel starts", "live_at_kernel_bytes"),
         ("peak of the forward", "peak_forward_bytes"),
     ):
-        a, b = stock[key], patched[key]
-        difference = "-" if a is None or b is None else f"{(b - a) / MB:+,.1f}"
-        lines.append(f"| {title} | {in_mb(a)} | {in_mb(b)} | {difference} |")
-    lines += ["", gained(result)] if stock["peak_forward_bytes"] else []
-    for name, figures in (("stock", stock), ("patched", patched)):
-        if "history" not in figures:
-            continue
-        for title, moment in (
-            ("alive when the routed kernel starts", busiest(figures)),
-            ("alive at the peak", figures["history"]["at_peak"]),
-        ):
-            total, blocks = moment["bytes"], moment["blocks"]
-            if released := sum(block["bytes"] for block in blocks) - total:
-                blocks = [*blocks, {"bytes": -released, "code": ["released: memory from before the forward"]}]
-            lines += [
-                "",
-                f"{name}, {title}: {in_mb(total)} MB",
-                "",
-                "| MB | tensors | allocated by |",
-                "| --: | --: | --- |",
-            ]
-            lines += [f"| {in_mb(size)} | {count} | `{code}` |" for size, count, code in by_code(blocks)]
-    return "\n".join(lines) + "\n"
+        stock, patched = (figures[key] for figures in memory)
+        rows.append((title, in_mb(stock), in_mb(patched), difference(found, key)))
+    parts = [
+        f"{found['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
+        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), TP={found['tp']}, "
+        f"{found['tokens']:,} tokens, kernel workspace {found['workspace_mb']} MiB"
+        f"{', --enable-symm-mem' if found['symm_mem'] else ''}. Answers equal: "
+        f"{found['prompts'] - len(found['differing']['patched'])} of {found['prompts']}.\n",
+        output.table(("MB, one rank", "stock", "patched", "difference"), rows),
+    ]
+    if memory[0]["peak_forward_bytes"]:
+        parts.append(gained(result) + "\n")
+    if "at_kernel" in memory[0]:
+        parts.append("Alive when the routed kernel starts:\n\n" + alive(result, "at_kernel"))
+        parts.append("Alive at the peak:\n\n" + alive(result, "at_peak"))
+    return "\n".join(parts)
 
 
-def gained(result: dict[str, Any]) -> str:
+def summary(results: list[output.Result]) -> str:
+    """The two figures of several runs, a row a run."""
+    rows = []
+    for result in results:
+        found = result["figures"]
+        stock, patched = (found["memory"][name] for name in servers.SERVERS)
+        cells = []
+        for key in ("live_at_kernel_bytes", "peak_forward_bytes"):
+            cells += [in_mb(stock[key]), in_mb(patched[key]), difference(found, key)]
+        symmetric = ("yes" if found["symm_mem"] else "no") if found["tp"] > 1 else "-"
+        rows.append((found["model"], result["conditions"]["engine"], symmetric, str(found["tp"]), *cells))
+    header = ("widths", "SGLang", "`--enable-symm-mem`", "TP", "live when the routed kernel starts: stock", "patched")
+    return output.table((*header, "difference", "peak of the forward: stock", "patched", "difference"), rows, left=3)
+
+
+def alive(result: output.Result, moment: str) -> str:
+    """What is allocated at one moment, stock beside patched, by the line of code that allocated it."""
+    sizes: dict[str, list[float | None]] = {}
+    totals = []
+    for column, name in enumerate(servers.SERVERS):
+        found = result["figures"]["memory"][name][moment]
+        totals.append(found["bytes"])
+        blocks = found["blocks"]
+        if released := sum(block["bytes"] for block in blocks) - found["bytes"]:
+            blocks = [*blocks, {"bytes": -released, "code": ["released: memory from before the forward"]}]
+        for size, _, code in by_code(blocks):
+            sizes.setdefault(code, [None, None])[column] = size
+    largest = sorted(sizes.items(), key=lambda item: -max(size for size in item[1] if size is not None))
+    rows = [(f"`{code}`", *map(in_mb, both)) for code, both in largest]
+    rows.append(("**sum**", *(f"**{in_mb(total)}**" for total in totals)))
+    return output.table(("MB, by what allocated it", "stock", "patched"), rows)
+
+
+def gained(result: output.Result) -> str:
     """What the lower peak buys, by the engine's own account of its KV cache."""
-    stock, patched = (result["figures"][name]["peak_forward_bytes"] for name in serving.SERVERS)
-    shape, state = result["shape"], result["states"]["patched"]
-    served = shape["dense_layers"] + shape["moe_layers"]
+    found, gpu_bytes = result["figures"], result["conditions"]["gpu_bytes"]
+    stock, patched = (found["memory"][name]["peak_forward_bytes"] for name in servers.SERVERS)
+    state, served = found["states"]["patched"], found["served"]
+    layers, whole = served["dense_layers"] + served["moe_layers"], served["model"]["layers"]
     # The engine counts in GiB with two decimals: enough for a cache of some GB.
-    cell = state["kvcache"] * 2**30 / state["token_capacity"] / served
-    tokens = (stock - patched) / (cell * shape["layers"])
-    fraction = (stock - patched) / result["gpu_bytes"]
+    cell = state["kvcache"] * 2**30 / state["token_capacity"] / layers
+    tokens = (stock - patched) / (cell * whole)
+    fraction = (stock - patched) / gpu_bytes
     return (
         f"The peak is lower by {in_mb(stock - patched)} MB. At the same memory budget that is {tokens:,.0f} more "
-        f"tokens of KV cache for all {shape['layers']} layers ({cell:,.0f} bytes a token and layer, from "
-        f"{state['kvcache']} GiB for {state['token_capacity']:,} tokens in {served} layers), or --mem-fraction-static "
-        f"higher by {fraction:.4f} on this GPU of {result['gpu_bytes'] / 2**30:.0f} GiB."
+        f"tokens of KV cache for all {whole} layers ({cell:,.0f} bytes a token and layer, from "
+        f"{state['kvcache']} GiB for {state['token_capacity']:,} tokens in {layers} layers), or --mem-fraction-static "
+        f"higher by {fraction:.4f} on this GPU of {gpu_bytes / 2**30:.0f} GiB."
     )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, sharey=True, layout="constrained")
-    for axis, name in zip(axes, serving.SERVERS, strict=True):
-        line = result["figures"][name]["history"]["line"]
-        # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        steps = [i / len(line) for i in range(len(line))]
-        values = [value / MB for _, value in line]
+def plot(result: output.Result, path: Path) -> None:
+    found = result["figures"]
+    if "line" not in found["memory"]["stock"]:
+        raise SystemExit("peak_memory.py: nothing to draw: the allocator's history needs a GPU")
+    pyplot = output.pyplot()
+    figure, axes = pyplot.subplots(2, 1, figsize=(8, 4.5), sharex=True, sharey=True, layout="constrained")
+    for axis, name in zip(axes, servers.SERVERS, strict=True):
+        values = [value / MB for value in found["memory"][name]["line"]]
+        steps = [index / len(values) for index in range(len(values))]
         axis.fill_between(steps, values, step="post", alpha=0.35)
-        axis.step(steps, values, where="post", linewidth=0.8)
         axis.axhline(max(values), linestyle=":", linewidth=0.8, color="black")
         axis.set_title(f"{name}: peak {max(values):,.0f} MB", loc="left", fontsize=10)
         axis.set_ylabel("MB beyond the start")
     axes[1].set_xlabel("one forward, from its first allocation to its last")
     figure.suptitle(
-        f"{result['model']} widths, TP={result['tp']}, {result['tokens']:,} tokens, SGLang {result['engine']}, "
-        f"kernel workspace {result['workspace_mb']} MiB",
+        f"{found['model']} widths, TP={found['tp']}, {found['tokens']:,} tokens, "
+        f"SGLang {result['conditions']['engine']}, kernel workspace {found['workspace_mb']} MiB",
         fontsize=10,
     )
-    figure.savefig(path)
+    output.save(figure, path)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=serving.SHAPES, default="kimi-k2.5", help="whose layer shapes")
+    quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
+    parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
+    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--tokens", type=int, default=16384, help="prompt length, prefilled in one forward")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens of each answer")
-    parser.add_argument("--dense-layers", type=int, help="default: 1")
-    parser.add_argument("--moe-layers", type=int, help="default: 3")
+    parser.add_argument("--dense-layers", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--moe-layers", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
     parser.add_argument(
         "--symm-mem", action="store_true", help="with NCCL symmetric memory (NVLink multicast as it is)"
     )
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
-    parser.add_argument("--json", type=Path, help="write everything measured")
-    parser.add_argument("--markdown", type=Path, help="write the tables")
-    parser.add_argument("--plot", type=Path, help="draw memory over one forward, stock above patched (needs a GPU)")
-    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for both servers")
-    return parser.parse_args()
+    return output.parse(parser)
 
 
 def main() -> int:
-    arguments = parse()
+    options = parse()
+    if options.model != "tiny" or options.plot:
+        machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one")
     with tempfile.TemporaryDirectory(prefix="peak-memory-") as folder:
         work = Path(folder) / "work"
         try:
-            result = measure(arguments, work)
+            found = measure(options, work)
         finally:
-            if arguments.logs:
-                arguments.logs.mkdir(parents=True, exist_ok=True)
-                for log in work.glob("*.log"):
-                    (arguments.logs / log.name).write_bytes(log.read_bytes())
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result))
-    if result["differing"]["patched"]:
+            output.keep_logs(options, work)
+    result = output.result("peak_memory", found, {"engine": found["states"]["stock"]["version"]})
+    if found["differing"]["patched"]:
+        if options.json:
+            output.write(options.json, result)
         print(
-            f"peak_memory: no figures: these prompts were answered otherwise than by the stock server: "
-            f"{result['differing']}; these otherwise by the same server the second time: {result['unrepeatable']}",
+            f"peak_memory.py: no figures: these prompts were answered otherwise than by the stock server: "
+            f"{found['differing']}; these otherwise by the same server the second time: {found['unrepeatable']}",
             file=sys.stderr,
         )
         return 1
-    text = tables(result)
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text)
-    if arguments.plot:
-        plot(result, arguments.plot)
+    output.finish(options, result, tables(result), plot)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Does the engine's own output buffer change answers, and does this package put them right?
 
-    sglang-moe-patches exec --reference-kernels -- python benchmark/residual_hole.py \\
-        --data-path data/gsm8k/test.jsonl --output hole.json [-- SERVER_ARGS...]
+    sglang-moe-patches exec --reference-kernels -- python benchmark/residual_hole.py --json hole.json \\
+        [-- SERVER_ARGS...]
 
 For releases from 0.5.13 on. Serves one model (by default a tiny one whose first layer is MoE, in which the hole shows)
 three times: the stock engine with its buffer switched off, patched, and stock; asks all three the same questions one at
@@ -12,20 +12,19 @@ Exits with 1 if the patched answers are not those without the buffer.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from sglang_moe_patches import engine
+from common import output, plugins
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.regression.compare import Run
 from sglang_moe_patches.regression.server import Server
 
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
 BACKEND = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]
 
 SWITCH_OFF = """
@@ -40,25 +39,29 @@ def register():
 
 
 def switching_off(folder: Path) -> str:
-    """An installed plugin of the engine that turns its buffer off, to put on PYTHONPATH."""
-    (folder / "buffer_switched_off.py").write_text(SWITCH_OFF)
-    info = folder / "buffer_switched_off-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: buffer-switched-off\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbuffer_off = buffer_switched_off:register\n")
+    """PYTHONPATH with an installed plugin of the engine that turns its buffer off."""
+    plugins.write_module(folder, "buffer_switched_off", SWITCH_OFF)
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
+def tables(result: output.Result) -> str:
+    figures = result["figures"]
+    rows = [
+        (name, f"{facts['differing']} of {figures['questions']}", str(facts["correct"]))
+        for name, facts in figures["servers"].items()
+    ]
+    return output.table(("server", "answers that differ from those without the engine's buffer", "correct"), rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = output.parser(__doc__, quick={"num_questions": 2, "max_new_tokens": 8}, logs=True)
     parser.add_argument("--model", type=Path, help="default: a tiny one with first_k_dense_replace: 0")
-    parser.add_argument("--data-path", type=Path, required=True, help="GSM8K's test.jsonl")
+    parser.add_argument("--data-path", type=Path, default=GSM8K, help="GSM8K's test.jsonl")
     parser.add_argument("--num-questions", type=int, default=6)
     parser.add_argument("--num-shots", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--output", type=Path, required=True, help="JSON with the three runs")
     parser.add_argument("server_args", nargs="*", help="after `--`: further arguments of the server")
-    options = parser.parse_args()
+    options = output.parse(parser)
     asked = regress.Evaluation(
         options.data_path, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1
     )
@@ -69,11 +72,9 @@ def main() -> None:
             model = work / "model"
             make_model(model, ModelSpec(dense_layers=0))
         arguments = environment.server_arguments(["--model-path", str(model), *BACKEND, *options.server_args])
-        off = work / "off"
-        off.mkdir()
         runs: dict[str, Run] = {}
         for name, variables in {
-            "without": {"SGLANG_MOE_PATCHES": "none", "PYTHONPATH": switching_off(off)},
+            "without": {"SGLANG_MOE_PATCHES": "none", "PYTHONPATH": switching_off(work / "off")},
             "patched": {"SGLANG_MOE_PATCHES": "all"},
             "stock": {"SGLANG_MOE_PATCHES": "none"},
         }.items():
@@ -81,6 +82,7 @@ def main() -> None:
             with Server(name, arguments, {**os.environ, **variables}, work / f"{name}.log", timeout=600) as server:
                 both = regress.evaluate_urls({"stock": server.url}, dict(os.environ), asked)
             runs[name] = both[0]
+        output.keep_logs(options, work)
     wanted = [answer.tokens for answer in runs["without"].answers]
     found = {
         name: {
@@ -90,10 +92,8 @@ def main() -> None:
         }
         for name, run in runs.items()
     }
-    options.output.write_text(json.dumps({"engine": engine.version(), "questions": len(wanted), **found}, indent=1))
-    for name, facts in found.items():
-        print(f"{name}: {facts['differing']} of {len(wanted)} answers differ from those without the engine's buffer; "
-              f"{facts['correct']} correct")  # fmt: skip
+    result = output.result("residual_hole", {"questions": len(wanted), "servers": found})
+    output.finish(options, result, tables(result))
     sys.exit(1 if found["patched"]["differing"] else 0)
 
 

@@ -1,6 +1,6 @@
 """NVFP4 weight preparation for the TRT-LLM MoE kernels: the engine's own function against ours, in one run.
 
-    python benchmark/weight_shuffle.py --json shuffle.json --markdown shuffle.md --plot shuffle.svg   # the whole grid
+    python benchmark/weight_shuffle.py --json shuffle.json --plot shuffle.svg                # the whole grid
     python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp4                                # one row
     python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp1,tp4 --tune                     # launch settings
     python benchmark/weight_shuffle.py --check                                                        # no GPU needed
@@ -13,13 +13,9 @@ align_fp4_moe_weights_for_flashinfer_trtllm, which calls the function and copies
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
 import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -30,21 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# A fresh cache, set before Triton reads it: the first call then shows what compilation costs.
-_cold_cache = tempfile.TemporaryDirectory(prefix="triton-cold-")
-os.environ["TRITON_CACHE_DIR"] = _cold_cache.name
+import torch
+from common import machine, output, timing
+from common.shapes import MODELS, NVFP4_MODELS, Layout
+from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle
 
-import torch  # noqa: E402
-from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-
-#: name: (routed experts, hidden size, MoE intermediate size)
-MODELS = {
-    "kimi-k2.5": (384, 7168, 2048),
-    "deepseek-v3": (256, 7168, 2048),
-    "qwen3-235b": (128, 4096, 1536),
-}
-#: name: (tensor-parallel ranks of an expert, expert-parallel ranks)
-SHARDS = {"tp1": (1, 1), "tp4": (4, 1), "tp8": (8, 1), "ep8": (1, 8)}
+SHARDS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8), "ep8": Layout(tp=8, ep=8)}
 
 
 @dataclass(frozen=True)
@@ -67,10 +54,9 @@ class Case:
 
 def cases(models: list[str], shards: list[str]) -> Iterator[Case]:
     for model in models:
-        experts, hidden, intermediate = MODELS[model]
         for shard in shards:
-            tensor_parallel, expert_parallel = SHARDS[shard]
-            yield Case(model, shard, experts // expert_parallel, hidden, intermediate // tensor_parallel)
+            rank = MODELS[model].per_rank(SHARDS[shard])
+            yield Case(model, shard, rank.experts, rank.hidden, rank.intermediate)
 
 
 def random_layer(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -146,49 +132,6 @@ def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def median_ms(run: Callable[[], Any], repeats: int, warm_up: int = 2) -> float:
-    """Median time of one call on the GPU, the calls queued one after another."""
-    for _ in range(warm_up):
-        run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
-def median_wall_ms(run: Callable[[], Any], repeats: int) -> float:
-    """Median time of one call as its caller sees it: nothing queued before, everything finished after."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
-
-
-def memory_of(run: Callable[[], Any]) -> tuple[int, int]:
-    """Peak bytes beyond what was allocated before, and the number of allocations, of one call."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    count = torch.cuda.memory_stats()["allocation.all.allocated"]
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_stats()["allocation.all.allocated"] - count
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a device-to-device copy of 4 GiB."""
-    source = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 20) / 1e3)
-
-
 def same_bytes(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     return all(
         a.shape == b.shape
@@ -238,16 +181,16 @@ def measure(case: Case, engine: Engine, bandwidth: float, repeats: int) -> dict[
         "engine": (engines, lambda: engine.whole_step(module, engine.prepare), max(3, repeats // 5)),
     }
     for name, (function, whole, times) in steps.items():
-        ms = median_ms(function, times)
-        peak, allocations = memory_of(function)
-        whole_peak, whole_allocations = memory_of(whole)
+        ms = timing.median_ms(function, times)
+        peak, allocations = timing.memory_of(function)
+        whole_peak, whole_allocations = timing.memory_of(whole)
         row[name] = {
             "ms": ms,
-            "wall_ms": median_wall_ms(function, times),
+            "wall_ms": timing.median_wall_ms(function, times),
             "of_copy_bandwidth": 2 * case.layer_bytes / (ms / 1e3) / bandwidth,
             "peak_bytes": peak,
             "allocations": allocations,
-            "whole_ms": median_ms(whole, times),
+            "whole_ms": timing.median_ms(whole, times),
             "whole_peak_bytes": whole_peak,
             "whole_allocations": whole_allocations,
         }
@@ -281,7 +224,9 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
 
 def tune(case: Case, bandwidth: float, repeats: int) -> None:
     """Try launch parameters of the row kernel on each tensor of a layer, and show which one is used."""
-    plan = shuffle.shuffle_plan(case.hidden, case.intermediate, True).permutations
+    whole = shuffle.shuffle_plan(case.hidden, case.intermediate, True)
+    assert whole is not None
+    plan = whole.permutations
     w13, w2, s13, s2 = random_layer(case, "cuda")
     for name, tensor, permutation in (("w13", w13, plan[0]), ("w13 scales", s13, plan[1]), ("w2", w2, plan[2])):
         matrices = tensor.view(torch.uint8)
@@ -301,7 +246,7 @@ def tune(case: Case, bandwidth: float, repeats: int) -> None:
                 def run(config: shuffle.RowKernelConfig = config) -> None:
                     shuffle.permute_rows_triton(matrices, index, config)  # noqa: B023
 
-                ms = median_ms(run, repeats)
+                ms = timing.median_ms(run, repeats)
                 part = 2 * matrices.nbytes / (ms / 1e3) / bandwidth
                 mark = "  <- used" if config == used else ""
                 print(f"  strip {strip:3d} B, {warps:2d} warps: {ms:.3f} ms, {part:.0%} of copy bandwidth{mark}")
@@ -310,7 +255,7 @@ def tune(case: Case, bandwidth: float, repeats: int) -> None:
         index = None if tile is None else tile.to("cuda", torch.int32)
         used_warps = shuffle.interleave_warps(scales.shape[2])
         for warps in (1, 2, 4, 8, 16, 32):
-            ms = median_ms(lambda: shuffle.interleave_tiles_triton(scales, index, warps), repeats)  # noqa: B023
+            ms = timing.median_ms(lambda: shuffle.interleave_tiles_triton(scales, index, warps), repeats)  # noqa: B023
             part = 2 * scales.nbytes / (ms / 1e3) / bandwidth
             mark = "  <- used" if warps == used_warps else ""
             print(f"{case.model} {case.shard} {name}, interleave, {warps:2d} warps: {ms:.3f} ms, {part:.0%}{mark}")
@@ -321,126 +266,120 @@ def tune(case: Case, bandwidth: float, repeats: int) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def markdown(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['device']}, SGLang {report['engine']}, PyTorch {report['torch']}, Triton {report['triton']}; "
-        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s (read and written).",
-        "",
-        "| model | shard | layer | engine | ours | ratio | of copy bandwidth | engine, peak beyond the weights | ours "
-        "| allocations, engine | ours | whole step, engine | ours | whole step peak, ours |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for row in report["cases"]:
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    header = ("layer", "engine", "ours", "ratio", "of copy bandwidth", "engine, peak beyond the weights", "ours")
+    counts = ("allocations, engine", "ours", "whole step, engine", "ours", "whole step peak, ours")
+    rows = []
+    for row in found["cases"]:
         theirs, mine = row["engine"], row["ours"]
-        lines.append(
-            f"| {row['model']} | {row['shard']} | {row['layer_bytes'] / 1e9:.2f} GB "
-            f"| {theirs['ms']:.1f} ms | {mine['ms']:.2f} ms | {row['speedup']:.1f}x | {mine['of_copy_bandwidth']:.0%} "
-            f"| {theirs['peak_bytes'] / 1e9:.2f} GB | {mine['peak_bytes'] / 1e6:.2f} MB "
-            f"| {theirs['allocations']} | {mine['allocations']} "
-            f"| {theirs['whole_ms']:.1f} ms | {mine['whole_ms']:.2f} ms | {mine['whole_peak_bytes'] / 1e6:.2f} MB |"
+        rows.append(
+            (
+                row["model"],
+                row["shard"],
+                f"{row['layer_bytes'] / 1e9:.2f} GB",
+                f"{theirs['ms']:.1f} ms",
+                f"{mine['ms']:.2f} ms",
+                f"{row['speedup']:.1f}x",
+                f"{mine['of_copy_bandwidth']:.0%}",
+                f"{theirs['peak_bytes'] / 1e9:.2f} GB",
+                f"{mine['peak_bytes'] / 1e6:.2f} MB",
+                str(theirs["allocations"]),
+                str(mine["allocations"]),
+                f"{theirs['whole_ms']:.1f} ms",
+                f"{mine['whole_ms']:.2f} ms",
+                f"{mine['whole_peak_bytes'] / 1e6:.2f} MB",
+            )
         )
-    pool = report["fragmentation"]
-    if pool is not None:
-        lines += [
-            "",
+    parts = [
+        f"Copy bandwidth {found['copy_bandwidth'] / 1e12:.2f} TB/s (read and written).\n",
+        output.table(("model", "shard", *header, *counts), rows, left=2),
+    ]
+    if pool := found["fragmentation"]:
+        parts.append(
             f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB ({pool['experts']} "
             f"experts each), reserved minus allocated: engine {pool['engine'] / 1e6:.0f} MB, "
-            f"ours {pool['ours'] / 1e6:.0f} MB.",
-        ]
-    lines += ["", f"First call in a process with an empty Triton cache: {report['first_call_s']:.2f} s."]
-    return "\n".join(lines) + "\n"
+            f"ours {pool['ours'] / 1e6:.0f} MB.\n"
+        )
+    parts.append(f"First call in a process with an empty Triton cache: {found['first_call_s']:.2f} s.\n")
+    return "\n".join(parts)
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = report["cases"]
+def plot(result: output.Result, path: Path) -> None:
+    pyplot = output.pyplot()
+    found = result["figures"]
+    rows = found["cases"]
     labels = [f"{row['model']} {row['shard']}" for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
     positions = range(len(rows))
     for offset, name, color in ((-0.2, "engine", "#9aa5b1"), (0.2, "ours", "#2b6cb0")):
         at = [p + offset for p in positions]
         left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=name, color=color)
         right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=name, color=color)
-    floor = [2 * row["layer_bytes"] / report["copy_bandwidth"] * 1e3 for row in rows]
+    floor = [2 * row["layer_bytes"] / found["copy_bandwidth"] * 1e3 for row in rows]
     left.plot(floor, positions, "k|", markersize=16, label="every byte read and written once")
     left.set_yticks(list(positions), labels)
     left.invert_yaxis()
     left.set(xscale="log", xlabel="one layer, ms")
     right.set(xscale="log", xlabel="peak beyond the weights, MB")
-    figure.suptitle(f"NVFP4 weight preparation, {report['device']}, SGLang {report['engine']}")
+    conditions = result["conditions"]
+    figure.suptitle(f"NVFP4 weight preparation, {conditions['gpu']}, SGLang {conditions['engine']}")
     figure.tight_layout(rect=(0, 0.9 / figure.get_figheight() / 2, 1, 1))
     figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
-    figure.savefig(path)
+    output.save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; default: all")
-    parser.add_argument("--shards", default=",".join(SHARDS), help="comma-separated; default: all")
+    quick = {"models": ["qwen3-235b"], "shards": ["tp8"], "repeats": 5, "layers": 0}
+    parser = output.parser(__doc__, quick=quick, plots=True)
+    parser.add_argument(
+        "--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), help="comma-separated (%(default)s)"
+    )
+    parser.add_argument(
+        "--shards", type=output.choice_of(SHARDS), default=list(SHARDS), help="comma-separated; default: all"
+    )
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
     parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
     parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")
     parser.add_argument("--tune", action="store_true", help="only try launch parameters")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--markdown", type=Path, help="write the table here as well as to the terminal")
-    parser.add_argument("--plot", type=Path, help="write the figure here (needs matplotlib)")
-    options = parser.parse_args()
-    models, shards = options.models.split(","), options.shards.split(",")
-    if unknown := [n for n in models if n not in MODELS] + [n for n in shards if n not in SHARDS]:
-        parser.error(f"unknown: {', '.join(unknown)}; models: {', '.join(MODELS)}; shards: {', '.join(SHARDS)}")
+    options = output.parse(parser)
+    asked = list(cases(options.models, options.shards))
 
     has_gpu = torch.cuda.is_available()
     if options.check:
         engine = Engine(on_cpu=not has_gpu)
-        for case in cases(models, shards):
+        for case in asked:
             # Two experts have every row movement; the number of experts only repeats it.
             small = case if has_gpu else Case(case.model, case.shard, 2, case.hidden, case.intermediate)
             check(small, engine, "cuda" if has_gpu else "cpu")
             print(f"{case.model} {case.shard}: {small.experts} experts, same bytes as SGLang {engine.version}")
         return
-    if not has_gpu:
-        parser.error("no CUDA device; --check compares the results without one")
-    bandwidth = copy_bandwidth()
-    if options.tune:
-        print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-        for case in cases(models, shards):
-            tune(case, bandwidth, options.repeats)
-        return
+    machine.require_gpu("weight_shuffle.py", "--check compares the results without one")
+    with tempfile.TemporaryDirectory(prefix="triton-cold-") as cold_cache:
+        # Set before Triton compiles anything: the first call then shows what compilation costs.
+        os.environ["TRITON_CACHE_DIR"] = cold_cache
+        bandwidth = timing.copy_bandwidth()
+        if options.tune:
+            print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+            for case in asked:
+                tune(case, bandwidth, options.repeats)
+            return
 
-    engine = Engine(on_cpu=False)
-    rows = []
-    for case in cases(models, shards):
-        rows.append(measure(case, engine, bandwidth, options.repeats))
-        print(
-            f"{case.model} {case.shard}: engine {rows[-1]['engine']['ms']:.2f} ms, ours {rows[-1]['ours']['ms']:.3f} ms"
-        )
-    pool_case = Case("kimi-k2.5", "tp4", 384, 7168, 512)
-    import triton
-
-    report = {
-        "device": torch.cuda.get_device_name(),
-        "engine": engine.version,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
-        "copy_bandwidth": bandwidth,
-        "first_call_s": rows[0]["first_call_s"],
-        "cases": rows,
-        "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
-    }
-    text = markdown(report)
-    print("\n" + text)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.plot:
-        plot(report, options.plot)
+        engine = Engine(on_cpu=False)
+        rows = []
+        for case in asked:
+            rows.append(measure(case, engine, bandwidth, options.repeats))
+            ours, theirs = rows[-1]["ours"]["ms"], rows[-1]["engine"]["ms"]
+            print(f"{case.model} {case.shard}: engine {theirs:.2f} ms, ours {ours:.3f} ms", flush=True)
+        (pool_case,) = cases(["kimi-k2.5"], ["tp4"])
+        found = {
+            "copy_bandwidth": bandwidth,
+            "first_call_s": rows[0]["first_call_s"],
+            "cases": rows,
+            "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
+        }
+    result = output.result("weight_shuffle", found)
+    output.finish(options, result, tables(result), plot)
 
 
 if __name__ == "__main__":

@@ -24,27 +24,44 @@ Result = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
 
 
+class Parser(argparse.ArgumentParser):
+    """``quick``: other defaults, which ``--quick`` chooses."""
+
+    quick: dict[str, Any]
+
+
 def parser(
-    description: str | None, *, quick: str | None = None, plots: bool = False, logs: bool = False
-) -> argparse.ArgumentParser:
+    description: str | None, *, quick: dict[str, Any] | None = None, plots: bool = False, logs: bool = False
+) -> Parser:
     """A parser with the options that every benchmark has, to which it adds its own.
 
     :param description: the script's docstring.
-    :param quick: what ``--quick`` leaves out; without it there is no such option.
+    :param quick: the defaults of a run that only shows whether it runs at all; without them there is no ``--quick``.
     :param plots: there is a plot to write.
     :param logs: it starts servers, whose logs can be kept.
     """
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.quick = quick or {}
     common = made.add_argument_group("every benchmark")
     common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
-    common.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables too, as on the terminal")
+    common.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, as on the terminal")
     if plots:
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot")
     if logs:
         common.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
-    if quick is not None:
-        common.add_argument("--quick", action="store_true", help=f"{quick}: does it run at all? no figures to keep")
+    if made.quick:
+        chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in made.quick.items())
+        common.add_argument("--quick", action="store_true", help=f"does it run at all? Other defaults: {chosen}")
     return made
+
+
+def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options; with ``--quick`` those not given have the quick defaults."""
+    options = parser.parse_args(arguments)
+    if parser.quick and options.quick:
+        parser.set_defaults(**parser.quick)
+        options = parser.parse_args(arguments)
+    return options
 
 
 def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -94,11 +111,15 @@ def finish(
     """Show the tables, and write what the options ask for."""
     print("\n" + tables)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.json, found)
     if options.markdown:
         options.markdown.write_text(tables)
     if plot is not None and options.plot:
         plot(found, options.plot)
+
+
+def write(path: Path, found: Result) -> None:
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def keep_logs(options: argparse.Namespace, work: Path) -> None:
@@ -127,5 +148,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a plot; an SVG gets no date."""
+    """Write a plot; an SVG gets no date. Minor ticks of logarithmic axes would be most of it."""
+    for axis in figure.axes:
+        axis.minorticks_off()
     figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))

@@ -7,13 +7,13 @@ Runs on any machine: the reference kernels stand in for FlashInfer's, and withou
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from common import output
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.reference.model import write_checkpoint
@@ -26,15 +26,25 @@ from tiny_moe.train import SPEC
 SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
 
 
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    rows = [
+        (name, f"{100 * right / found['questions']:.1f} %", f"{right} of {found['questions']}")
+        for name, right in found["right"].items()
+    ]
+    return output.table((f"{found['shots']}-shot", "accuracy", "right"), rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = output.parser(__doc__, quick={"questions": 24, "at_least": (0.0, 0.0)})
     parser.add_argument("--folder", type=Path, default=SHIPPED, help="what export.py wrote (%(default)s)")
     parser.add_argument("--questions", type=int, default=600)
     parser.add_argument("--shots", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=64)
     parser.add_argument("--at-least", type=float, nargs=2, default=(0.85, 0.90), metavar=("NVFP4", "BF16"))
-    options = parser.parse_args()
+    options = output.parse(parser)
     variables = {**os.environ, **environment.variables(), patch.SELECT_VARIABLE: "none"}
+    found_right: dict[str, int] = {}
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -59,6 +69,7 @@ def main() -> None:
                     work=work,
                 )
             right = sum(answer["predicted"] == answer["label"] for answer in found["answers"])
+            found_right[name] = right
             share = right / options.questions
             failed |= share < wanted
             print(
@@ -66,6 +77,9 @@ def main() -> None:
                 f"{100 * wanted:.0f} %; {time.monotonic() - started:.0f} s, {server.startup_s:.0f} s of them start-up",
                 flush=True,
             )
+    figures = {"questions": options.questions, "shots": options.shots, "right": found_right}
+    result = output.result("accuracy", figures)
+    output.finish(options, result, tables(result))
     if failed:
         sys.exit("accuracy: below what is wanted")
 

@@ -1,6 +1,6 @@
 """What deliberately broken patches do to the shipped model's answers, and whether ``regress`` notices.
 
-    PYTHONPATH=benchmark sglang-moe-patches exec --reference-kernels -- python -m tiny_moe.mutations --markdown table.md
+    PYTHONPATH=benchmark sglang-moe-patches exec --reference-kernels -- python -m tiny_moe.mutations
 
 Serves the model stock and patched, then patched with each mutation of ``MUTATIONS``, asks all the same held-out
 questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers.
@@ -8,7 +8,6 @@ questions and compares each with stock as ``regress`` does: once by accuracy alo
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import tempfile
@@ -18,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches import engine, patch
+from common import output, plugins
+from sglang_moe_patches import patch
 from sglang_moe_patches.patch import Patcher
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression import regress
-from sglang_moe_patches.regression.compare import Comparison, Run, compare
+from sglang_moe_patches.regression.compare import Run, compare
 from sglang_moe_patches.regression.server import Server
 
 SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
@@ -137,14 +137,8 @@ MUTATIONS: dict[str, Callable[[Patcher], None]] = {
 
 def plugin(folder: Path, body: str) -> str:
     """An installed plugin of the engine that runs ``body`` in every process, to put on PYTHONPATH."""
-    info = folder / "deliberate_mutation-0.dist-info"
-    info.mkdir(parents=True)
-    (folder / "deliberate_mutation.py").write_text(
-        "def register():\n" + "".join(f"    {line}\n" for line in body.splitlines())
-    )
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deliberate-mutation\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmutation = deliberate_mutation:register\n")
-    return str(folder)
+    source = "def register():\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    return str(plugins.write_module(folder, "deliberate_mutation", source))
 
 
 def mutate_this_process(name: str) -> None:
@@ -164,36 +158,65 @@ def mutation_path(folder: Path, name: str) -> str:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def row(name: str, run: Run, by_accuracy: Comparison, identical: Comparison) -> str:
+def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
+    """What became of the answers, and the exit codes that ``regress`` would end with."""
+    by_accuracy, identical = (compare(stock, run, require_identical=each) for each in (False, True))
+    return {
+        "server": name,
+        "accuracy": run.accuracy,
+        "lost": by_accuracy.losses,
+        "gained": by_accuracy.gains,
+        "p_worse": by_accuracy.p_worse,
+        "differing": len(identical.differing),
+        "by_accuracy": by_accuracy.exit_code,
+        "identical": identical.exit_code,
+    }
+
+
+def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
     verdicts = {0: "no worse", 1: "**worse**", 2: "inconclusive"}
     return (
-        f"| {name} | {100 * run.accuracy:.1f} % | {by_accuracy.losses} lost, {by_accuracy.gains} gained "
-        f"| {by_accuracy.p_worse:.2g} | {len(identical.differing)} of {identical.questions} "
-        f"| {verdicts[by_accuracy.exit_code]} | {verdicts[identical.exit_code]} |"
+        row["server"],
+        f"{100 * row['accuracy']:.1f} %",
+        f"{row['lost']} lost, {row['gained']} gained",
+        f"{row['p_worse']:.2g}",
+        f"{row['differing']} of {questions}",
+        verdicts[row["by_accuracy"]],
+        verdicts[row["identical"]],
+    )
+
+
+def tables(result: output.Result) -> str:
+    found = result["figures"]
+    questions = found["questions"]
+    header = ("accuracy", "questions", "one-sided p", "answers that differ", "by accuracy")
+    return (
+        f"SGLang {result['conditions']['engine']}, `{found['backend']}`, {questions} held-out questions, "
+        f"{found['shots']}-shot\n\n"
+        + output.table(
+            ("", *header, "identical answers required"),
+            [
+                ("stock", f"{100 * found['stock']:.1f} %", *[""] * len(header)),
+                *(cells(row, questions) for row in found["rows"]),
+            ],
+        )
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = output.parser(__doc__, quick={"questions": 24, "only": list(MUTATIONS)[:1]})
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--shots", type=int, default=1)
     parser.add_argument("--backend", default="flashinfer_trtllm_routed", help="--moe-runner-backend (%(default)s)")
-    parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS))
-    options = parser.parse_args()
+    options = output.parse(parser)
     evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, options.shots, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]
     arguments = environment.server_arguments([*arguments, "--moe-runner-backend", options.backend])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
     base = {**kept, **environment.variables(kept)}
-    title = (
-        f"SGLang {engine.version()}, `{options.backend}`, {options.questions} held-out questions, {options.shots}-shot"
-    )
-    lines = [
-        "| | accuracy | questions | one-sided p | answers that differ | by accuracy | identical answers required |",
-        "| --- | --: | --: | --: | --: | --- | --- |",
-    ]
     stock: Run | None = None
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in ("stock", "patched", *options.only):
             work = Path(scratch) / name.replace(" ", "-")
@@ -208,16 +231,16 @@ def main() -> None:
                 (found,) = regress.evaluate_urls({name: server.url}, base, evaluation)
             if stock is None:
                 stock = found
-                lines.append(f"| stock | {100 * found.accuracy:.1f} % | | | | | |")
+                print(f"stock: {100 * found.accuracy:.1f} %  ({time.monotonic() - started:.0f} s)", flush=True)
             else:
-                found = replace(found, name="patched")
-                by_accuracy, identical = (compare(stock, found, require_identical=each) for each in (False, True))
-                lines.append(row(name, found, by_accuracy, identical))
-            print(f"{lines[-1]}  ({time.monotonic() - started:.0f} s)", flush=True)
-    table = "\n".join([title, "", *lines]) + "\n"
-    print("\n" + table)
-    if options.markdown:
-        options.markdown.write_text(table)
+                rows.append(row(name, replace(found, name="patched"), stock))
+                print(
+                    f"{', '.join(cells(rows[-1], options.questions))}  ({time.monotonic() - started:.0f} s)", flush=True
+                )
+    assert stock is not None
+    figures = {"questions": options.questions, "shots": options.shots, "backend": options.backend}
+    result = output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows})
+    output.finish(options, result, tables(result))
 
 
 if __name__ == "__main__":

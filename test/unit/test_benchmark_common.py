@@ -97,10 +97,9 @@ def test_the_engine_finds_a_written_plugin_and_runs_it(tmp_path, monkeypatch):
 
 
 def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
-    parser = output.parser("What it does.", quick="one case", logs=True)
+    parser = output.parser("What it does.", logs=True)
     file, page, logs = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "logs"
-    options = parser.parse_args(["--json", str(file), "--markdown", str(page), "--logs", str(logs), "--quick"])
-    assert options.quick
+    options = output.parse(parser, ["--json", str(file), "--markdown", str(page), "--logs", str(logs)])
     found = output.result("this", {"ms": 3}, {"engine": "0.0"})
     table = output.table(("model", "ms"), [("kimi", "3")])
     output.finish(options, found, table)
@@ -113,6 +112,16 @@ def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
     (tmp_path / "work" / "patched" / "server.log").write_text("ready")
     output.keep_logs(options, tmp_path / "work")
     assert [path.read_text() for path in logs.iterdir()] == ["ready"]
+
+
+def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):
+    parser = output.parser("What it does.", quick={"rounds": 2, "steps": 3})
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=200)
+    assert output.parse(parser, []).rounds == 15
+    quick = output.parse(parser, ["--quick", "--steps", "7"])
+    assert (quick.rounds, quick.steps) == (2, 7)
+    assert "rounds 2, steps 3" in parser.format_help()
 
 
 def test_an_unknown_name_is_named_with_those_that_are_known():

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import torch
+from common import servers, timing, weights
+from common.shapes import TINY
 from sglang_moe_patches.reference import model
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
-
-import serving
-
-TINY = serving.SHAPES["tiny"]
+SERVED = weights.Served(TINY)
 
 
 def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path):
-    config = json.loads((serving.write_model(tmp_path / "model", TINY) / "config.json").read_text())
-    layers = TINY.dense_layers + TINY.moe_layers
-    spec = model.ModelSpec(layers, TINY.dense_layers, TINY.experts, TINY.top_k, TINY.hidden, TINY.moe_intermediate)
+    config = json.loads((weights.write_model(tmp_path / "model", SERVED) / "config.json").read_text())
+    spec = model.ModelSpec(4, 1, TINY.experts, TINY.top_k, TINY.hidden, TINY.moe_intermediate)
     written = model.checkpoint_weights(spec)
-    made = dict(serving.tensors(config, torch.device("cpu")))
+    made = dict(weights.tensors(config, torch.device("cpu")))
     assert {name: (t.shape, t.dtype) for name, t in made.items()} == {
         name: (t.shape, t.dtype) for name, t in written.items()
     }
 
 
 def test_every_expert_has_its_own_weights_and_each_process_the_same(tmp_path):
-    config = serving.config(TINY)
-    first, again = (dict(serving.tensors(config, torch.device("cpu"))) for _ in range(2))
+    config = weights.config(SERVED)
+    first, again = (dict(weights.tensors(config, torch.device("cpu"))) for _ in range(2))
     assert all(torch.equal(tensor.float(), again[name].float()) for name, tensor in first.items())
     gates = [name for name in first if name.endswith("gate_proj.weight") and ".experts." in name]
-    assert len({first[name].numpy().tobytes() for name in gates}) == len(gates) == TINY.experts * TINY.moe_layers
+    assert len({first[name].numpy().tobytes() for name in gates}) == len(gates) == TINY.experts * SERVED.moe_layers
 
 
 def test_servers_differ_in_the_changes_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "output-buffer")  # the caller's own choice is not theirs
-    setup = serving.Setup(TINY, tmp_path)
-    stock, again, patched = (setup.environment(name) for name in ("stock", serving.CONTROL, "patched"))
+    setup = servers.Setup(SERVED, tmp_path)
+    stock, again, patched = (setup.environment(name) for name in ("stock", timing.CONTROL, "patched"))
     differing = {name for name in stock if stock[name] != patched[name]}
     assert differing == {"SGLANG_MOE_PATCHES", "SGLANG_MOE_PATCHES_OBSERVE", "TMPDIR"}
     assert (stock["SGLANG_MOE_PATCHES"], again["SGLANG_MOE_PATCHES"]) == ("none", "none")
     assert patched["SGLANG_MOE_PATCHES"] == "all"
+
+
+def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
+    from importlib.metadata import entry_points
+
+    setup = servers.Setup(SERVED, tmp_path / "work")
+    setup.prepare()
+    for folder in reversed(setup.environment("stock")["PYTHONPATH"].split(":")):
+        monkeypatch.syspath_prepend(folder)
+    (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "benchmark_weights"]
+    assert found.load() is weights.register

@@ -1,0 +1,158 @@
+"""The engine's own model runner in this process: model, KV cache, forward; no server, no scheduler."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def bench_module() -> Any:
+    """The engine's own benchmark of one batch, which drives a model runner without a scheduler."""
+    for name in ("sglang.benchmark.one_batch", "sglang.bench_one_batch"):
+        if find_spec(name) is not None:
+            return importlib.import_module(name)
+    raise ImportError("this engine release has no benchmark of one batch")
+
+
+class InProcess:
+    """One model runner, whose model can be exchanged for another one with as many layers.
+
+    :param checkpoint: a folder written by ``make-model``.
+    """
+
+    def __init__(self, checkpoint: Path, **server_arguments: Any) -> None:
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        self.server_args = ServerArgs(
+            model_path=str(checkpoint),
+            quantization="modelopt_fp4",
+            **{
+                "moe_runner_backend": "flashinfer_trtllm_routed",
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                "disable_overlap_schedule": True,
+                "disable_cuda_graph": True,
+                "disable_radix_cache": True,
+                "max_total_tokens": 8192,
+                **server_arguments,
+            },
+        )
+        self.bench = bench_module()
+        self._publish()
+        ports = PortArgs.init_new(self.server_args)
+        benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, 0, 0)
+        self.runner = benchmarked.torch_runner
+
+    def _publish(self) -> None:
+        """What the engine's processes do with the server's arguments before they load a model."""
+        from sglang.srt import server_args
+
+        try:
+            from sglang.srt.runtime_context import SpawnRanks, publish
+        except ImportError:
+            server_args.set_global_server_args_for_scheduler(self.server_args)
+        else:
+            publish(self.server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        self._initialize_moe()
+
+    def _initialize_moe(self) -> None:
+        from sglang.srt.layers.moe import initialize_moe_config
+
+        # Releases that publish the arguments read what is published.
+        initialize_moe_config(*[self.server_args][: len(inspect.signature(initialize_moe_config).parameters)])
+
+    @contextmanager
+    def arguments(self, **server_arguments: Any) -> Iterator[None]:
+        """Within the block, models are built and run under these server arguments instead."""
+        with ExitStack() as stack:
+            for name, value in server_arguments.items():
+                stack.enter_context(self._argument(name, value))
+            self._initialize_moe()
+            yield
+        self._initialize_moe()
+
+    @contextmanager
+    def _argument(self, name: str, value: Any) -> Iterator[None]:
+        try:
+            from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
+        except ImportError:
+            before = getattr(self.server_args, name)
+            setattr(self.server_args, name, value)
+            try:
+                yield
+            finally:
+                setattr(self.server_args, name, before)
+        else:
+            bags = (get_exec().moe, get_schedule(), get_spec(), get_memory())
+            with next(bag for bag in bags if hasattr(bag, name)).override(**{name: value}):
+                yield
+
+    def load(self, checkpoint: Path) -> Any:
+        """A further model, built and loaded by the engine as at start-up, with whatever is patched right now."""
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.eplb import expert_location
+        from sglang.srt.model_loader import get_model
+
+        config = ModelConfig.from_server_args(self.server_args, model_path=str(checkpoint))
+        # The weights are loaded by it: it must know this model's number of experts. (Releases that publish the
+        # arguments read what is published.)
+        compute = expert_location.compute_initial_expert_location_metadata
+        location = compute(*(self.server_args, config, 0)[-len(inspect.signature(compute).parameters) :])
+        publish = expert_location.set_global_expert_location_metadata
+        if "allow_overwrite" in inspect.signature(publish).parameters:
+            publish(location, allow_overwrite=True)
+        else:
+            expert_location._global_expert_location_metadata = location
+        return get_model(
+            model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
+        )
+
+    @staticmethod
+    def tokenizer_of(checkpoint: Path) -> Any:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        return get_tokenizer(str(checkpoint))
+
+    def generate(self, model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], torch.Tensor]:
+        """Greedy tokens for each prompt, and the logits of every step, [steps + 1, prompts, vocabulary]."""
+        self._use(model)
+        requests = self.bench.prepare_synthetic_inputs_for_latency_test(len(prompts), 0, prompts)
+        tokens, logits, batch = self.bench.extend(requests, self.runner)
+        all_tokens, all_logits = [tokens], [logits]
+        for _ in range(steps):
+            tokens, logits = self.bench.decode(tokens, batch, self.runner)
+            all_tokens.append(tokens)
+            all_logits.append(logits)
+        return torch.stack(all_tokens).T.tolist(), torch.stack(all_logits)
+
+    def prefill_in_two(self, model: Any, prompt: list[int], cut: int) -> torch.Tensor:
+        """The logits of a prompt whose first ``cut`` tokens were prefilled before the others, [1, vocabulary]."""
+        self._use(model)
+        requests = self.bench.prepare_synthetic_inputs_for_latency_test(1, 0, [prompt[:cut]])
+        self.bench.extend(requests, self.runner)
+        cut_at = SimpleNamespace(cut_len=cut)
+        self.bench.prepare_extend_inputs_for_correctness_test(cut_at, [array("q", prompt)], requests, self.runner)
+        (request,) = requests
+        if hasattr(request, "fill_ids"):  # releases whose function reads row 0, whichever is the request's
+            prefix = self.runner.req_to_token_pool.req_to_token[request.req_pool_idx, :cut]
+            request.prefix_indices = prefix.to(request.prefix_indices.dtype)
+        _, logits, _ = self.bench.extend(requests, self.runner)
+        return logits
+
+    def _use(self, model: Any) -> None:
+        self.runner.model = model
+        self.runner.req_to_token_pool.clear()
+        self.runner.token_to_kv_pool_allocator.clear()

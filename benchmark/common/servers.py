@@ -1,0 +1,171 @@
+"""Servers of real layer shapes for the benchmarks: stock and patched, with the same random NVFP4 weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.reference import environment, model
+from sglang_moe_patches.reference.flashinfer_kernels import WORKSPACE_VARIABLE
+from sglang_moe_patches.regression import observe
+from sglang_moe_patches.regression.server import Server
+
+from common import plugins, weights
+from common.weights import Served
+
+#: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
+MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+#: Neither CUDA graphs nor piecewise ones.
+EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
+SERVERS = ("stock", "patched")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How servers are started.
+
+    :param served: the layers of a model.
+    :param work: a folder for the model, logs and observations; must not exist.
+    :param tp: tensor-parallel ranks.
+    :param tokens: the longest prompt, and the chunk size of the prefill.
+    :param arguments: more server arguments.
+    :param workspace_mb: MiB that the reference kernel takes while it runs, as the vendor kernel does for its workspace.
+    :param observe: have the servers record their memory; costs time in every forward.
+    :param history: record the allocator's history of one forward too.
+    :param variables: more environment variables.
+    """
+
+    served: Served
+    work: Path
+    tp: int = 1
+    tokens: int = 16384
+    arguments: tuple[str, ...] = ()
+    workspace_mb: int = 0
+    observe: bool = True
+    history: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def command(self) -> list[str]:
+        given = ["--model-path", str(self.work / "model"), "--quantization", "modelopt_fp4"]
+        given += ["--moe-runner-backend", "flashinfer_trtllm_routed", "--tp", str(self.tp), "--disable-radix-cache"]
+        given += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
+        given += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
+        if environment.has_gpu():
+            given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+            # Neither of them touches what is measured; both can use NVLink multicast.
+            given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+        if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
+            # Some GB of KV cache on a GPU: the engine gives its size in hundredths of a GiB.
+            capacity = 1_000_000 if environment.has_gpu() else self.tokens + 4096
+            given += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
+        return environment.server_arguments(given)
+
+    def environment(self, name: str) -> dict[str, str]:
+        own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+        paths = [str(self.work / "plugin"), str(Path(__file__).parents[1]), *filter(None, [own.get("PYTHONPATH")])]
+        own |= environment.variables(own) | {
+            SELECT_VARIABLE: "none" if name.startswith("stock") else "all",
+            **dict(self.variables),
+            weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
+            "PYTHONPATH": ":".join(paths),
+            # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            "TMPDIR": str(self.temporary(name)),
+        }
+        if self.workspace_mb:
+            own[WORKSPACE_VARIABLE] = str(self.workspace_mb)
+        if self.observe:
+            own[observe.VARIABLE] = str(self.observed(name))
+        if self.history:
+            own[observe.HISTORY_VARIABLE] = str(self.tokens)
+        return own
+
+    def observed(self, name: str) -> Path:
+        return self.work / f"observed-{name}"
+
+    def temporary(self, name: str) -> Path:
+        return self.work / f"tmp-{name}"
+
+    def prepare(self) -> None:
+        weights.write_model(self.work / "model", self.served)
+        plugins.write(self.work / "plugin", "benchmark_weights", "common.weights:register")
+
+    def server(self, name: str) -> Server:
+        """``name`` starts with ``stock`` or ``patched``."""
+        self.observed(name).mkdir()
+        self.temporary(name).mkdir()
+
+        def progress(seconds: float, line: str) -> None:
+            if round(seconds * 2) % 20 == 0:
+                print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
+
+        log = self.work / f"{name}.log"
+        return Server(name, self.command(), self.environment(name), log, timeout=400, progress=progress)
+
+
+@contextmanager
+def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
+    """All these servers at the same time, started one after another or ``at_once``; none is left when it ends."""
+    with ExitStack() as stack:
+        made = {name: setup.server(name) for name, setup in setups.items()}
+        with ThreadPoolExecutor(len(made) if at_once else 1) as pool:
+            entered = [pool.submit(server.__enter__) for server in made.values()]
+            for server in made.values():
+                stack.callback(server.stop)
+        for future in entered:
+            future.result()
+        yield made
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Random token ids."""
+    return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
+
+
+def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:
+    """One greedy answer: its tokens, their log-probabilities if asked for, and the engine's own latency in seconds."""
+    import httpx
+
+    server.check()
+    response = httpx.post(
+        f"{server.url}/generate",
+        json={
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            "return_logprob": logprobs,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    answer = response.json()
+    return {
+        "tokens": answer["output_ids"],
+        "logprobs": [logprob for logprob, _, _ in answer["meta_info"].get("output_token_logprobs", [])],
+        "latency_s": answer["meta_info"]["e2e_latency"],
+    }
+
+
+def same(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
+    """Whether two answers are equal, token for token and log-probability for log-probability."""
+    return bool(stock["tokens"] == patched["tokens"] and stock["logprobs"] == patched["logprobs"])
+
+
+def state(server: Server) -> dict[str, Any]:
+    """The engine's version, and its own account of its memory: weights and KV cache in GB, KV cache in tokens."""
+    import httpx
+
+    for path in ("get_server_info", "server_info"):
+        response = httpx.get(f"{server.url}/{path}", timeout=60)
+        if response.status_code == 200:
+            info = response.json()
+            return {"version": info["version"], **info["internal_states"][0]["memory_usage"]}
+    response.raise_for_status()
+    raise AssertionError

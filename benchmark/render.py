@@ -1,0 +1,168 @@
+"""Write the tables and plots of docs/benchmarks.md from the results in benchmark/results/.
+
+    python benchmark/render.py            # write them
+    python benchmark/render.py --check    # say which of them are not up to date, and exit with 1
+
+Prose is written on the page itself. Between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` stands what
+``SECTIONS`` says of NAME: the command, the conditions and the tables of one or several results. A new figure is a
+result (``--json benchmark/results/NAME.json``), a line in ``SECTIONS``, and these two comments on the page; a plot is a
+line in ``PLOTS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cutedsl_memory
+import launcher_cost
+import mori_rows
+import overhead
+import peak_memory
+import weight_shuffle
+from common import machine, output
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+MARKED = re.compile(r"(?<=<!-- figures: )(\S+) -->\n.*?(?=<!-- end of figures -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A marked place of the page.
+
+    :param results: names of files in ``benchmark/results/``.
+    :param tables: makes the tables from all of these results.
+    """
+
+    results: tuple[str, ...]
+    tables: Callable[[list[output.Result]], str]
+
+
+def one(name: str, tables: Callable[[output.Result], str]) -> Section:
+    return Section((name,), lambda results: tables(results[0]))
+
+
+def rows_as_they_are(result: output.Result) -> str:
+    """The table of a result without a script of its own."""
+    return output.table(("", "stock", "patched"), result["figures"]["rows"])
+
+
+PEAKS = tuple(
+    f"peak-memory-{run}"
+    for run in (
+        *("kimi-k2.5-tp4", "kimi-k2.5-tp4-symm-mem", "kimi-k2.5-tp4-0.5.11", "kimi-k2.5-tp2", "kimi-k2.5-tp2-symm-mem"),
+        *("kimi-k2.5-tp1", "deepseek-v3-tp4", "deepseek-v3-tp1"),
+    )
+)
+HOSTS = ("overhead-host-h200", "overhead-host-cpu")
+SECTIONS = {
+    "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
+    "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
+    "peak-memory": Section(PEAKS, peak_memory.summary),
+    "alive-at-the-kernel": one(PEAKS[0], lambda result: peak_memory.alive(result, "at_kernel")),
+    "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
+    "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
+    "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "mori-rows": one("mori-rows", mori_rows.tables),
+    "mori-kernel": one("mori-kernel", mori_rows.kernel_tables),
+    "launcher-cost": one("launcher-cost", launcher_cost.tables),
+    "cutedsl-memory": one("cutedsl-memory", cutedsl_memory.tables),
+}
+#: image: (result, what draws it)
+PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
+    "weight-shuffle.svg": ("weight-shuffle", weight_shuffle.plot),
+    "peak-memory-tp4.svg": (PEAKS[0], peak_memory.plot),
+    "mori-rows.svg": ("mori-rows", mori_rows.plot),
+    "mori-kernel.svg": ("mori-kernel", mori_rows.kernel_plot),
+}
+
+
+def section(name: str) -> str:
+    """What stands on the page between the comments.
+
+    :raises KeyError: no section has this name.
+    """
+    names, tables = SECTIONS[name].results, SECTIONS[name].tables
+    results = [output.load(result) for result in names]
+    commands = dict.fromkeys(command_lines(result["command"]) for result in results)
+    files = ", ".join(f"[{result}.json](../benchmark/results/{result}.json)" for result in names)
+    if len(names) > 2:
+        files = f"[results](../benchmark/results): {', '.join(names)}"
+    if any(result.get("transcribed") for result in results):
+        files += ", typed in from this page as it was before: the originals were not kept"
+    console = "\n".join(("```console", *commands, "```"))
+    return f"\n{console}\n\n{conditions(results)}.\n\n{tables(results)}\nData: {files}.\n\n"
+
+
+def command_lines(command: str) -> str:
+    lines = textwrap.wrap(command, 112, break_long_words=False, break_on_hyphens=False, subsequent_indent="    ")
+    return "$ " + " \\\n".join(lines)
+
+
+def conditions(results: list[output.Result]) -> str:
+    """The conditions of all of them, in one line."""
+    together: dict[str, str] = {}
+    for key in dict.fromkeys(key for result in results for key in result["conditions"]):
+        values = dict.fromkeys(str(r["conditions"][key]) for r in results if r["conditions"].get(key) is not None)
+        together[key] = " / ".join(values)
+    return machine.sentence(together)
+
+
+def page(text: str) -> str:
+    """The page with every marked place written anew."""
+
+    def marked(match: re.Match[str]) -> str:
+        if match[1] not in SECTIONS:
+            raise SystemExit(f"render.py: {PAGE.name}: figures: {match[1]}: unknown; known: {', '.join(SECTIONS)}")
+        return f"{match[1]} -->\n{section(match[1])}"
+
+    return MARKED.sub(marked, text)
+
+
+def draw(folder: Path) -> None:
+    """Write every plot there."""
+    for image, (result, plot) in PLOTS.items():
+        plot(output.load(result), folder / image)
+
+
+def drawn_by(image: str) -> str:
+    """Which release of matplotlib drew an SVG: another one draws the same figure otherwise."""
+    found = re.search(r"Matplotlib v[\d.]+", image)
+    return found[0] if found else ""
+
+
+def outdated() -> list[str]:
+    """The files that writing them anew would change."""
+    found = [PAGE] if PAGE.read_text() != page(PAGE.read_text()) else []
+    with tempfile.TemporaryDirectory() as scratch:
+        draw(Path(scratch))
+        for image in PLOTS:
+            now = (IMAGES / image).read_text() if (IMAGES / image).exists() else ""
+            new = (Path(scratch) / image).read_text()
+            if now != new and (not now or drawn_by(now) == drawn_by(new)):
+                found.append(IMAGES / image)
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something would change")
+    if parser.parse_args().check:
+        if stale := outdated():
+            print(f"render.py: not up to date: {', '.join(stale)}; run `python benchmark/render.py`", file=sys.stderr)
+        return 1 if stale else 0
+    PAGE.write_text(page(PAGE.read_text()))
+    draw(IMAGES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
