@@ -97,7 +97,7 @@ def section(name: str) -> str:
     if len(names) > 2:
         files = f"[results](../benchmark/results): {', '.join(names)}"
     if any(result.get("transcribed") for result in results):
-        files += ", typed in from this page as it was before: the originals were not kept"
+        files += " (typed in)"
     console = "\n".join(("```console", *commands, "```"))
     return f"\n{console}\n\n{conditions(results)}.\n\n{tables(results)}\nData: {files}.\n\n"
 

@@ -30,7 +30,7 @@ def test_every_result_says_where_it_is_from():
         result = json.loads(path.read_text())
         assert {"benchmark", "command", "conditions", "figures"} <= set(result), path
         assert {"date", "machine", "engine"} <= set(result["conditions"]), path
-        page_says = "typed in from this page" in render.section(
+        page_says = "(typed in)" in render.section(
             next(name for name, section in render.SECTIONS.items() if path.stem in section.results)
         )
         assert page_says == result.get("transcribed", False), path
