@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 from common import servers, timing, weights
@@ -45,7 +46,9 @@ def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
 
     setup = servers.Setup(SERVED, tmp_path / "work")
     setup.prepare()
-    for folder in reversed(setup.environment("stock")["PYTHONPATH"].split(":")):
+    folders = setup.environment("stock")["PYTHONPATH"].split(":")
+    assert str(Path(weights.__file__).parents[1]) in folders  # pytest has put it on this process's path anyway
+    for folder in reversed(folders):
         monkeypatch.syspath_prepend(folder)
     (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "benchmark_weights"]
     assert found.load() is weights.register
