@@ -86,8 +86,8 @@ def shortened(figures: dict[str, Any] | None) -> dict[str, Any]:
 
     :param figures: what ``observe.collect`` found.
     """
-    if figures is None:
-        raise SystemExit("peak_memory.py: the servers observed no forward")
+    if figures is None or figures.get("failure"):
+        raise SystemExit(f"peak_memory.py: {figures['failure'] if figures else 'the servers observed no forward'}")
     if history := figures.pop("history", None):
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
         values = [value for _, value in history["line"]]

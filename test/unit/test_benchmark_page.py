@@ -44,7 +44,6 @@ def test_a_changed_result_a_changed_page_and_a_missing_plot_are_seen(tmp_path, m
     monkeypatch.setattr(output, "RESULTS", results)
     for name, path in (("ROOT", tmp_path), ("IMAGES", images), ("PAGE", page)):
         monkeypatch.setattr(render, name, path)
-    assert render.outdated() == []
 
     kernel = json.loads((results / "mori-kernel.json").read_text())
     kernel["figures"]["milliseconds"][0] *= 2

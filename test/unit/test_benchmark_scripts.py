@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import peak_memory
 import pytest
 import torch
 
@@ -45,3 +46,31 @@ def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, 
     assert said.startswith(script)
     assert "needs a GPU" in said
     assert said.count("\n") == 1
+
+
+def test_a_run_keeps_the_busiest_moment_and_few_points_of_its_line():
+    moments = [
+        {"bytes": size, "blocks": [name]} for size, name in ((1, "low"), (3, "first"), (3, "last"), (2, "after"))
+    ]
+    line = [(clock, float(clock % 997)) for clock in range(10_000)]
+    figures = {"peak_forward_bytes": 997, "history": {"line": line, "alive": moments, "at_peak": moments[0]}}
+    kept = peak_memory.shortened(figures)
+    assert kept["at_kernel"]["blocks"] == ["last"]
+    assert len(kept["line"]) <= peak_memory.LINE_POINTS
+    assert max(kept["line"]) == 996
+    with pytest.raises(SystemExit, match="observing failed"):
+        peak_memory.shortened({"failure": "observing failed: ..."})
+
+
+def test_what_allocated_memory_stands_beside_each_other_and_adds_up():
+    def moment(total, **blocks):
+        return {"at_kernel": {"bytes": total, "blocks": [{"bytes": b, "code": [c]} for c, b in blocks.items()]}}
+
+    memory = {"stock": moment(5e6, ours=2e6, theirs=4e6), "patched": moment(2e6, ours=2e6)}
+    rows = peak_memory.alive({"figures": {"memory": memory}}, "at_kernel").splitlines()[2:]
+    assert rows == [
+        "| `theirs` | 4.0 | - |",
+        "| `ours` | 2.0 | 2.0 |",
+        "| `released: memory from before the forward` | -1.0 | - |",
+        "| **sum** | **5.0** | **2.0** |",
+    ]
