@@ -203,6 +203,12 @@ def main() -> None:
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
     try:
+        for name in options.models:
+            for layout in LAYOUTS:
+                MODELS[name].per_rank(layout)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
         import flashinfer
         import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl  # noqa: F401
         from flashinfer import CuteDslMoEWrapper

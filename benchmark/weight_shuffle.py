@@ -1,6 +1,6 @@
 """NVFP4 weight preparation for the TRT-LLM MoE kernels: the engine's own function against ours, in one run.
 
-    python benchmark/weight_shuffle.py --json shuffle.json --plot shuffle.svg                # the whole grid
+    python benchmark/weight_shuffle.py --json shuffle.json --plot shuffle.svg                         # the whole grid
     python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp4                                # one row
     python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp1,tp4 --tune                     # launch settings
     python benchmark/weight_shuffle.py --check                                                        # no GPU needed
@@ -343,7 +343,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")
     parser.add_argument("--tune", action="store_true", help="only try launch parameters")
     options = output.parse(parser)
-    asked = list(cases(options.models, options.shards))
+    try:
+        asked = list(cases(options.models, options.shards))
+    except ValueError as error:
+        parser.error(str(error))
 
     has_gpu = torch.cuda.is_available()
     if options.check:

@@ -95,7 +95,8 @@ class Model:
         sharing = layout.tp // layout.ep
         if self.experts % layout.ep or self.moe_intermediate % sharing:
             raise ValueError(
-                f"{self.experts} experts of intermediate size {self.moe_intermediate} do not divide by {layout}"
+                f"{self.source}: {self.experts} experts of intermediate size {self.moe_intermediate} do not divide by "
+                f"tp={layout.tp}, ep={layout.ep}"
             )
         return Rank(self.experts // layout.ep, self.top_k, self.hidden, self.moe_intermediate // sharing)
 

@@ -48,6 +48,12 @@ def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, 
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("script", ["weight_shuffle.py", "cutedsl_memory.py"])
+def test_a_model_that_does_not_divide_is_named(script, monkeypatch, capsys):
+    assert run(monkeypatch, script, "--models", "deepseek-v3-fused") == 2
+    assert "deepseek-ai/DeepSeek-V3: 257 experts of intermediate size 2048 do not divide by" in capsys.readouterr().err
+
+
 def test_a_run_keeps_the_busiest_moment_and_few_points_of_its_line():
     moments = [
         {"bytes": size, "blocks": [name]} for size, name in ((1, "low"), (3, "first"), (3, "last"), (2, "after"))
