@@ -230,7 +230,7 @@ def host_tables(*results: output.Result) -> str:
             (
                 result["conditions"]["machine"],
                 f"{found['stock_us']:.1f}",
-                f"+{found['added_us']:.1f}",
+                f"{found['added_us']:+.1f}",
                 f"{low:.1f} .. {high:.1f} ({found['rounds']})",
             )
         )

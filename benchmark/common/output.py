@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from sglang_moe_patches.reference.environment import SWITCH
 
 from common import machine
 
@@ -91,9 +94,10 @@ def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] |
     """
     script = Path(sys.argv[0])
     run = f"-m {script.parent.name}.{script.stem}" if script.parent.name == "tiny_moe" else f"benchmark/{script.name}"
+    through = "sglang-moe-patches exec --reference-kernels -- " if os.environ.get(SWITCH) == "1" else ""
     return {
         "benchmark": benchmark,
-        "command": f"python {run} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{through}python {run} {shlex.join(sys.argv[1:])}".strip(),
         "conditions": machine.conditions() | (conditions or {}),
         "figures": figures,
     }

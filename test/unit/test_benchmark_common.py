@@ -114,6 +114,16 @@ def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
     assert [path.read_text() for path in logs.iterdir()] == ["ready"]
 
 
+def test_the_command_says_which_kernels_ran(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/overhead.py", "host", "--json", "a file"])
+    monkeypatch.delenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", raising=False)
+    assert output.result("overhead", {})["command"] == "python benchmark/overhead.py host --json 'a file'"
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", "1")
+    assert output.result("overhead", {})["command"].startswith("sglang-moe-patches exec --reference-kernels -- python ")
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/tiny_moe/mutations.py"])
+    assert output.result("mutations", {})["command"].endswith(" python -m tiny_moe.mutations")
+
+
 def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):
     parser = output.parser("What it does.", quick={"rounds": 2, "steps": 3})
     parser.add_argument("--rounds", type=int, default=15)
