@@ -3,7 +3,7 @@
     python benchmark/render.py            # write them
     python benchmark/render.py --check    # say which of them are not up to date, and exit with 1
 
-Prose is written on the page itself. Between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` stands what
+Prose is written on the page itself. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` stands what
 ``SECTIONS`` says of NAME: the command, the conditions and the tables of one or several results. A new figure is a
 result (``--json benchmark/results/NAME.json``), a line in ``SECTIONS``, and these two comments on the page; a plot is a
 line in ``PLOTS``.
@@ -31,7 +31,7 @@ from common import machine, output
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
-MARKED = re.compile(r"(?<=<!-- figures: )(\S+) -->\n.*?(?=<!-- end of figures -->)", re.DOTALL)
+MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def test_the_page_and_its_plots_are_rendered_from_the_results():
 
 
 def test_every_result_is_on_the_page_and_every_image_on_some_page():
-    shown = re.findall(r"<!-- figures: (\S+) -->", render.PAGE.read_text())
+    shown = re.findall(r"<!-- figures:(\S+) -->", render.PAGE.read_text())
     results = {result for name in shown for result in render.SECTIONS[name].results}
     assert results == {path.stem for path in output.RESULTS.glob("*.json")}
     pages = "".join(path.read_text() for path in (render.ROOT / "README.md", *(render.ROOT / "docs").glob("*.md")))
@@ -59,13 +59,13 @@ def test_a_changed_result_a_changed_page_and_a_missing_plot_are_seen(tmp_path, m
 
 def test_a_place_that_nothing_is_known_of_is_named():
     with pytest.raises(SystemExit, match=r"figures: nothing: unknown; known: weight-shuffle"):
-        render.page("<!-- figures: nothing -->\n<!-- end of figures -->\n")
+        render.page("<!-- figures:nothing -->\n<!-- /figures -->\n")
 
 
 def test_prose_around_the_figures_stays():
-    text = "before <!-- figures: launcher-cost -->\nold\n<!-- end of figures --> after"
+    text = "before <!-- figures:launcher-cost -->\nold\n<!-- /figures --> after"
     rendered = render.page(text)
-    assert rendered.startswith("before <!-- figures: launcher-cost -->\n")
-    assert rendered.endswith("<!-- end of figures --> after")
+    assert rendered.startswith("before <!-- figures:launcher-cost -->\n")
+    assert rendered.endswith("<!-- /figures --> after")
     assert "old\n" not in rendered
     assert render.page(rendered) == rendered
