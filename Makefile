@@ -8,9 +8,20 @@ PYTEST   = python -m pytest -n $(WORKERS) --dist loadgroup -m "$(MARKS)" $(ARGS)
 BACKEND ?= flashinfer_trtllm_routed
 
 # What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
+# With an NVIDIA GPU: the bfloat16 model through the engine's own kernels, one request at a time, as only then a stock
+# server repeats its answers. Without one: the NVFP4 model through the reference kernels.
+ifneq ($(wildcard /dev/nvidia0),)
+MODEL     ?= demo/bf16
+QUESTIONS ?= 200
+REGRESS   ?= --require-identical --parallel 1
+SERVER    ?= --mem-fraction-static 0.3
+else
 MODEL     ?= data/tiny_moe/model
-DATA      ?= data/tiny_moe/test.jsonl
 QUESTIONS ?= 100
+REGRESS   ?= --reference-kernels
+SERVER    ?= --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
+endif
+DATA      ?= data/tiny_moe/test.jsonl
 SHOTS     ?= 1
 TOKENS    ?= 128
 
@@ -84,14 +95,17 @@ test-all: lint types ## all tests on every release that is tested every time, JO
 	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS=)
 	$(PYTHON) test/compatibility.py --record $(LOGS)
 
-pages: ## write what the pages generate: from releases.toml, docs/compatibility.json and the changes
+pages: env ## write what is generated in the pages: of releases and changes, and the figures of benchmark/results
 	$(PYTHON) test/pages.py
+	$(BIN)/python benchmark/render.py
 
-demo: env ## serve a tiny model that can do arithmetic, stock and patched, and compare them on 100 questions
-	rm -rf demo && mkdir -p demo
-	$(BIN)/sglang-moe-patches regress --reference-kernels --model $(MODEL) --data-path $(DATA) \
-	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- \
-	  --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
+demo/bf16: | env
+	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.export bf16 data/tiny_moe $@
+
+demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic, stock and patched, and compare them
+	rm -rf demo/report
+	$(BIN)/sglang-moe-patches regress $(REGRESS) --model $(MODEL) --data-path $(DATA) \
+	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- $(SERVER)
 
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
 	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.accuracy

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmark"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
-def run(monkeypatch, script, *arguments) -> int:
+def run(monkeypatch, script, *arguments) -> str | int | None:
     monkeypatch.setattr(sys, "argv", [f"benchmark/{script}", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / script), run_name="__main__")
