@@ -11,33 +11,50 @@ import torch
 from conftest import installed
 from sglang_moe_patches import patch
 from sglang_moe_patches.changes import CHANGES
+from snapshot import contents, differences
 
+pytestmark = pytest.mark.every_release
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 
 
-class Recorder(patch.Patcher):
-    """A patcher that remembers what it replaced."""
+def install_all(patcher: patch.Patcher) -> list[str]:
+    """All changes, with what they do in the launcher: the names of those that install anything on this release."""
+    plans = {change.name: patch.look(change) for change in CHANGES}
+    for change in CHANGES:
+        for module, hook in change.launcher_hooks:
+            hook(sys.modules[module], patcher)
+        if plans[change.name].install is not None:
+            plans[change.name].install(patcher)
+    return [name for name, plan in plans.items() if plan.install is not None]
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
 
-    def add(self, owner, name, new):
-        self.seen.append((owner, name, vars(owner).get(name)))
-        super().add(owner, name, new)
+@pytest.mark.usefixtures("engine")
+def test_all_changes_taken_back_leave_every_module_and_class_as_it_was():
+    """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
+    for change in CHANGES:
+        patch.look(change)  # imports what it looks at
+    before = contents()
+    patcher = patch.Patcher()
+    assert install_all(patcher)
+    assert differences(before)
+    patcher.undo()
+    assert differences(before) == []
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
-def test_taking_a_change_back_leaves_the_engines_own_objects(engine, change):
+def test_looking_at_the_engine_changes_nothing(change):
+    patch.look(change)  # imports what it looks at
+    before = contents()
     plan = patch.look(change)
+    assert differences(before) == []
     if plan.install is None:
         pytest.skip(f"{change.name} installs nothing on this engine release")
-    recorder = Recorder()
-    plan.install(recorder)
-    assert recorder.seen
-    assert all(vars(owner)[name] is not original for owner, name, original in recorder.seen)
-    recorder.undo()
-    assert all(vars(owner).get(name) is original for owner, name, original in recorder.seen)
+    patcher = patch.Patcher()
+    plan.install(patcher)
+    assert differences(before)
+    patcher.undo()
+    assert differences(before) == []
 
 
 def test_answers_after_removal_are_those_before(engine, checkpoint):
