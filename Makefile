@@ -4,7 +4,7 @@ JOBS    ?= 2
 # Tests at a time on one release: those with servers beside the others. Which: see `markers` in pyproject.toml; ARGS="-k word" fewer.
 WORKERS ?= 2
 MARKS   ?= not product
-PYTEST   = python -m pytest -n $(WORKERS) --dist loadgroup -m "$(MARKS)" $(ARGS)
+PYTEST   = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(ARGS)
 BACKEND ?= flashinfer_trtllm_routed
 
 # What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256

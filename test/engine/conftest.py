@@ -1,30 +1,37 @@
-"""Engine tests: the real engine, on the CPU, with the reference kernels."""
+"""Engine tests: the real engine, on the CPU, with the reference kernels.
+
+On the default release every test runs, on the others those marked ``every_release``: they show what differs between
+releases. What is marked ``product`` (further cases of a kind that has one already) waits for `make test-all`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import DEFAULT
 
 # The in-process tests patch and restore by hand; servers they start choose for themselves.
 os.environ["SGLANG_MOE_PATCHES"] = "none"
+RELEASE = metadata.version("sglang")
 DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
-    os.environ.get("ENGINE", "0.5.12.post1") != "0.5.12.post1",
-    reason="the same code path on every release; run on the default engine to keep the tests short",
+    RELEASE != DEFAULT, reason="the same code path on every release, or one that the others have not"
 )
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not IN_PROCESS:
-        skip = pytest.mark.skip(reason="needs the environment of the reference kernels: run `make engine-tests`")
-        for item in items:
-            if "engine" in Path(item.path).parts:
-                item.add_marker(skip)
+    outside = pytest.mark.skip(reason="needs the environment of the reference kernels: run `make engine-tests`")
+    for item in items:
+        if "engine" in Path(item.path).parts and not IN_PROCESS:
+            item.add_marker(outside)
+    # Two workers take file after file: the one that takes longest first.
+    items.sort(key=lambda item: item.path.name != "test_servers.py")
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +60,17 @@ def engine(checkpoint: Callable[..., Path]) -> Any:
 
 @contextmanager
 def installed(*changes: Any) -> Iterator[None]:
-    """Within the block, the engine is patched with ``changes`` (those that apply to it)."""
-    from sglang_moe_patches.patch import Patcher, look
+    """Within the block, the engine is patched with ``changes`` (those that apply to it).
+
+    None may be *unsupported*: a test that has put something of its own over a seam would compare stock with stock.
+    """
+    from sglang_moe_patches.patch import Patcher, Status, look
 
     patchers = []
     try:
         for change in changes:
             plan = look(change)
+            assert plan.status is not Status.UNSUPPORTED, f"{change.name}: {plan.reason}"
             if plan.install is not None:
                 patchers.append(Patcher())
                 plan.install(patchers[-1])

@@ -20,6 +20,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, limits_of
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
 from sglang_moe_patches.patch import Status, look
 
+pytestmark = pytest.mark.every_release
+
 CASES = 2_000
 VOCABULARY = 64
 

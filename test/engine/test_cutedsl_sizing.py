@@ -22,6 +22,8 @@ from sglang_moe_patches.engine import has_module
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.regression.observe import _held_bytes
 
+pytestmark = pytest.mark.every_release
+
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
 TOKENS = sum(map(len, PROMPTS))

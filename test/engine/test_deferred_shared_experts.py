@@ -8,6 +8,8 @@ from conftest import installed, without_buffer
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.patch import Status, look
 
+pytestmark = pytest.mark.every_release
+
 PROMPTS = [[11, 7, 300, 42] * 9, [5]]
 CHANGE = deferred_shared_experts.CHANGE
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.every_release
 
 
 def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(engine, checkpoint):

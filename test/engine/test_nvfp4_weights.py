@@ -7,6 +7,8 @@ import torch
 from conftest import installed
 from sglang_moe_patches.changes import nvfp4_weights
 
+pytestmark = pytest.mark.every_release
+
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 PLACEHOLDERS = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 

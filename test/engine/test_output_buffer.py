@@ -14,6 +14,8 @@ from sglang_moe_patches.changes.output_buffer import lend, withhold
 from sglang_moe_patches.patch import Patcher, Status, look
 from sglang_moe_patches.regression import observe
 
+pytestmark = pytest.mark.every_release
+
 PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 6
 BACKENDS = ["flashinfer_trtllm_routed", "flashinfer_trtllm"]

@@ -18,6 +18,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.regression.observe import _held_bytes
 
+pytestmark = pytest.mark.every_release
+
 BENCHMARK = Path(__file__).parents[2] / "benchmark" / "cutedsl_memory.py"
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]

@@ -45,10 +45,12 @@ def stock(engine):
     return ask(engine, engine.load(SHIPPED / "model"))
 
 
+@pytest.mark.every_release
 def test_the_stock_engine_gets_the_answers_right(stock):
     assert stock.accuracy >= 0.85
 
 
+@pytest.mark.every_release
 def test_the_patched_engine_gives_the_same_answers(engine, stock):
     with installed(*CHANGES):
         found = compare(stock, ask(engine, engine.load(SHIPPED / "model")), require_identical=True)
@@ -74,6 +76,7 @@ def test_a_broken_patch_is_called_worse(engine, stock, name):
     assert f"{len(found.differing)} of {QUESTIONS} answers differ" in " ".join(report.summary(found))
 
 
+@pytest.mark.every_release
 def test_rope_is_the_engines(engine):
     from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
 
@@ -99,6 +102,7 @@ def test_rope_is_the_engines(engine):
     torch.testing.assert_close(network.rotate(x, cos, sin), rotated.view_as(x))
 
 
+@pytest.mark.every_release
 def test_the_engine_computes_what_the_network_does(engine, stock):
     """The plain PyTorch network, experts in NVFP4, says the engine's answers, given the tokens before each."""
     tokenizer = engine.tokenizer_of(SHIPPED / "model")

@@ -1,0 +1,22 @@
+"""Unit tests: no engine process. Which of them differ between engine releases."""
+
+from __future__ import annotations
+
+import pytest
+
+EVERY_RELEASE = (
+    "test_deferred_shared_experts.py",
+    "test_engine.py",
+    "test_nvfp4_shuffle.py",
+    "test_output_buffer.py",
+    "test_plugin.py",
+    "test_reference_cutedsl.py",
+    "test_reference_kernels.py",
+)
+"""They look at the engine's functions or FlashInfer's, or ask its torch to compile something."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in EVERY_RELEASE:
+            item.add_marker(pytest.mark.every_release)
