@@ -1,0 +1,22 @@
+"""docs/guards.md names every engine test, and no test that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "guards.md").read_text()
+
+
+def names_in(folder: str) -> set[str]:
+    files = sorted((ROOT / "test" / folder).glob("test_*.py"))
+    return {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)}
+
+
+def test_every_engine_test_has_its_line():
+    assert names_in("engine") - set(re.findall(r"`(test_\w+)`", PAGE)) == set()
+
+
+def test_every_test_that_is_named_is_there():
+    assert set(re.findall(r"`(test_\w+)`", PAGE)) - names_in("engine") - names_in("unit") == set()
