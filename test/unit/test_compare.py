@@ -197,6 +197,14 @@ def test_json_round_trip(memory):
     assert data["results"]["worse"] is True
 
 
+def test_a_report_from_before_a_field_was_added_is_read():
+    made = compare(run("stock", [True]), run("patched", [True]), require_identical=True)
+    data = made.to_dict()
+    for side in data["runs"].values():
+        del side["not_observed"]
+    assert Comparison.from_dict(data) == made
+
+
 def test_same_named_runs_keep_their_figures_apart():
     stock = run("server", [True])
     data = compare(stock, dataclasses.replace(stock, latency_s=2.0), require_identical=True).to_dict()

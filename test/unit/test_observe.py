@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
-from sglang_moe_patches.regression.observe import Observer, collect
+from sglang_moe_patches.regression import observe
+from sglang_moe_patches.regression.observe import KERNELS, Observer, collect
 
 MIB = 1 << 20
 
@@ -75,4 +82,180 @@ def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path
     assert collect(tmp_path)["live_at_kernel_bytes"] == 30
     (tmp_path / "1.json").unlink()
     (tmp_path / "2.json").unlink()
+    assert collect(tmp_path)["forwards"] == 0  # observed, but it ran nothing
+    (tmp_path / "3.json").unlink()
     assert collect(tmp_path) is None
+
+
+# --- In a process of the engine ---------------------------------------------------------------------------------------
+
+
+def kernel(**arguments: Any) -> list[torch.Tensor]:
+    """Called as FlashInfer's: whole into ``output`` or a new tensor, or three parts that somebody else adds up."""
+    tokens = arguments["hidden_states"].shape[0]
+    if not arguments.get("do_finalize", True):
+        return [torch.empty(8 * tokens, 4), torch.empty(tokens, 8), torch.empty(8 * tokens, dtype=torch.int32)]
+    return [torch.empty(tokens, 4) if arguments.get("output") is None else arguments["output"]]
+
+
+class Process:
+    """A model process: its runner, its kernels, and what :func:`install` put around them."""
+
+    def __init__(self, monkeypatch, folder: Path) -> None:
+        self.folder = folder
+        self.layers: Callable[[torch.Tensor], None] = lambda hidden_states: None
+        process = self
+
+        class ModelRunner:
+            device = "cpu"
+
+            def forward(self, forward_batch):
+                process.layers(torch.empty(len(forward_batch.input_ids), 4))
+
+        class CuteDslMoEWrapper:
+            def run(self, x, **arguments):
+                return kernel(hidden_states=x, output=getattr(self, "_moe_output", None))[0]
+
+        self.runner = ModelRunner()
+        self.kernels = SimpleNamespace(CuteDslMoEWrapper=CuteDslMoEWrapper, **dict.fromkeys(KERNELS, kernel))
+        flashinfer = SimpleNamespace(fused_moe=self.kernels, **dict.fromkeys(KERNELS, kernel))
+        monkeypatch.setitem(
+            sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace(ModelRunner=ModelRunner)
+        )
+        monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+        monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", self.kernels)
+
+    def forward(self, tokens: int = 3) -> dict[str, Any]:
+        self.runner.forward(SimpleNamespace(input_ids=torch.zeros(tokens, dtype=torch.int64)))
+        return collect(self.folder)
+
+
+@pytest.fixture
+def process(monkeypatch, tmp_path):
+    return Process(monkeypatch, tmp_path)
+
+
+def install(process: Process) -> None:
+    observe.install(str(process.folder), {"output-buffer": SimpleNamespace(status="applied", reason="")})
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
+    install(process)
+    given = torch.empty(3, 4)
+
+    def layers(hidden_states):
+        call = getattr(process.kernels, name)
+        for _ in range(3):
+            assert call(hidden_states=hidden_states, output=given)[0] is given
+        call(hidden_states=hidden_states)  # allocates its output
+        call(hidden_states=hidden_states, output=None)
+
+    process.layers = layers
+    figures = process.forward()
+    assert (figures["moe_layers"], figures["output_buffers"], figures["failure"]) == (5, 3, "")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_leaves_the_sum_to_another_has_no_output_buffer_to_count(process, name):
+    install(process)
+    process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, do_finalize=False)
+    figures = process.forward()
+    assert (figures["moe_layers"], figures["output_buffers"], figures["failure"]) == (1, None, "")
+    process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, output=torch.empty(3, 4))
+    assert process.forward()["output_buffers"] == 1  # another forward, which says
+
+
+def test_a_captured_graph_is_no_forward(process):
+    install(process)
+    process.forward()
+    for _ in range(9):  # the engine calls the model, not the runner
+        process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
+    process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x, output=x)
+    assert process.forward()["moe_layers"] == 1
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])
+def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
+    install(process)
+    wrapper = process.kernels.CuteDslMoEWrapper()
+    if kept:
+        wrapper._moe_output = torch.empty(3, 4)
+
+    def layers(hidden_states):
+        for _ in range(2):
+            wrapper.run(hidden_states)
+
+    process.layers = layers
+    figures = process.forward()
+    assert (figures["moe_layers"], figures["failure"]) == (2, "")
+    assert figures["output_buffers"] == (1 if kept else 2)
+    assert figures["kernel_buffer_bytes"] == (3 * 4 * 4 if kept else None)
+
+
+def test_a_process_without_flashinfer_is_observed(process, monkeypatch):
+    for name in ("flashinfer", "flashinfer.fused_moe"):
+        monkeypatch.setitem(sys.modules, name, None)
+    install(process)
+    figures = process.forward(5)
+    assert (figures["forwards"], figures["tokens"], figures["failure"]) == (1, 5, "")
+    assert figures["moe_layers"] is figures["output_buffers"] is figures["live_at_kernel_bytes"] is None
+
+
+def test_the_changes_are_told_before_any_forward(process):
+    install(process)
+    assert collect(process.folder)["changes"] == [["output-buffer", "applied", ""]]
+
+
+@pytest.mark.parametrize("step", ["forward_starts", "kernel_starts", "kernel_returned", "forward_ends", "write"])
+def test_whatever_goes_wrong_with_observing_the_server_goes_on(process, monkeypatch, caplog, step):
+    def broken(self, *args):
+        raise AttributeError("not here any more")
+
+    install(process)
+    monkeypatch.setattr(Observer, step, broken)
+    ran = []
+    process.layers = lambda x: ran.append(process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x))
+    for _ in range(3):
+        figures = process.forward()
+    assert len(ran) == 3
+    assert caplog.text.count("observing failed: AttributeError: not here any more") == 1
+    if step != "write":
+        assert figures["failure"] == "observing failed: AttributeError: not here any more"
+    assert figures["changes"] == [["output-buffer", "applied", ""]]
+
+
+def test_an_engine_that_cannot_be_observed_starts(process, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace())
+    install(process)
+    assert "ImportError" in collect(process.folder)["failure"]
+
+
+def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, monkeypatch):
+    """Triton's, say: none of the kernels that are watched."""
+    peaks = iter([700, 500, 900, 100])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    process.runner.device = "cuda"
+    install(process)
+    seen = [process.forward(tokens) for tokens in (10, 10, 20, 3)]
+    assert [(figures["tokens"], figures["peak_forward_bytes"]) for figures in seen] == [
+        (10, 650),
+        (10, 450),  # of several the least
+        (20, 850),
+        (20, 850),
+    ]
+
+
+def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, monkeypatch):
+    peaks = iter([700, 60])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    process.runner.device = "cuda"
+    install(process)
+    process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x)
+    process.forward(10)
+    process.layers = lambda x: None
+    assert process.forward(10)["peak_forward_bytes"] == 650

@@ -91,7 +91,6 @@ def test_the_table_has_every_figure():
         ("Accuracy", "90.0 % (18 of 20)", "90.0 % (18 of 20)"),
         ("Input throughput", "1,234.5 token/s", "1,234.5 token/s"),
         ("Output throughput", "67.8 token/s", "67.8 token/s"),
-        ("Start-up time", "21.2 s", "21.2 s"),
         ("Live when the MoE kernel starts", "1,358.4 MB", "819.5 MB"),
         ("MoE output buffers per forward", " 3 ", " 1 "),
         ("MoE layers", " 3 ", " 3 "),
@@ -137,13 +136,31 @@ def test_a_run_that_could_show_nothing_says_so_and_what_to_change():
 
 
 def test_what_was_not_measured_is_left_out_or_said():
-    table = terminal(same(memory=None, startup_s=0.0))
-    assert "MoE output buffers" not in table
-    assert line(table, "Start-up time").count("not measured") == 2
+    assert "MoE output buffers" not in terminal(same(memory=None))
     assert "Peak memory" not in terminal(same())
     one_sided = compare(run("stock"), run("patched", memory=None), require_identical=True)
     assert "not measured" in line(terminal(one_sided), "MoE output buffers")
     assert "Activation memory" not in report.render_html(one_sided)
+
+
+def test_a_gpu_without_the_observed_kernels_shows_peak_and_tokens_alone():
+    """The Triton runner: nobody saw a kernel start, or an output buffer."""
+    comparison = same(memory=Memory("cuda", 3_027_700_000, None, 16384, 40, None, None))
+    table, page = terminal(comparison), report.render_html(comparison)
+    assert line(table, "Peak memory of one forward").count("3,027.7 MB") == 2
+    assert line(table, "Tokens in the largest forward").count("16,384") == 2
+    for label in ("MoE output buffers", "Live when", "MoE layers", "Held by"):
+        assert label not in table
+    assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
+    assert "MoE output buffers" not in page
+    assert "3,027.7 MB" in "".join(svg for _, svg in report._plots(comparison))
+
+
+def test_an_observer_that_failed_is_reported():
+    comparison = same(not_observed="observing failed: KeyError: 'output'")
+    sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."
+    assert sentence in " ".join(terminal(comparison).split())
+    assert sentence in report.notes(comparison)
 
 
 def test_console_markup_in_names_is_text():
@@ -240,7 +257,8 @@ def test_notes_say_what_the_run_cannot_show():
     assert "no GPU was used" in notes(same())
     cuda = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
     assert "no GPU was used" not in notes(same(memory=cuda))
-    assert "largest peak of one forward" in notes(same(memory=cuda))
+    assert "Peak memory of one forward: the largest" in notes(same(memory=cuda))
+    assert "Neither" not in notes(same(memory=cuda))
     assert "Memory was not measured" in notes(same(memory=None))
 
 

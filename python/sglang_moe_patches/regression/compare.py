@@ -12,7 +12,7 @@ Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import count
 from typing import Any
 
@@ -52,8 +52,8 @@ class Memory:
     tokens: int | None
     """Tokens in that forward."""
     forwards: int
-    moe_layers: int
-    """Calls of the routed-experts kernel per forward."""
+    moe_layers: int | None
+    """Calls of the observed routed-experts kernels (TRT-LLM, CuteDSL) per forward."""
     output_buffers: int | None
     """The most distinct allocations that MoE layers put their output into during one forward."""
     kernel_buffer_bytes: int | None = None
@@ -71,7 +71,8 @@ class Run:
     """The server's command, or its address if it was running already."""
     answers: tuple[Answer, ...]
     startup_s: float
-    """Seconds from the start of the command until the server was ready; 0 if it was running already."""
+    """Seconds from the start of the command until the server was ready; 0 if it was running already. Not for comparing:
+    the first server to start warms the page cache and compiles kernels for the second."""
     latency_s: float
     """Seconds that the evaluation took."""
     input_tokens: int
@@ -79,6 +80,8 @@ class Run:
     memory: Memory | None
     changes: tuple[tuple[str, str, str], ...]
     """(change, status, reason) of each change, as the server reported them."""
+    not_observed: str = ""
+    """Why ``memory`` has not all its figures, where something went wrong."""
 
     @property
     def correct(self) -> int:
@@ -203,7 +206,7 @@ class Comparison:
 
 
 def _run_from_dict(data: Mapping[str, Any]) -> Run:
-    values = {field.name: data[field.name] for field in fields(Run)}
+    values = {field.name: data[field.name] for field in fields(Run) if field.name in data or field.default is MISSING}
     values["command"] = tuple(values["command"])
     values["answers"] = tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in values["answers"])
     values["memory"] = None if values["memory"] is None else Memory(**values["memory"])

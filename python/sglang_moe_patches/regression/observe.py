@@ -1,6 +1,8 @@
 """What a model process records of itself while ``regress`` evaluates it; active only where ``regress`` asks for it.
 
-Figures are written to ``<folder>/<pid>.json`` whenever one of them grows, so they survive a server that is killed.
+Figures are written to ``<folder>/<pid>.json`` at once, and whenever one of them grows, so they survive a server that is
+killed. Observing never ends a server: the first thing that goes wrong is written down, and nothing is observed from
+then on.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -31,9 +34,10 @@ class Observer:
     ``live_at_kernel_bytes``: bytes of tensors alive when a routed-experts kernel starts, beyond those alive when its
     forward started; the most over the layers. ``peak_forward_bytes`` (CUDA): the allocator's peak of a forward beyond
     what was allocated before it. Both are of the forward with the most ``tokens``, and of several such the least, so
-    that workspaces which libraries allocate once do not count. ``output_buffers``: most distinct allocations that the
-    routed-experts kernels of one forward wrote their output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold
-    between forwards; ``None`` without any.
+    that workspaces which libraries allocate once do not count. ``moe_layers``: calls of a routed-experts kernel that is
+    observed (``KERNELS``, CuteDSL) in one forward. ``output_buffers``: most distinct allocations that these wrote their
+    output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold between forwards. ``None``: not seen, because
+    another kernel ran, or one that leaves its output to somebody else. ``failure``: why observing ended early.
     """
 
     def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
@@ -44,27 +48,51 @@ class Observer:
             "live_at_kernel_bytes": None,
             "tokens": 0,
             "forwards": 0,
-            "moe_layers": 0,
-            "output_buffers": 0,
+            "moe_layers": None,
+            "output_buffers": None,
             "kernel_buffer_bytes": None,
+            "failure": "",
             "changes": changes,
         }
         self.before = 0
         self.tokens = 0
         self.measuring = False
+        self.running = False
         self.kernels = 0
         self.buffers = 0
+        self.unseen = 0
+        """Kernels of this forward whose output was not seen."""
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
         self.history_tokens = int(os.environ.get(HISTORY_VARIABLE, "0"))
         self.history: Recorder | None = None
+
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
+        if self.figures["failure"]:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            self.figures["failure"] = f"observing failed: {type(error).__name__}: {error}"
+            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", self.figures["failure"])
+            try:
+                self.write()
+            except Exception:
+                return  # the folder is gone or full: the warning has to do
+
+    def write(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.figures))
+        partial.replace(self.path)
 
     def forward_starts(self, tokens: int, cuda: bool) -> None:
         import torch
 
         self.figures["device"] = "cuda" if cuda else "cpu"
         self.figures["forwards"] += 1
-        self.tokens, self.kernels, self.buffers, self.live = tokens, 0, 0, 0
+        self.running = True
+        self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.figures["tokens"]
@@ -75,44 +103,67 @@ class Observer:
             self.measuring = tokens > self.figures["tokens"]
             self.before = _live_bytes() if self.measuring else 0
 
-    def kernel_starts(self, output: Any) -> None:
+    def kernel_starts(self, output: Any = None) -> None:
+        """:param output: the tensor it will write, where that is known by now."""
         import torch
 
+        if not self.running:  # graph capture calls the model, not the runner: no forward of anybody's
+            return
         self.kernels += 1
+        if output is not None:
+            self.output_seen(output)
+        if self.measuring:
+            alive = torch.cuda.memory_allocated() if self.figures["device"] == "cuda" else _live_bytes()
+            self.live = max(self.live, alive - self.before)
+        if self.history:
+            self.history.mark()
+
+    def kernel_returned(self, output: Any) -> None:
+        """:param output: the tensor that a kernel without an ``output`` of its own has returned; ``None``: it left the
+        sum over the top-k, and with it the layer's output, to somebody else."""
+        if not self.running:
+            return
+        if output is None:
+            self.unseen += 1
+        else:
+            self.output_seen(output)
+
+    def output_seen(self, output: Any) -> None:
         # An address may be used again within a forward; the storage object is what tells allocations apart.
         storage = output.untyped_storage()
         if getattr(storage, _MARK, None) != self.figures["forwards"]:
             setattr(storage, _MARK, self.figures["forwards"])
             self.buffers += 1
-        if self.measuring:
-            alive = torch.cuda.memory_allocated() if output.is_cuda else _live_bytes()
-            self.live = max(self.live, alive - self.before)
-        if self.history:
-            self.history.mark()
 
     def forward_ends(self) -> None:
         import torch
 
         kept = dict(self.figures)
+        self.running = False
         if self.history:
             self.figures["history"], self.history = self.history.finish(), None
-        if self.measuring and self.kernels:
-            measured = {"live_at_kernel_bytes": self.live, "peak_forward_bytes": None}
-            if self.figures["device"] == "cuda":
-                measured["peak_forward_bytes"] = torch.cuda.max_memory_allocated() - self.before
+        # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
+        # graph allocates nothing.
+        if self.measuring and (self.kernels or not self.figures["moe_layers"]):
+            measured = {
+                "live_at_kernel_bytes": self.live if self.kernels else None,
+                "peak_forward_bytes": (
+                    torch.cuda.max_memory_allocated() - self.before if self.figures["device"] == "cuda" else None
+                ),
+            }
             if self.tokens == self.figures["tokens"]:
                 for name, value in measured.items():
-                    if value is not None:
+                    if value is not None and self.figures[name] is not None:
                         measured[name] = min(value, self.figures[name])
             self.figures |= {**measured, "tokens": self.tokens}
-        self.figures["moe_layers"] = max(self.kernels, self.figures["moe_layers"])
-        self.figures["output_buffers"] = max(self.buffers, self.figures["output_buffers"])
-        if self.wrappers and self.kernels:
-            self.figures["kernel_buffer_bytes"] = _held_bytes(self.wrappers)
+        if self.kernels:
+            self.figures["moe_layers"] = max(self.kernels, self.figures["moe_layers"] or 0)
+            if not self.unseen:
+                self.figures["output_buffers"] = max(self.buffers, self.figures["output_buffers"] or 0)
+            if self.wrappers and (held := _held_bytes(self.wrappers)):
+                self.figures["kernel_buffer_bytes"] = held
         if {**self.figures, "forwards": 0} != {**kept, "forwards": 0} or self.figures["forwards"] % 100 == 1:
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.figures))
-            partial.replace(self.path)
+            self.write()
 
 
 def _held_bytes(wrappers: Iterable[Any]) -> int:
@@ -146,56 +197,89 @@ def _live_bytes() -> int:
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
-    import flashinfer.fused_moe
+    observer = Observer(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
+    observer.attempt(observer.write)
+    observer.attempt(_observe_forwards, observer)
+    observer.attempt(_observe_kernels, observer)
+
+
+def _observe_forwards(observer: Observer) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    observer = Observer(folder, [(name, str(o.status), o.reason) for name, o in plans.items()])
+    forward = ModelRunner.forward
 
-    def observed_kernel(kernel: Any) -> Any:
-        @functools.wraps(kernel)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            observer.kernel_starts(kwargs["output"])
-            return kernel(*args, **kwargs)
+    def starts(runner: Any, batch: Any) -> None:
+        observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
-        return run
+    @functools.wraps(forward)
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(starts, self, forward_batch)
+        result = forward(self, forward_batch, *args, **kwargs)
+        observer.attempt(observer.forward_ends)
+        return result
 
-    def observed_forward(forward: Any) -> Any:
-        @functools.wraps(forward)
-        def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            observer.forward_starts(forward_batch.input_ids.shape[0], self.device == "cuda")
-            result = forward(self, forward_batch, *args, **kwargs)
-            observer.forward_ends()
-            return result
+    ModelRunner.forward = run
 
-        return run
 
-    def observed_wrapper(original: Any) -> Any:
-        @functools.wraps(original)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            observer.wrappers.add(self)
-            if self._moe_output is not None:
-                observer.kernel_starts(self._moe_output)
-            return original(self, *args, **kwargs)
-
-        return run
-
+def _observe_kernels(observer: Observer) -> None:
+    try:
+        import flashinfer
+        import flashinfer.fused_moe
+    except ImportError:  # AMD: other kernels run there
+        return
+    for module in (flashinfer, flashinfer.fused_moe):  # both give them away
+        for name in KERNELS:
+            if hasattr(module, name):
+                setattr(module, name, _observed_kernel(observer, getattr(module, name)))
     wrapper = getattr(flashinfer.fused_moe, "CuteDslMoEWrapper", None)
     if wrapper is not None:
-        wrapper.run = observed_wrapper(wrapper.run)
-    for name in KERNELS:
-        setattr(flashinfer.fused_moe, name, observed_kernel(getattr(flashinfer.fused_moe, name)))
-    ModelRunner.forward = observed_forward(ModelRunner.forward)
+        wrapper.run = _observed_wrapper(observer, wrapper.run)
+
+
+def _observed_kernel(observer: Observer, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("output")
+        observer.attempt(observer.kernel_starts, given)
+        result = kernel(*args, **kwargs)
+        if given is None:
+            whole = kwargs.get("do_finalize", True)
+            observer.attempt(lambda: observer.kernel_returned(_first(result) if whole else None))
+        return result
+
+    return run
+
+
+def _observed_wrapper(observer: Observer, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(observer.wrappers.add, self)
+        # FlashInfer kept its output in the wrapper up to 0.6.13.
+        given = kwargs.get("moe_output", getattr(self, "_moe_output", None))
+        observer.attempt(observer.kernel_starts, given)
+        result = original(self, *args, **kwargs)
+        if given is None:
+            observer.attempt(lambda: observer.kernel_returned(_first(result)))
+        return result
+
+    return run
+
+
+def _first(result: Any) -> Any:
+    """The tensor that a kernel returned, alone or first in a list."""
+    return result[0] if isinstance(result, list | tuple) else result
 
 
 def collect(folder: Path) -> dict[str, Any] | None:
-    """The figures of the process that used most, or ``None`` when no process ran a forward.
+    """The figures of the process that used most, or ``None`` when no process was observed.
 
-    ``changes`` in them is (name, status, reason) of each change.
+    ``changes`` in them is (name, status, reason) of each change. ``forwards`` is 0 when no process ran one.
 
     :param folder: where :func:`install` wrote; one file a process (a tensor-parallel rank).
     """
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    files = [figures for figures in files if figures["forwards"]]
-    if not files:
-        return None
-    return max(files, key=lambda f: (f["peak_forward_bytes"] or 0, f["live_at_kernel_bytes"] or 0))
+    return max(
+        files,
+        key=lambda f: (f["forwards"] > 0, f["peak_forward_bytes"] or 0, f["live_at_kernel_bytes"] or 0),
+        default=None,
+    )

@@ -139,7 +139,6 @@ def rows(comparison: Comparison) -> list[Row]:
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
         both("Output throughput", lambda run: f"{run.output_throughput:,.1f} token/s"),
-        both("Start-up time", lambda run: f"{run.startup_s:.1f} s" if run.startup_s else NOT_MEASURED),
         *memory("Peak memory of one forward", "peak_forward_bytes", _bytes),
         *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
         *memory("Tokens in the largest forward", "tokens", "{:,}".format),
@@ -147,6 +146,15 @@ def rows(comparison: Comparison) -> list[Row]:
         *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
         *memory("MoE layers", "moe_layers", str),
         *memory("Forwards observed", "forwards", "{:,}".format),
+    ]
+
+
+def _incomplete(comparison: Comparison) -> list[str]:
+    """Which server's figures are not whole, and why."""
+    return [
+        f"The {run.name} server's figures are incomplete: {run.not_observed}."
+        for run in (comparison.stock, comparison.patched)
+        if run.not_observed
     ]
 
 
@@ -175,23 +183,35 @@ def notes(comparison: Comparison) -> list[str]:
                 "here (a model with random weights answers none). Whether the answers are identical does."
             )
     lines.append(
-        "Throughput is tokens over the seconds of the whole evaluation, one run each, client included: enough to see a "
-        "server that became much slower, too little for a benchmark."
+        "Throughput is tokens over the seconds of the whole evaluation, one run each, client included. Stock runs "
+        "first and compiles what patched then finds in caches. Enough to see a server that became much slower, too "
+        "little for a benchmark."
     )
-    devices = {run.memory.device for run in (comparison.stock, comparison.patched) if run.memory is not None}
-    if not devices:
+    measured = [run.memory for run in (comparison.stock, comparison.patched) if run.memory is not None]
+    devices = {memory.device for memory in measured}
+    if not measured:
         lines.append("Memory was not measured: the servers were running already, or no forward was observed.")
-    else:
+    if any(memory.peak_forward_bytes is not None for memory in measured):
+        lines.append(
+            "Peak memory of one forward: the largest beyond what was allocated before it, of the forward with the most "
+            "tokens. Memory that a CUDA graph holds was allocated before."
+        )
+    if any(memory.live_at_kernel_bytes is not None for memory in measured):
         lines.append(
             "Live when the MoE kernel starts: bytes of activations alive at that moment, in the forward with the most "
-            "tokens. MoE output buffers: the most distinct allocations that the MoE layers of one forward put their "
-            "output into; one per MoE layer means that no layer reuses another's."
-            + (
-                " Peak memory: the largest peak of one forward beyond what was allocated before it."
-                if "cuda" in devices
-                else ""
-            )
+            "tokens."
         )
+    elif measured:
+        lines.append(
+            "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran, so what is live when the MoE kernel starts, and which "
+            "buffers it writes into, was not looked at."
+        )
+    if any(memory.output_buffers is not None for memory in measured):
+        lines.append(
+            "MoE output buffers: the most distinct allocations that the MoE layers of one forward put their output "
+            "into; one per MoE layer means that no layer reuses another's."
+        )
+    lines += _incomplete(comparison)
     if "cpu" in devices:
         lines.append(
             "Not run: no GPU was used. FlashInfer's NVFP4 kernels were replaced by plain PyTorch, so speed means "
@@ -223,7 +243,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[comparison.exit_code]
     console.print(Text(f"{verdict(comparison)}.", style=style))
-    for sentence in summary(comparison):
+    for sentence in (*summary(comparison), *_incomplete(comparison)):
         console.print(Text(sentence))
 
 
