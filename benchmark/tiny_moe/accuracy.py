@@ -58,16 +58,10 @@ def main() -> None:
             started = time.monotonic()
             print(f"{name}: starting SGLang {engine.version()}, then {options.questions} questions", flush=True)
             with Server(name, given, variables, work / f"{name}.log", timeout=600) as server:
-                found = gsm8k.evaluate(
-                    server.url,
-                    variables,
-                    data_path=options.folder / QUESTIONS,
-                    questions=options.questions,
-                    shots=options.shots,
-                    max_new_tokens=128,
-                    parallel=options.parallel,
-                    work=work,
+                asked = gsm8k.Evaluation(
+                    options.folder / QUESTIONS, options.questions, options.shots, 128, options.parallel
                 )
+                found = gsm8k.evaluate(server.url, variables, asked, work)
             right = sum(answer["predicted"] == answer["label"] for answer in found["answers"])
             found_right[name] = right
             share = right / options.questions

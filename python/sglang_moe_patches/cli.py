@@ -5,6 +5,8 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
+import traceback
+from importlib import util
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -56,6 +58,20 @@ def require_engine() -> None:
         fail(f"SGLang {found} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
     if not engine.loads_us():
         fail("the engine does not find this package; pip install sglang-moe-patches into the engine's environment")
+
+
+EXTRAS = {
+    "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2", "matplotlib")),
+    "make-model": ("model", ("safetensors", "tokenizers")),
+}
+"""The extra that a command needs, and the modules that it brings."""
+
+
+def require_extra(command: str) -> None:
+    extra, modules = EXTRAS[command]
+    missing = [name for name in modules if util.find_spec(name) is None]
+    if missing:
+        fail(f"{command} needs {', '.join(missing)}: pip install 'sglang-moe-patches[{extra}]'")
 
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
@@ -160,6 +176,7 @@ def make_model(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny DeepSeek-V3-architecture checkpoint with NVFP4 experts, random but real, for the stock engine."""
+    require_extra("make-model")
     from sglang_moe_patches.reference.model import ModelSpec
     from sglang_moe_patches.reference.model import make_model as write
 
@@ -219,79 +236,64 @@ def regress(
 
     Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own GSM8K evaluation at temperature 0, ends
     it, does the same with the patched server, and reports accuracy with McNemar's exact test, the questions whose
-    answers differ, throughput, start-up time and memory side by side.
+    answers differ, throughput and memory side by side.
+
+    Refused as server arguments: --host, --port, --model, --model-path (give --model and --port before the `--`);
+    --ssl-*, --api-key, --admin-api-key, --grpc-mode (both servers listen on 127.0.0.1 alone and are asked over plain
+    HTTP); --is-embedding, --encoder-only, --skip-tokenizer-init (nothing to ask or to compare); --nnodes above 1,
+    --use-ray, --disaggregation-mode, --checkpoint-engine-wait-weights-before-ready (one command on this machine is not
+    the whole server: start both yourself and give --baseline-url and --patched-url); --delete-ckpt-after-loading.
+
+    Ctrl-C or a signal ends the servers, and so does the end of this process, however it comes.
 
     Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run could not be made, or no drop could have
     been detected: at --alpha 0.05 five correct answers must be lost, and none gained, to be called a drop.
     """
-    import signal
-    import tempfile
-
+    require_extra("regress")
     from rich.console import Console
 
-    from sglang_moe_patches import engine
     from sglang_moe_patches.reference import environment
     from sglang_moe_patches.regression import regress as regression
     from sglang_moe_patches.regression import report
 
-    urls = {"stock": baseline_url, "patched": patched_url}
-    if any(urls.values()) and not all(urls.values()):
-        fail("--baseline-url and --patched-url go together")
-    if (model is None) == (baseline_url is None):
-        fail("give either --model, or --baseline-url and --patched-url")
-    arguments = list(server_args or [])
-    evaluation = regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel)
-    console = Console()
-    child = child_environment(reference_kernels)
-    if reference_kernels:
-        arguments = environment.server_arguments(arguments)
-    on_cpu = reference_kernels and not environment.has_gpu()
-    identical = on_cpu if require_identical is None else require_identical
-
-    def stop(signum: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    # SIGINT too: a shell starts background commands with it ignored.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    subject: regression.Servers | regression.Addresses
+    if model is not None and baseline_url is None and patched_url is None:
+        given = list(server_args or [])
+        arguments = environment.server_arguments(given) if reference_kernels else given
+        subject = regression.Servers(model, tuple(arguments), startup_timeout, port)
+    elif model is None and baseline_url is not None and patched_url is not None:
+        subject = regression.Addresses(baseline_url, patched_url)
+    else:
+        fail("give either --model, or both --baseline-url and --patched-url")
+    if require_identical is None:
+        require_identical = reference_kernels and not environment.has_gpu()
     try:
-        regression.check(evaluation, model, arguments, port, require_identical=identical, alpha=alpha)
-        with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-logs-") as folder:
-            logs = Path(folder)
-            try:
-                if model is None:
-                    runs = regression.evaluate_urls({k: v for k, v in urls.items() if v}, child, evaluation)
-                else:
-                    runs = regression.evaluate_servers(
-                        model,
-                        arguments,
-                        child,
-                        evaluation,
-                        engine=engine.version() or "unknown",
-                        timeout=startup_timeout,
-                        port=port,
-                        console=console,
-                        logs=logs,
-                    )
-            except (regression.CannotRun, regression.PatchedFailed):
-                regression.keep_logs(logs, output)
-                raise
-            comparison = regression.finish(runs, require_identical=identical, alpha=alpha, output=output, logs=logs)
+        comparison = regression.run(
+            subject,
+            regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel),
+            regression.Criterion(require_identical, alpha),
+            environment=child_environment(reference_kernels),
+            output=output,
+            console=Console(),
+        )
     except regression.CannotRun as error:
         fail(str(error))
     except regression.PatchedFailed as error:
         fail(f"worse: the patched server failed where the stock one answered. {error}", 1)
     except KeyboardInterrupt:
         fail("interrupted; the servers are stopped and no report was written", 130)
-    report.print_table(comparison, console)
-    console.print(f"Report: {output / 'report.html'}", highlight=False, soft_wrap=True)
+    typer.echo(f"Report: {output / 'report.html'}")
     if not comparison.conclusive:
         fail(f"inconclusive: {report.inconclusive(comparison)}", comparison.exit_code)
     raise typer.Exit(comparison.exit_code)
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except Exception:  # exit code 1 means something else here: a change that cannot be applied, or a worse server
+        traceback.print_exc()
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__
+from sglang_moe_patches import __version__, cli
 from sglang_moe_patches.cli import app
+from sglang_moe_patches.regression import arguments, regress
 from typer.testing import CliRunner
 
 COMMANDS = ["doctor", "exec", "serve", "make-model", "regress"]
@@ -117,6 +118,146 @@ def test_a_port_in_use(model, data):
         )
 
 
+def test_everything_is_checked_before_a_server_starts(model, data, tmp_path, monkeypatch):
+    """The folder of the report, too: a file there used to be found out after both evaluations."""
+    (tmp_path / "file").touch()
+    base = ["regress", "--model", model, "--data-path", data, "--num-questions", "5"]
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        refused(run(*base, "--output", str(output)), f"{tmp_path / 'file'} is a file", "--output")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    refused(run(*base, "--output", str(tmp_path / "new")), f"{tmp_path} cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ssl-keyfile", "key.pem"], ["--ssl-keyfile", "plain HTTP"]),
+        (["--ssl-certfile=cert.pem"], ["--ssl-certfile", "leave it out"]),
+        (["--enable-ssl-refresh"], ["plain HTTP"]),
+        (["--tp", "2", "--nnodes", "2"], ["--nnodes", "this machine", "--baseline-url"]),
+        (["--nnodes=4"], ["--nnodes"]),
+        (["--use-ray"], ["--use-ray"]),
+        (["--api-key", "secret"], ["--api-key", "127.0.0.1"]),
+        (["--admin-api-key", "secret"], ["--admin-api-key"]),
+        (["--is-embedding"], ["--is-embedding", "generated answers"]),
+        (["--skip-tokenizer-init"], ["text"]),
+        (["--disaggregation-mode", "prefill"], ["router", "--baseline-url"]),
+        (["--disaggregation-mode=decode"], ["router"]),
+        (["--grpc-mode"], ["HTTP"]),
+        (["--checkpoint-engine-wait-weights-before-ready"], ["weights"]),
+        (["--delete-ckpt-after-loading"], ["second server"]),
+        (["--config", "CONFIG"], ["--ssl-keyfile", "plain HTTP"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once_and_in_the_help(tmp_path, model, data, arguments, words):
+    (tmp_path / "server.yaml").write_text("tp: 2\nhost: 0.0.0.0\nssl_keyfile: key.pem\n")
+    given = [str(tmp_path / "server.yaml") if argument == "CONFIG" else argument for argument in arguments]
+    result = run("regress", "--model", model, "--data-path", data, "--num-questions", "5", "--port", "1", "--", *given)
+    refused(result, *words)
+    assert "secret" not in result.stderr
+
+
+def test_help_names_every_refused_argument():
+    shown = " ".join(regress_help().split())
+    for name in arguments.REFUSED:
+        wanted = "--ssl-*" if "ssl" in name else "--grpc-mode" if "grpc" in name else name
+        assert wanted in shown, name
+
+
+def regress_help() -> str:
+    return command("regress", "--help", COLUMNS="400", TERM="dumb").stdout
+
+
+@pytest.mark.parametrize(
+    "given", [["--nnodes", "1"], ["--disaggregation-mode", "null"], ["--tp", "4"], ["--config", "no"]]
+)
+def test_what_can_be_served_is_not_refused(given):
+    arguments.check_server_arguments(given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "deepseek-ai/DeepSeek-V3", "s3://bucket/deep/model", "gs://bucket/model", "instance://10.0.0.1:8000"],
+)
+def test_models_that_are_not_folders_are_the_engines_to_find(name):
+    arguments.check_model(name)
+
+
+@pytest.mark.parametrize("name", ["/no/where", "./model", "~/nowhere", "a/b/c", "no such name", ""])
+def test_models_that_are_nowhere_are_refused(name):
+    with pytest.raises(ValueError, match="no model there"):
+        arguments.check_model(name)
+
+
+@pytest.mark.parametrize("url", ["http://host", "host:30000", "ftp://host:1", "http://host:port", ""])
+def test_an_address_without_host_or_port_is_refused(data, url):
+    base = ["regress", "--data-path", data, "--num-questions", "5", "--baseline-url", "http://127.0.0.1:9"]
+    refused(run(*base, "--patched-url", url), "--patched-url", "http://HOST:PORT")
+
+
+def test_a_plugin_list_without_us_is_refused(model, data, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
+    refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "5"), "add moe_patches")
+
+
+def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
+    def unforeseen(*args, **kwargs):
+        raise ZeroDivisionError("what is this")
+
+    monkeypatch.setattr(regress, "check", unforeseen)
+    given = ["regress", "--model", model, "--data-path", data, "--num-questions", "5"]
+    monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *given])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "ZeroDivisionError: what is this" in capsys.readouterr().err
+
+
+# --- Extras -----------------------------------------------------------------------------------------------------------
+
+EXTRA = sorted({name for _, modules in cli.EXTRAS.values() for name in modules})
+WITHOUT_EXTRAS = f"""
+import sys
+if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's processes need some of them themselves
+    sys.modules.update(dict.fromkeys({EXTRA}))
+"""
+
+
+@pytest.fixture
+def without_extras(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRAS)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["regress"],
+            "regress needs scipy, psutil, httpx, jinja2, matplotlib: pip install 'sglang-moe-patches[regress]'",
+        ),
+        (["make-model", "x"], "make-model needs safetensors, tokenizers: pip install 'sglang-moe-patches[model]'"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras, arguments, message):
+    done = command(*arguments, PYTHONPATH=without_extras)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (2, f"sglang-moe-patches: {message}", "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["regress", "--help"], ["make-model", "--help"], ["--version"], ["doctor", "--json"]]
+)
+def test_the_rest_works_without_extras(without_extras, arguments):
+    done = command(*arguments, PYTHONPATH=without_extras, SGLANG_MOE_PATCHES="none")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kernels", [[], ["--reference-kernels"]])
+def test_exec_works_without_extras(without_extras, kernels):
+    done = command("exec", *kernels, "--", sys.executable, "-c", "print(7)", PYTHONPATH=without_extras)
+    assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+
+
 def test_host_and_port_belong_before_the_dashes(model, data):
     base = ["regress", "--model", model, "--data-path", data, "--num-questions", "5", "--"]
     refused(run(*base, "--port", "30000"), "--port", "before the `--`")
@@ -155,9 +296,10 @@ def test_make_model_does_not_overwrite(tmp_path):
 
 
 def command(*arguments, **variables):
+    paths = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     return subprocess.run(
         [sys.executable, "-m", "sglang_moe_patches.cli", *arguments],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
         check=False,

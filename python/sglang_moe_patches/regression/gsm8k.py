@@ -7,14 +7,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import re
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from sglang_moe_patches.regression.keeper import Kept
 
 
 class DataError(ValueError):
     """The questions cannot be used; the message names the file, the line and what is wrong."""
+
+
+class EvaluationFailed(RuntimeError):
+    """Not every question was answered; the message carries the end of the client's output."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How both servers are asked.
+
+    :param data_path: GSM8K's test.jsonl; ``None`` lets the engine download it.
+    :param questions: how many of the first questions.
+    :param shots: worked examples in front of each.
+    :param max_new_tokens: longest answer, in tokens.
+    :param parallel: requests in flight at once.
+    """
+
+    data_path: Path | None
+    questions: int
+    shots: int
+    max_new_tokens: int
+    parallel: int
 
 
 def check_questions(path: Path, count: int, shots: int) -> None:
@@ -32,8 +59,8 @@ def check_questions(path: Path, count: int, shots: int) -> None:
         try:
             item = json.loads(line)
             question, answer = item["question"], item["answer"]
-            good = isinstance(question, str) and isinstance(answer, str) and answer.rsplit("####", 1)[1].strip()
-        except (ValueError, KeyError, TypeError, IndexError):
+            good = isinstance(question, str) and re.search(r"\d", answer.rsplit("####", 1)[1])
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             good = False
         if not good:
             raise DataError(f'{path}:{number}: not a GSM8K line: {{"question": "...", "answer": "... #### NUMBER"}}')
@@ -44,47 +71,46 @@ def check_questions(path: Path, count: int, shots: int) -> None:
 def evaluate(
     url: str,
     environment: dict[str, str],
-    *,
-    data_path: Path | None,
-    questions: int,
-    shots: int,
-    max_new_tokens: int,
-    parallel: int,
+    evaluation: Evaluation,
     work: Path,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Ask the server at ``url`` the first ``questions`` questions, at temperature 0.
+    """Ask the server at ``url``, at temperature 0.
 
+    :param environment: of the client's process.
+    :param work: folder for what the client writes.
+    :param while_waiting: called a few times a second; what it raises ends the evaluation.
     :returns: ``answers`` (each: question, text, label, predicted, tokens), ``latency_s`` and the sums ``input_tokens``
         and ``output_tokens``.
-    :raises RuntimeError: the evaluation failed; the message carries the end of its output.
+    :raises EvaluationFailed: not every question was answered.
     """
-    result = work / "answers.json"
+    result, log_path = work / "answers.json", work / "evaluation.log"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-W", "ignore", "-m", __name__, "--url", url, "--result", str(result)]
-    command += ["--num-questions", str(questions), "--num-shots", str(shots), "--parallel", str(parallel)]
-    command += ["--max-new-tokens", str(max_new_tokens)]
-    if data_path is not None:
-        command += ["--data-path", str(data_path.resolve())]
-    with (work / "evaluation.log").open("w+b") as log:
+    data = None if evaluation.data_path is None else str(evaluation.data_path.resolve())
+    asked = json.dumps({**asdict(evaluation), "data_path": data})
+    command = [sys.executable, "-W", "ignore", "-m", __name__, "--url", url, "--result", str(result.resolve())]
+    with log_path.open("wb") as log:
         # Standard error carries the engine's progress bar.
-        done = subprocess.run(command, env=environment, cwd=work, stdout=log, check=False)
-        log.seek(0)
-        tail = log.read().decode(errors="replace")[-2000:]
-    if done.returncode or not result.exists():
-        raise RuntimeError(f"the evaluation of {url} failed: {tail}")
-    return json.loads(result.read_text())
+        client = Kept([*command, "--evaluation", asked], environment, log, join_error=False, cwd=str(work))
+    try:
+        while client.exit_code() is None:
+            while_waiting()
+            time.sleep(0.2)
+    finally:
+        client.end()
+    if client.exit_code() or not result.exists():
+        raise EvaluationFailed(f"the evaluation of {url} failed: {log_path.read_text(errors='replace')[-2000:]}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--result", required=True, type=Path)
-    parser.add_argument("--data-path")
-    parser.add_argument("--num-questions", type=int, required=True)
-    parser.add_argument("--num-shots", type=int, required=True)
-    parser.add_argument("--max-new-tokens", type=int, required=True)
-    parser.add_argument("--parallel", type=int, required=True)
+    parser.add_argument("--evaluation", required=True, type=json.loads, help="the fields of Evaluation, as JSON")
     options = parser.parse_args()
+    evaluation = Evaluation(**options.evaluation)
 
     from sglang.test import few_shot_gsm8k
 
@@ -107,11 +133,11 @@ def _main() -> None:
         argparse.Namespace(
             host=host,
             port=int(port),
-            data_path=options.data_path,
-            num_questions=options.num_questions,
-            num_shots=options.num_shots,
-            max_new_tokens=options.max_new_tokens,
-            parallel=options.parallel,
+            data_path=evaluation.data_path,
+            num_questions=evaluation.questions,
+            num_shots=evaluation.shots,
+            max_new_tokens=evaluation.max_new_tokens,
+            parallel=evaluation.parallel,
             temperature=0,
             return_logprob=True,  # the way to learn the token ids through the engine's own client
             logprob_start_len=None,
@@ -119,7 +145,7 @@ def _main() -> None:
     )
     answers = []
     input_tokens = output_tokens = 0
-    for line, state in zip(lines[: options.num_questions], states, strict=True):
+    for line, state in zip(lines[: evaluation.questions], states, strict=True):
         meta = state.get_meta_info("answer")
         predicted = few_shot_gsm8k.get_answer_value(state["answer"])
         input_tokens += meta["prompt_tokens"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches import patch
-from sglang_moe_patches.regression import gsm8k, observe
+from sglang_moe_patches import engine, patch
+from sglang_moe_patches.regression import arguments, gpu, gsm8k, observe, report
 from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
+from sglang_moe_patches.regression.gsm8k import Evaluation
+from sglang_moe_patches.regression.interrupts import Interrupts
+from sglang_moe_patches.regression.keeper import StillRunning
 from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use
 
-OWN_ARGUMENTS = ("--host", "--port", "--model", "--model-path")
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Servers", "check", "run"]
 
 
 class CannotRun(RuntimeError):
@@ -28,197 +33,289 @@ class PatchedFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How both servers are asked.
+class Servers:
+    """Two servers to start, alike but for ``SGLANG_MOE_PATCHES``.
 
-    :param parallel: requests in flight at once.
+    :param arguments: of both, without model, host and port.
+    :param startup_timeout: seconds until a server must answer.
+    :param port: of both, one after the other; ``None`` for free ones.
     """
 
-    data_path: Path | None
-    questions: int
-    shots: int
-    max_new_tokens: int
-    parallel: int
+    model: str
+    arguments: tuple[str, ...]
+    startup_timeout: float
+    port: int | None
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Two servers that run already."""
+
+    stock: str
+    patched: str
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """When patched is called worse; see :func:`compare.compare`."""
+
+    require_identical: bool
+    alpha: float
 
 
 def check(
+    subject: Servers | Addresses,
     evaluation: Evaluation,
-    model: str | None,
-    server_arguments: list[str],
-    port: int | None,
-    *,
-    require_identical: bool,
-    alpha: float,
+    criterion: Criterion,
+    environment: Mapping[str, str],
+    output: Path,
 ) -> None:
     """Find out what is wrong before a minute is spent on starting a server.
 
     :raises CannotRun: one line that names the argument and what to give instead.
     """
-    if evaluation.data_path is not None:
-        try:
+    try:
+        if evaluation.data_path is not None:
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
-        except gsm8k.DataError as error:
-            raise CannotRun(str(error)) from None
-    if not require_identical and evaluation.questions < smallest_sample(alpha):
+        arguments.check_output(output)
+        if isinstance(subject, Servers):
+            arguments.check_server_arguments(list(subject.arguments))
+            arguments.check_model(subject.model)
+            arguments.check_plugins(environment)
+        else:
+            arguments.check_address("--baseline-url", subject.stock)
+            arguments.check_address("--patched-url", subject.patched)
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+    least = smallest_sample(criterion.alpha)
+    if not criterion.require_identical and evaluation.questions < least:
         raise CannotRun(
-            f"{evaluation.questions} questions cannot show a drop in accuracy at --alpha {alpha:g}; ask at least "
-            f"{smallest_sample(alpha)} (--num-questions), or compare answers one by one (--require-identical)"
+            f"{evaluation.questions} questions cannot show a drop in accuracy at --alpha {criterion.alpha:g}; ask at "
+            f"least {least} (--num-questions), or compare answers one by one (--require-identical)"
         )
-    for argument in server_arguments:
-        if argument.split("=", 1)[0] in OWN_ARGUMENTS:
-            raise CannotRun(f"{argument}: give --model and --port before the `--`; the servers listen on 127.0.0.1")
+    if isinstance(subject, Servers):
+        _check_port(subject.port)
+
+
+def _check_port(port: int | None) -> None:
     if port is not None and port_in_use(port):
         raise CannotRun(f"port {port} is in use; choose another --port, or leave it out for a free one")
-    if model is None:
-        return
-    looks_local = model.startswith(("/", ".", "~")) or model.count("/") != 1
-    if (looks_local or Path(model).exists()) and not (Path(model).expanduser() / "config.json").is_file():
-        raise CannotRun(f"{model}: no model there (no config.json); --model takes a folder or a Hugging Face name")
 
 
-def evaluate_servers(
-    model: str,
-    server_arguments: list[str],
-    environment: dict[str, str],
+def run(
+    subject: Servers | Addresses,
     evaluation: Evaluation,
+    criterion: Criterion,
     *,
-    engine: str,
-    timeout: float,
-    port: int | None,
-    console: Any,
-    logs: Path,
-) -> list[Run]:
-    """Start the stock server, evaluate it, end it; then the same for the patched one.
+    environment: dict[str, str],
+    output: Path,
+    console: Console,
+) -> Comparison:
+    """Evaluate stock and patched, print the comparison, and write the report with the servers' logs beside it.
 
-    One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other down.
+    What was found out is never lost: where the report cannot be made, what each server answered is written to
+    ``output``, or to a new temporary folder, and said.
 
-    The servers' logs stay in ``logs``, which the caller keeps.
-
-    :raises CannotRun: the stock server did not start or could not be evaluated.
+    :param environment: of the servers; the client's is made from it.
+    :raises CannotRun: a run could not be made.
     :raises PatchedFailed: the stock server answered everything and the patched one did not start or not answer.
+    :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
-    arguments = ["--model-path", str(Path(model).expanduser()) if Path(model).expanduser().exists() else model]
-    arguments += server_arguments
-    runs = []
-    failure: type[RuntimeError]
-    for name, failure in (("stock", CannotRun), ("patched", PatchedFailed)):
-        with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-") as scratch:
-            work = Path(scratch)
-            observed = work / "observed"
-            observed.mkdir()
-            child = {**environment, observe.VARIABLE: str(observed)}
-            if name == "stock":
-                child[patch.SELECT_VARIABLE] = "none"
-            server = Server(name, arguments, child, logs / f"{name}.log", timeout=timeout, port=port)
-            with ExitStack() as stack:
-                try:
-                    with _progress(server, console):
-                        stack.enter_context(server)
-                except ServerFailed as error:
-                    raise failure(str(error)) from error
-                console.print(f"{name}: ready after {server.startup_s:.0f} s; asking {evaluation.questions} questions")
-                try:
-                    found = _evaluate(server.url, child, evaluation, work)
-                    server.check()
-                except RuntimeError as error:
-                    message = str(error) if isinstance(error, ServerFailed) else f"{error}\n{server.log_tail()}"
-                    raise failure(message) from error
-            figures = observe.collect(observed) or {"changes": ()}
-            changes = tuple(tuple(change) for change in figures.pop("changes"))
-            if name == "patched" and not changes:
-                raise CannotRun(
-                    "the patched server did not load this package's plugin, so nothing was compared; "
-                    f"is {environment.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
-                )
-            runs.append(
-                replace(
-                    _run(name, found, engine, tuple(server.command)),
-                    startup_s=server.startup_s,
-                    memory=Memory(**figures) if figures else None,
-                    changes=changes,
-                )
-            )
-    return runs
-
-
-def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
-    """Evaluate two servers that run already.
-
-    :param urls: ``{"stock": url, "patched": url}``.
-    """
-    import httpx
-
-    runs = []
-    for name, url in urls.items():
+    check(subject, evaluation, criterion, environment, output)
+    runs: list[Run] = []
+    with Interrupts() as interrupts, _scratch() as logs:
+        ask = _Asking(evaluation, environment, interrupts.check)
         try:
-            info = httpx.get(f"{url.rstrip('/')}/get_server_info", timeout=30).raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise CannotRun(f"{url}: no SGLang server answers there: {error}") from None
-        with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-") as scratch:
-            try:
-                found = _evaluate(url.rstrip("/"), environment, evaluation, Path(scratch))
-            except RuntimeError as error:
-                raise (CannotRun if name == "stock" else PatchedFailed)(str(error)) from error
-        runs.append(_run(name, found, str(info.get("version", "unknown")), (url,)))
-    return runs
-
-
-def finish(runs: list[Run], *, require_identical: bool, alpha: float, output: Path, logs: Path | None) -> Comparison:
-    """Compare, and write the report with the servers' logs beside it."""
-    from sglang_moe_patches.regression import report
-
-    comparison = compare(runs[0], runs[1], require_identical=require_identical, alpha=alpha)
-    report.write(comparison, output)
-    if logs:
-        keep_logs(logs, output)
+            for each in ask.servers(subject, logs, console) if isinstance(subject, Servers) else ask.addresses(subject):
+                runs.append(each)
+            comparison = compare(*runs, require_identical=criterion.require_identical, alpha=criterion.alpha)
+            report.print_table(comparison, console)
+            report.write(comparison, output)
+        except BaseException as error:
+            answers = {f"{each.name}.json": json.dumps(asdict(each)).encode() for each in runs}
+            if answers or isinstance(error, Exception):
+                kept = _keep({**answers, **_contents(logs)}, output)
+                for name in answers:
+                    console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
+            raise
+        _keep(_contents(logs), output)
     return comparison
 
 
-def keep_logs(logs: Path, output: Path) -> None:
-    """Copy the servers' logs beside the report, or where it would have been."""
-    for log in sorted(logs.glob("*.log")):
-        output.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(log, output / log.name)
+def _contents(logs: Path) -> dict[str, bytes]:
+    return {log.name: log.read_bytes() for log in sorted(logs.glob("*.log"))}
 
 
-def _evaluate(url: str, environment: dict[str, str], evaluation: Evaluation, work: Path) -> dict[str, Any]:
-    return gsm8k.evaluate(
-        url,
+def _keep(files: Mapping[str, bytes], output: Path) -> Path:
+    """Write the files to ``output``, or where that cannot be, to a new temporary folder.
+
+    :returns: the folder.
+    """
+
+    def write(folder: Path) -> Path:
+        for name, content in files.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        return folder
+
+    try:
+        return write(output)
+    except OSError:
+        return write(Path(tempfile.mkdtemp(prefix="sglang-moe-patches-")))
+
+
+def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
+    """Evaluate servers that run already.
+
+    :param urls: by the name of the run.
+    :raises CannotRun: no engine answers at one of them; nobody was asked anything.
+    :raises gsm8k.EvaluationFailed: one did not answer everything.
+    """
+    return list(_Asking(evaluation, environment).urls(urls))
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Asks servers the same questions in the same way.
+
+    :param environment: of servers that are started; the client's is made from it.
+    :param interrupt: called a few times a second while waiting; raises when it is time to end.
+    """
+
+    evaluation: Evaluation
+    environment: dict[str, str]
+    interrupt: Callable[[], None] = lambda: None
+
+    def addresses(self, subject: Addresses) -> Iterator[Run]:
+        """Stock, then patched; see :func:`run`."""
+        name = "stock"
+        try:
+            for found in self.urls({"stock": subject.stock, "patched": subject.patched}):
+                yield found
+                name = "patched"
+        except gsm8k.EvaluationFailed as error:
+            raise _failure(name)(str(error)) from error
+
+    def urls(self, urls: dict[str, str]) -> Iterator[Run]:
+        """See :func:`evaluate_urls`."""
+        bare = {name: url.rstrip("/") for name, url in urls.items()}
+        releases = {name: _release(url) for name, url in bare.items()}
+        for name, url in bare.items():
+            with _scratch() as work:
+                yield self._evaluate(name, url, work, command=(url,), release=releases[name])
+
+    def servers(self, subject: Servers, logs: Path, console: Console) -> Iterator[Run]:
+        """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
+
+        One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
+        down.
+
+        :param logs: folder for the servers' logs.
+        """
+        path = Path(subject.model).expanduser()
+        given = ["--model-path", str(path) if path.exists() else subject.model, *subject.arguments]
+        memory = gpu.used_mib()
+        for name in ("stock", "patched"):
+            _check_port(subject.port)
+            with _scratch() as work:
+                observed = work / "observed"
+                observed.mkdir()
+                child = {**self.environment, observe.VARIABLE: str(observed)}
+                if name == "stock":
+                    child[patch.SELECT_VARIABLE] = "none"
+                log = logs / f"{name}.log"
+                server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
+                try:
+                    with ExitStack() as stack:
+                        with self._starting(server, console):
+                            stack.enter_context(server)
+                        if observe.collect(observed) is None:
+                            raise CannotRun(
+                                f"the {name} server did not load this package's plugin, so nothing would be compared; "
+                                f"is {child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
+                            )
+                        ready = f"{name}: ready after {server.startup_s:.0f} s"
+                        console.print(f"{ready}; asking {self.evaluation.questions} questions")
+                        release = engine.version() or "unknown"
+                        found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
+                        server.check()
+                        figures = observe.collect(observed) or {}
+                        yield _with_figures(replace(found, startup_s=server.startup_s), figures)
+                    if name == "stock":
+                        gpu.wait_until_free(memory, self.interrupt)
+                except ServerFailed as error:
+                    raise _failure(name)(str(error)) from error
+                except gsm8k.EvaluationFailed as error:
+                    raise _failure(name)(f"{error}\n{server.log_tail()}") from error
+                except (StillRunning, gpu.MemoryHeld) as error:
+                    raise CannotRun(str(error)) from error
+
+    def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
-        {k: v for k, v in environment.items() if k not in (observe.VARIABLE, patch.SELECT_VARIABLE)},
-        data_path=evaluation.data_path,
-        questions=evaluation.questions,
-        shots=evaluation.shots,
-        max_new_tokens=evaluation.max_new_tokens,
-        parallel=evaluation.parallel,
-        work=work,
-    )
+        ours = (observe.VARIABLE, patch.SELECT_VARIABLE)
+        client = {variable: value for variable, value in self.environment.items() if variable not in ours}
+        found = gsm8k.evaluate(url, client, self.evaluation, work, self.interrupt)
+        return Run(
+            name=name,
+            engine=release,
+            command=command,
+            answers=tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in found["answers"]),
+            startup_s=0.0,
+            latency_s=found["latency_s"],
+            input_tokens=found["input_tokens"],
+            output_tokens=found["output_tokens"],
+            memory=None,
+            changes=(),
+        )
+
+    @contextmanager
+    def _starting(self, server: Server, console: Console) -> Iterator[None]:
+        """Show how long the server has been starting, and the last line of its log, until it is ready."""
+        said = 0.0
+        with console.status(f"{server.name}: starting", refresh_per_second=4) as status:
+
+            def show(seconds: float, line: str) -> None:
+                nonlocal said
+                self.interrupt()
+                status.update(f"{server.name}: starting, {seconds:.0f} s  [dim]{line[:100].replace('[', '(')}[/]")
+                if not console.is_terminal and seconds - said >= 30:
+                    said = seconds
+                    console.print(f"{server.name}: starting, {seconds:.0f} s")
+
+            server.progress = show
+            yield
 
 
-def _run(name: str, found: dict[str, Any], engine: str, command: tuple[str, ...]) -> Run:
-    return Run(
-        name=name,
-        engine=engine,
-        command=command,
-        answers=tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in found["answers"]),
-        startup_s=0.0,
-        latency_s=found["latency_s"],
-        input_tokens=found["input_tokens"],
-        output_tokens=found["output_tokens"],
-        memory=None,
-        changes=(),
-    )
+def _failure(name: str) -> type[CannotRun | PatchedFailed]:
+    return CannotRun if name == "stock" else PatchedFailed
 
 
 @contextmanager
-def _progress(server: Server, console: Any) -> Iterator[None]:
-    """Show how long the server has been starting, and the last line of its log, until it is ready."""
-    with console.status(f"{server.name}: starting") as status:
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
-        def show(seconds: float, line: str) -> None:
-            status.update(f"{server.name}: starting, {seconds:.0f} s  [dim]{line[:100].replace('[', '(')}[/]")
-            if os.environ.get("CI") and int(seconds * 2) % 60 == 0:
-                console.print(f"{server.name}: starting, {seconds:.0f} s")
 
-        server.progress = show
-        yield
+def _with_figures(found: Run, figures: dict[str, Any]) -> Run:
+    """``found`` with what its server observed of itself; see :func:`observe.collect`."""
+    measured = {field.name: figures[field.name] for field in fields(Memory)} if figures.get("forwards") else None
+    return replace(
+        found,
+        memory=None if measured is None else Memory(**measured),
+        not_observed=figures.get("failure", ""),
+        changes=tuple((change, status, reason) for change, status, reason in figures.get("changes", ())),
+    )
+
+
+def _release(url: str) -> str:
+    """The engine's release.
+
+    :raises CannotRun: no engine answers at ``url``.
+    """
+    import httpx
+
+    try:
+        info = httpx.get(f"{url}/get_server_info", timeout=30).raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise CannotRun(f"{url}: no SGLang server answers there: {error}") from None
+    return str(info.get("version", "unknown"))

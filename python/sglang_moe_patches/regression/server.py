@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
+
+from sglang_moe_patches.regression.keeper import Kept
 
 TAIL_LINES = 30
 
@@ -45,7 +47,8 @@ class Server:
     :param environment: the whole environment of the process.
     :param log: file that takes the server's output.
     :param timeout: seconds until the server must answer.
-    :param progress: called about twice a second while waiting, with the seconds waited and the log's last line.
+    :param progress: called about twice a second while waiting, with the seconds waited and the log's last line. What it
+        raises ends the server.
     """
 
     def __init__(
@@ -72,27 +75,20 @@ class Server:
         self.timeout = timeout
         self.progress = progress
         self.startup_s = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Kept | None = None
 
     def __enter__(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
-            # A session of its own: Ctrl-C reaches us alone, and everything the server starts can be found again.
-            self._process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = Kept(self.command, self.environment, output, join_error=True)
         try:
             while not self._healthy():
                 waited = time.monotonic() - started
-                if self._process.poll() is not None:
-                    raise ServerFailed(self._message(f"ended with exit code {self._process.returncode} at start-up"))
+                self.check("at start-up")
                 if waited > self.timeout:
-                    raise ServerFailed(self._message(f"was not ready after {self.timeout:.0f} s"))
+                    raise ServerFailed(
+                        self._message(f"was not ready after {self.timeout:.0f} s (--startup-timeout gives it longer)")
+                    )
                 self.progress(waited, self.last_line())
                 time.sleep(0.5)
         except BaseException:
@@ -106,33 +102,19 @@ class Server:
     ) -> None:
         self.stop()
 
-    def check(self) -> None:
+    def check(self, when: str = "") -> None:
         """:raises ServerFailed: the server has ended."""
-        if self._process is None or self._process.poll() is not None:
-            code = None if self._process is None else self._process.returncode
-            raise ServerFailed(self._message(f"ended with exit code {code}"))
+        code = None if self._process is None else self._process.exit_code()
+        if self._process is None or code is not None:
+            raise ServerFailed(self._message(f"ended with exit code {code} {when}".rstrip()))
 
     def stop(self) -> None:
-        """End every process of the server's session. Nothing is left running when this returns."""
-        import psutil
+        """End every process that the server started. Nothing is left running when this returns.
 
-        if self._process is None:
-            return
-        session = self._process.pid
-        members = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == session:
-                    members.append(process)
-            except (ProcessLookupError, PermissionError):
-                continue
-        for process in members:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(members, timeout=30)
-        self._process.wait()
+        :raises keeper.StillRunning: some cannot be ended; the message names them.
+        """
+        if self._process is not None:
+            self._process.end()
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -142,16 +124,21 @@ class Server:
         return f"The end of {self.log.name}:\n{tail}"
 
     def last_line(self) -> str:
-        lines = [line for line in self.log_text()[-4096:].splitlines() if line.strip()]
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            text = log.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
     def _healthy(self) -> bool:
-        import httpx
-
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
+        # Asked twice a second, for minutes: plain HTTP to this machine, without the TLS context and the look for
+        # proxies that an HTTP library begins with.
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                return False
 
     def _message(self, what: str) -> str:
         return f"the {self.name} server {what}. {self.log_tail()}"

@@ -1,0 +1,323 @@
+"""The command ``regress`` itself, with a stand-in for the engine (``standin/``): its processes are real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_moe_patches import cli
+from sglang_moe_patches.regression import gpu, keeper, report
+from sglang_moe_patches.regression.interrupts import SIGNALS
+from sglang_moe_patches.regression.server import Server
+
+STANDIN = Path(__file__).parent / "standin"
+FAMILY = 5
+"""Processes of a running stand-in: keeper, server, worker and daemon, and ``regress``."""
+
+
+class Given:
+    """A model, questions and a place for the report, and the stand-in on PYTHONPATH."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "events"
+        self.folder.mkdir()
+        self.marker = uuid.uuid4().hex
+        self.output = tmp_path / "report"
+        model = tmp_path / "model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        data = tmp_path / "test.jsonl"
+        data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(6)))
+        self.arguments = ["regress", "--model", str(model), "--data-path", str(data), "--num-questions", "6"]
+        self.arguments += ["--output", str(self.output)]
+
+    def environment(self, *wrong: str) -> dict[str, str]:
+        return {
+            "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "STANDIN_FOLDER": str(self.folder),
+            "STANDIN": ",".join(wrong),
+            "MARKER": self.marker,
+            "HTTP_PROXY": "http://127.0.0.1:9",  # where nobody listens: not for this machine's own servers
+        }
+
+    def start(self, *wrong: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sglang_moe_patches.cli", *self.arguments],
+            env={**os.environ, **self.environment(*wrong)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def here(self, monkeypatch, *wrong: str, more: tuple[str, ...] = ()) -> int:
+        """The exit code of the command in this process."""
+        for name, value in self.environment(*wrong).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.arguments, *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARKER") == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess):
+                continue
+        return [process for process in found if process.pid != os.getpid()]
+
+    def happened(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+
+@pytest.fixture
+def given(tmp_path):
+    given = Given(tmp_path)
+    yield given
+    left = given.processes()
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+# --- A whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_a_report_and_no_process(given):
+    process = given.start()
+    shown, errors = process.communicate()
+    assert process.returncode == 0, shown + errors
+    assert "Patched is no worse than stock." in shown
+    assert sorted(path.name for path in given.output.iterdir()) == [
+        "patched.log",
+        "report.html",
+        "report.json",
+        "stock.log",
+    ]
+    runs = json.loads((given.output / "report.json").read_text())["runs"]
+    assert [answer["predicted"] for answer in runs["patched"]["answers"]] == list(range(6))
+    assert runs["patched"]["changes"] == [["output-buffer", "applied", ""]]
+    assert given.processes() == []
+    # Not compared: stock, which starts first, warms the caches for patched.
+    assert "tart-up" not in shown + (given.output / "report.html").read_text()
+
+
+def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
+    """It takes longer than all the rest of a look, twice a second for minutes."""
+
+    def made(*args, **kwargs):
+        raise AssertionError("a TLS context for plain HTTP")
+
+    for name in ("SSLContext", "create_default_context"):
+        monkeypatch.setattr(ssl, name, made)
+    assert not Server("x", [], {}, tmp_path / "log")._healthy()
+
+
+# --- Signals ----------------------------------------------------------------------------------------------------------
+
+
+def running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def at(stage: str, given: Given) -> subprocess.Popen[str]:
+    """``regress``, with its servers started, or asking questions."""
+    process = given.start("slow answers" if stage == "evaluating" else "never ready")
+    if stage == "evaluating":
+        wait_until(lambda: given.happened("evaluating"), process)
+    else:
+        wait_until(lambda: len(given.processes()) == FAMILY, process)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["starting", "evaluating", "ending"])
+def test_two_signals_leave_no_process_and_no_report(given, stage, number):
+    process = at(stage, given)
+    others = [other for other in given.processes() if other.pid != process.pid]
+    process.send_signal(number)
+    time.sleep(0.002)
+    process.send_signal(number)
+    while stage == "ending" and any(map(running, others)):  # one at every moment of it
+        process.send_signal(number)
+        time.sleep(0.002)
+    _, message = process.communicate()
+    assert process.returncode == 130, message
+    assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
+    assert given.processes() == []
+    assert not given.output.exists()
+
+
+@pytest.mark.parametrize("stage", ["starting", "evaluating"])
+def test_a_killed_regress_takes_its_server_with_it(given, stage):
+    process = at(stage, given)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: given.processes() == [])
+
+
+def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "wait_until_free", lambda before, while_waiting: os.kill(os.getpid(), signal.SIGTERM))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        assert given.here(monkeypatch) == 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(json.loads((given.output / "stock.json").read_text())["answers"]) == 6
+
+
+def test_processes_that_cannot_be_ended_are_named_and_end_the_run(given, monkeypatch, capsys):
+    """A process that waits for a driver outlives SIGKILL."""
+    wait = keeper.end_family
+    monkeypatch.setattr(keeper, "end_family", lambda root, patience: [*wait(root, patience), psutil.Process()])
+    assert given.here(monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert f"still running after 120 s: {os.getpid()} (" in error
+    assert "worse" not in error
+    assert not given.happened("started-patched")
+
+
+def test_whoever_leaves_the_session_and_loses_its_parent_is_ended_too(given, tmp_path):
+    environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
+    with Server("x", [], environment, tmp_path / "log"):
+        sessions = {os.getsid(process.pid) for process in given.processes()}
+        assert (len(given.processes()), len(sessions)) == (FAMILY - 1, 2)
+    assert given.processes() == []
+
+
+def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path):
+    environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
+    with Server("x", [], environment, tmp_path / "log") as server:
+        server._process._root.suspend()
+    assert given.processes() == []
+
+
+# --- Failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_patched_server_fails(given, monkeypatch, capsys):
+    assert given.here(monkeypatch, "patched cannot start") == 1
+    error = capsys.readouterr().err
+    assert "worse: the patched server failed" in error
+    assert "no such model" in error
+    assert {path.name for path in given.output.iterdir()} == {"stock.json", "stock.log", "patched.log"}
+
+
+def test_the_stock_server_fails(given, monkeypatch, capsys):
+    assert given.here(monkeypatch, "stock cannot start") == 2
+    assert "the stock server ended with exit code 1 at start-up" in capsys.readouterr().err
+    assert [path.name for path in given.output.iterdir()] == ["stock.log"]
+
+
+def test_an_evaluation_fails(given, monkeypatch, capsys):
+    assert given.here(monkeypatch, "no answers") == 2
+    assert "the evaluation of http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_a_server_that_is_late_names_the_option(given, monkeypatch, capsys):
+    assert given.here(monkeypatch, "never ready", more=("--startup-timeout", "1")) == 2
+    assert "the stock server was not ready after 1 s (--startup-timeout gives it longer)" in capsys.readouterr().err
+
+
+def test_a_server_without_our_plugin_is_not_asked_anything(given, monkeypatch, capsys):
+    assert given.here(monkeypatch, "no plugin") == 2
+    assert "the stock server did not load this package's plugin" in capsys.readouterr().err
+    assert not given.happened("evaluating")
+
+
+def test_what_was_answered_is_kept_when_the_report_fails(given, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write", full)
+    assert given.here(monkeypatch) == 2
+    shown, error = capsys.readouterr()
+    assert "No space left on device" in error
+    assert "Patched is no worse than stock." in shown
+    for name in ("stock", "patched"):
+        assert f"Kept: {given.output / name}.json" in shown
+        assert len(json.loads((given.output / f"{name}.json").read_text())["answers"]) == 6
+
+
+def test_what_was_answered_is_kept_elsewhere_when_the_folder_is_gone(given, monkeypatch, capsys):
+    def gone(*args):
+        given.output.write_text("a file by now")
+        raise OSError(20, "Not a directory")
+
+    monkeypatch.setattr(report, "write", gone)
+    assert given.here(monkeypatch) == 2
+    (kept,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("stock.json")]
+    assert len(json.loads(Path(kept.removeprefix("Kept: ")).read_text())["answers"]) == 6
+
+
+# --- GPU memory -------------------------------------------------------------------------------------------------------
+
+NVIDIA_SMI = """#!{python}
+import sys
+from pathlib import Path
+assert "--query-gpu=index,name,memory.used" in sys.argv
+for index, used in enumerate(Path({file!r}).read_text().split()):
+    print(f"{{index}}, NVIDIA H200, {{used}}")
+"""
+
+
+@pytest.fixture
+def used(given, tmp_path, monkeypatch):
+    """A file with the MiB in use on each GPU, as ``nvidia-smi`` tells them."""
+    file = given.folder / "used"
+    file.write_text("300 200")
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(NVIDIA_SMI.format(python=sys.executable, file=str(file)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    return file
+
+
+def test_the_next_server_waits_until_the_gpus_memory_is_free(used):
+    before = gpu.used_mib()
+    assert before == {"GPU 0 (NVIDIA H200)": 300, "GPU 1 (NVIDIA H200)": 200}
+    used.write_text("400 40000")
+    looks = []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 2:
+            used.write_text("400 200")
+
+    gpu.wait_until_free(before, look)
+    assert len(looks) == 2
+
+
+def test_memory_that_does_not_come_back_is_not_the_patched_servers_fault(given, used, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "PATIENCE_S", 0.5)
+    assert given.here(monkeypatch, "holds memory") == 2
+    assert "GPU 0 (NVIDIA H200) has 40,000 MiB in use, 300 before the stock server" in capsys.readouterr().err
+    assert not given.happened("started-patched")
+    assert (given.output / "stock.json").exists()
+
+
+def test_without_nvidia_smi_nothing_is_waited_for(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gpu.used_mib() == {}
+    gpu.wait_until_free({}, lambda: pytest.fail("waited"))
