@@ -145,7 +145,8 @@ def doctor(
 ) -> None:
     """Show the engine, the GPU, each change's status with its reason, and the variables in force.
 
-    Exits with 1 if a selected change cannot be applied to this engine.
+    Exits with 1 if a selected change cannot be applied to this engine, with 2 if a variable has a value with which no
+    server starts.
     """
     from sglang_moe_patches import diagnosis
 

@@ -200,6 +200,12 @@ def test_a_plugin_list_without_us_is_refused(model, data, monkeypatch):
     refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "5"), "add moe_patches")
 
 
+def test_a_variable_that_no_patched_server_starts_with_is_refused(model, data, monkeypatch):
+    """Stock would start, answer for an hour, and the patched server would be called worse."""
+    monkeypatch.setenv("SGLANG_MOE_PATCHES", "nonsense")
+    refused(run("regress", "--model", model, "--data-path", data, "--num-questions", "5"), "SGLANG_MOE_PATCHES: ")
+
+
 def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
     def unforeseen(*args, **kwargs):
         raise ZeroDivisionError("what is this")

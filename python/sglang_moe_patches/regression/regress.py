@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
+from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.regression import arguments, gpu, gsm8k, observe, report
 from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
 from sglang_moe_patches.regression.gsm8k import Evaluation
@@ -82,6 +83,7 @@ def check(
             arguments.check_server_arguments(list(subject.arguments))
             arguments.check_model(subject.model)
             arguments.check_plugins(environment)
+            patch.check_environment(CHANGES, environment)
         else:
             arguments.check_address("--baseline-url", subject.stock)
             arguments.check_address("--patched-url", subject.patched)
