@@ -86,6 +86,7 @@ def test_a_missing_question_file_is_named(tmp_path, model):
         "[]",
         '{"question": "?"}',
         '{"question": "?", "answer": "no number"}',
+        '{"question": "?", "answer": "7 #### seven"}',
         '{"question": 1, "answer": "#### 2"}',
     ],
 )
@@ -251,7 +252,15 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extr
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["regress", "--help"], ["make-model", "--help"], ["--version"], ["doctor", "--json"]]
+    "arguments",
+    [
+        ["--help"],
+        ["regress", "--help"],
+        ["make-model", "--help"],
+        ["serve", "--help"],
+        ["--version"],
+        ["doctor", "--json"],
+    ],
 )
 def test_the_rest_works_without_extras(without_extras, arguments):
     done = command(*arguments, PYTHONPATH=without_extras, SGLANG_MOE_PATCHES="none")

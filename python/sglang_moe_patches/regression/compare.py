@@ -196,8 +196,7 @@ class Comparison:
     def from_dict(data: Mapping[str, Any]) -> Comparison:
         """The comparison that ``to_dict`` wrote, computed again from its runs.
 
-        Raises:
-            ValueError: another schema version.
+        :raises ValueError: another schema version.
         """
         if data.get("schema") != SCHEMA:
             raise ValueError(f"report has schema {data.get('schema')!r}, this release reads {SCHEMA}")
@@ -217,12 +216,9 @@ def _run_from_dict(data: Mapping[str, Any]) -> Run:
 def mcnemar(losses: int, gains: int) -> tuple[float, float]:
     """McNemar's exact test.
 
-    Args:
-        losses: pairs in which only the first was right.
-        gains: pairs in which only the second was right.
-
-    Returns:
-        (two-sided p, one-sided p for the second being worse); both 1 without discordant pairs.
+    :param losses: pairs in which only the first was right.
+    :param gains: pairs in which only the second was right.
+    :returns: (two-sided p, one-sided p for the second being worse); both 1 without discordant pairs.
     """
     from scipy.stats import binomtest
 
@@ -254,14 +250,11 @@ def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float =
     Patched is worse when it answers fewer questions correctly and chance explains that with less than ``alpha``, or
     when identical answers are required and one is not, in its text or its tokens.
 
-    Args:
-        stock: the unmodified engine.
-        patched: the engine with the changes.
-        require_identical: whether any differing answer makes patched worse.
-        alpha: significance level of the one-sided test, between 0 and 1.
-
-    Raises:
-        ValueError: no questions, not the same questions in the same order, or alpha out of range.
+    :param stock: the unmodified engine.
+    :param patched: the engine with the changes.
+    :param require_identical: whether any differing answer makes patched worse.
+    :param alpha: significance level of the one-sided test, between 0 and 1.
+    :raises ValueError: no questions, not the same questions in the same order, or alpha out of range.
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")

@@ -57,7 +57,6 @@ class Observer:
         self.before = 0
         self.tokens = 0
         self.measuring = False
-        self.running = False
         self.kernels = 0
         self.buffers = 0
         self.unseen = 0
@@ -91,7 +90,6 @@ class Observer:
 
         self.figures["device"] = "cuda" if cuda else "cpu"
         self.figures["forwards"] += 1
-        self.running = True
         self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -107,8 +105,6 @@ class Observer:
         """:param output: the tensor it will write, where that is known by now."""
         import torch
 
-        if not self.running:  # graph capture calls the model, not the runner: no forward of anybody's
-            return
         self.kernels += 1
         if output is not None:
             self.output_seen(output)
@@ -121,8 +117,6 @@ class Observer:
     def kernel_returned(self, output: Any) -> None:
         """:param output: the tensor that a kernel without an ``output`` of its own has returned; ``None``: it left the
         sum over the top-k, and with it the layer's output, to somebody else."""
-        if not self.running:
-            return
         if output is None:
             self.unseen += 1
         else:
@@ -139,7 +133,6 @@ class Observer:
         import torch
 
         kept = dict(self.figures)
-        self.running = False
         if self.history:
             self.figures["history"], self.history = self.history.finish(), None
         # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed

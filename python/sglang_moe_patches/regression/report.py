@@ -253,9 +253,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
 def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[float], str], **options: Any) -> str:
     """An SVG element: horizontal bars, a pair for each (label, stock, patched).
 
-    Args:
-        text: what stands beside a bar, from its value.
-        options: ``intervals``, [(low, high), (low, high)] of the single group; ``limit``, the end of the axis.
+    :param text: what stands beside a bar, from its value.
+    :param options: ``intervals``, [(low, high), (low, high)] of the single group; ``limit``, the end of the axis.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -401,14 +400,9 @@ def render_html(comparison: Comparison) -> str:
 def write(comparison: Comparison, directory: Path) -> Path:
     """Write report.json and report.html, each whole or not at all.
 
-    Args:
-        directory: created if need be; an earlier report there is replaced.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        OSError: the directory cannot be written.
+    :param directory: created if need be; an earlier report there is replaced.
+    :returns: the path of report.html.
+    :raises OSError: the directory cannot be written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
