@@ -214,43 +214,47 @@ class _Asking:
 
         :param logs: folder for the servers' logs.
         """
+        before = gpu.used_mib()
+        try:
+            yield from self._server("stock", {patch.SELECT_VARIABLE: "none"}, subject, logs, console)
+            gpu.wait_until_free(before, self.interrupt)
+            yield from self._server("patched", {}, subject, logs, console)
+        except (StillRunning, gpu.MemoryHeld) as error:
+            raise CannotRun(str(error)) from error
+
+    def _server(
+        self, name: str, variables: dict[str, str], subject: Servers, logs: Path, console: Console
+    ) -> Iterator[Run]:
+        _check_port(subject.port)
         path = Path(subject.model).expanduser()
         given = ["--model-path", str(path) if path.exists() else subject.model, *subject.arguments]
-        memory = gpu.used_mib()
-        for name in ("stock", "patched"):
-            _check_port(subject.port)
-            with _scratch() as work:
-                observed = work / "observed"
-                observed.mkdir()
-                child = {**self.environment, observe.VARIABLE: str(observed)}
-                if name == "stock":
-                    child[patch.SELECT_VARIABLE] = "none"
-                log = logs / f"{name}.log"
-                server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
-                try:
-                    with ExitStack() as stack:
-                        with self._starting(server, console):
-                            stack.enter_context(server)
-                        if observe.collect(observed) is None:
-                            raise CannotRun(
-                                f"the {name} server did not load this package's plugin, so nothing would be compared; "
-                                f"is {child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
-                            )
-                        ready = f"{name}: ready after {server.startup_s:.0f} s"
-                        console.print(f"{ready}; asking {self.evaluation.questions} questions")
-                        release = engine.version() or "unknown"
-                        found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
-                        server.check()
-                        figures = observe.collect(observed) or {}
-                        yield _with_figures(replace(found, startup_s=server.startup_s), figures)
-                    if name == "stock":
-                        gpu.wait_until_free(memory, self.interrupt)
-                except ServerFailed as error:
-                    raise _failure(name)(str(error)) from error
-                except gsm8k.EvaluationFailed as error:
-                    raise _failure(name)(f"{error}\n{server.log_tail()}") from error
-                except (StillRunning, gpu.MemoryHeld) as error:
-                    raise CannotRun(str(error)) from error
+        with _scratch() as work:
+            observed = work / "observed"
+            observed.mkdir()
+            child = {**self.environment, **variables, observe.VARIABLE: str(observed)}
+            log = logs / f"{name}.log"
+            server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
+            try:
+                with ExitStack() as stack:
+                    with self._starting(server, console):
+                        stack.enter_context(server)
+                    if observe.collect(observed) is None:
+                        raise CannotRun(
+                            f"the {name} server did not load this package's plugin, so nothing would be compared; is "
+                            f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
+                        )
+                    ready = f"{name}: ready after {server.startup_s:.0f} s"
+                    console.print(f"{ready}; asking {self.evaluation.questions} questions")
+                    release = engine.version() or "unknown"
+                    found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
+                    server.check()
+                    figures = observe.collect(observed) or {}
+                    # Before the server is ended: whatever happens then, this run is made.
+                    yield _with_figures(replace(found, startup_s=server.startup_s), figures)
+            except ServerFailed as error:
+                raise _failure(name)(str(error)) from error
+            except gsm8k.EvaluationFailed as error:
+                raise _failure(name)(f"{error}\n{server.log_tail()}") from error
 
     def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
