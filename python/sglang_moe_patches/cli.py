@@ -232,23 +232,34 @@ def regress(
 ) -> None:
     """Serve a model stock and patched, evaluate both on GSM8K, and compare.
 
-    Example: sglang-moe-patches regress --model nvidia/Kimi-K2.5-NVFP4 --data-path test.jsonl --
-    --tp 4 --quantization modelopt_fp4 --moe-runner-backend flashinfer_trtllm_routed
+    Example: sglang-moe-patches regress --model nvidia/Kimi-K2.5-NVFP4
+    --data-path test.jsonl -- --tp 4 --quantization modelopt_fp4
+    --moe-runner-backend flashinfer_trtllm_routed
 
-    Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own GSM8K evaluation at temperature 0, ends
-    it, does the same with the patched server, and reports accuracy with McNemar's exact test, the questions whose
+    Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own
+    GSM8K evaluation at temperature 0, ends it, does the same with the patched
+    server, and reports accuracy with McNemar's exact test, the questions whose
     answers differ, throughput and memory side by side.
 
-    Refused as server arguments: --host, --port, --model, --model-path (give --model and --port before the `--`);
-    --ssl-*, --api-key, --admin-api-key, --grpc-mode (both servers listen on 127.0.0.1 alone and are asked over plain
-    HTTP); --is-embedding, --encoder-only, --skip-tokenizer-init (nothing to ask or to compare); --nnodes above 1,
-    --use-ray, --disaggregation-mode, --checkpoint-engine-wait-weights-before-ready (one command on this machine is not
-    the whole server: start both yourself and give --baseline-url and --patched-url); --delete-ckpt-after-loading.
+    Refused as server arguments, because one command on this machine is not the
+    whole server: --nnodes above 1, --use-ray, --disaggregation-mode,
+    --checkpoint-engine-wait-weights-before-ready. Start both servers yourself
+    and give --baseline-url and --patched-url.
 
-    Ctrl-C or a signal ends the servers, and so does the end of this process, however it comes.
+    Refused because both servers listen on 127.0.0.1 alone and are asked over
+    plain HTTP: --ssl-*, --api-key, --admin-api-key, --grpc-mode, --host, --port,
+    --model, --model-path (give --model and --port before the `--`).
 
-    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run could not be made, or no drop could have
-    been detected: at --alpha 0.05 five correct answers must be lost, and none gained, to be called a drop.
+    Refused because there is nothing to ask or to compare: --is-embedding,
+    --encoder-only, --skip-tokenizer-init; and --delete-ckpt-after-loading,
+    because the second server needs the checkpoint, too.
+
+    Ctrl-C or another signal ends the servers, and so does the end of this
+    process, however it comes.
+
+    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run
+    could not be made, or no drop could have been detected: at --alpha 0.05 five
+    correct answers must be lost, and none gained, to be called a drop.
     """
     require_extra("regress")
     from rich.console import Console
