@@ -248,7 +248,7 @@ def _observed_wrapper(observer: Observer, original: Callable[..., Any]) -> Calla
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         observer.attempt(observer.wrappers.add, self)
         # FlashInfer kept its output in the wrapper up to 0.6.13.
-        given = kwargs.get("moe_output", getattr(self, "_moe_output", None))
+        given = getattr(self, "_moe_output", None)
         observer.attempt(observer.kernel_starts, given)
         result = original(self, *args, **kwargs)
         if given is None:
