@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,13 @@ import sys
 if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's processes need some of them themselves
     sys.modules.update(dict.fromkeys({EXTRA}))
 """
+
+
+def test_every_module_of_an_extra_is_asked_for():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for extra, modules in cli.EXTRAS.values():
+        brought = {re.split(r"[^\w-]", each)[0] for each in project["optional-dependencies"][extra]}
+        assert set(modules) == brought
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class Given:
         monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.arguments, *more])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        return ended.value.code
+        return int(ended.value.code)
 
     def processes(self) -> list[psutil.Process]:
         found = []
