@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from sglang_moe_patches import engine
@@ -84,6 +84,21 @@ class Patcher:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
+    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
+
+    The replacements get names of their own in the module, and the function's code is made to ask for those: looking
+    a name up costs what it did.
+    """
+    new = {name: f"_moe_patches_{name}" for name in replaced}
+    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
+    for name, value in replaced.items():
+        patcher.add(module, new[name], value)
+    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
 
 
 Install = Callable[[Patcher], None]

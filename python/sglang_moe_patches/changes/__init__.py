@@ -6,6 +6,7 @@ Importing this package imports neither torch nor the engine: the launcher import
 from sglang_moe_patches.changes import (
     cutedsl_sizing,
     deferred_shared_experts,
+    moe_workspace,
     mori_input_truncation,
     nvfp4_weights,
     output_buffer,
@@ -17,4 +18,5 @@ CHANGES = (
     nvfp4_weights.CHANGE,
     mori_input_truncation.CHANGE,
     cutedsl_sizing.CHANGE,
+    moe_workspace.CHANGE,
 )

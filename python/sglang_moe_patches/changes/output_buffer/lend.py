@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_moe_patches import engine, handoff, runners
 from sglang_moe_patches.handoff import shares_storage
 from sglang_moe_patches.patch import Patcher, Plan
+from sglang_moe_patches.patch import with_globals as _with_globals
 
 if TYPE_CHECKING:
     import torch
@@ -80,21 +81,6 @@ class _OutputAllocator:
             self._pool_addresses.add(address)
             return True
         return False
-
-
-def _with_globals(function: FunctionType, module: Any, patcher: Patcher, **replaced: Any) -> FunctionType:
-    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
-
-    The replacements get names of their own in the module, and the function's code is made to ask for those: looking
-    a name up costs what it did.
-    """
-    new = {name: f"_moe_patches_{name}" for name in replaced}
-    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
-    for name, value in replaced.items():
-        patcher.add(module, new[name], value)
-    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    return bound
 
 
 def _make_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:

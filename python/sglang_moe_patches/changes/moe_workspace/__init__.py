@@ -1,0 +1,56 @@
+"""moe-workspace: the Triton runner's second GEMM and its sum over the top-k, a range of columns at a time.
+
+Why
+    Between its second GEMM and the sum over the top-k the Triton runner holds a tensor [tokens, top-k, hidden]. Tensor
+    parallelism does not shard it and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384 tokens, more
+    than all other activations together.
+
+How
+    The engine's own sequence (``_fused_moe_kernel_sequence``) runs with three names of its globals replaced.
+    ``torch.empty`` hands out a promise in place of the three-dimensional tensor. ``invoke_fused_moe_kernel``, told to
+    fill it, leaves its arguments there. ``moe_sum_reduce`` then runs the engine's GEMM and a sum of ours for one range
+    of columns after another: on views of the weights, of their scales and of the bias, through a scratch buffer of the
+    range's width, into the same columns of the output. Routing, tiles and their configuration are those of the whole,
+    so the results are the same bits. Activations are quantized at the first range and kept.
+
+    How wide a range is follows from sizes alone (:mod:`.columns`). Tensors that are not large, and whatever reads the
+    tensor or does not sum it (LoRA's hooks, a top-k of 1 or 2, a deferred sum), run the engine's sequence untouched.
+    The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
+    not allocated.
+
+    On request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``) no routed-experts kernel of any runner behind
+    ``FusedMoE.run_moe_core`` sees more than so many tokens at once (:mod:`.token_slices`).
+
+Upstream
+    None.
+
+Remove when
+    the engine's Triton runner bounds that tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_moe_patches import runners
+from sglang_moe_patches.patch import Change, Plan
+
+
+def _unneeded(server_args: Any) -> str | None:
+    if server_args.device != "cuda":
+        return f"--device is {server_args.device}"
+    return runners.unneeded_without("triton")(server_args)
+
+
+def _plan() -> Plan:
+    from sglang_moe_patches.changes.moe_workspace import seams
+
+    return seams.plan()
+
+
+CHANGE = Change(
+    name="moe-workspace",
+    summary="the Triton runner sums over the top-k in columns, in a fifth of its memory",
+    plan=_plan,
+    unneeded=_unneeded,
+)

@@ -1,0 +1,357 @@
+"""Columns in the Triton runner: the engine's own sequence, with the names through which it allocates and computes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from sglang_moe_patches import engine
+from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.engine import require
+from sglang_moe_patches.patch import Patcher, Plan, with_globals
+
+logger = logging.getLogger(__name__)
+
+SEQUENCE_MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+SEQUENCE = "_fused_moe_kernel_sequence"
+COMBINE = "moe_combine_topk"
+INVOKE = "invoke_fused_moe_kernel"
+SUM = "moe_sum_reduce"
+
+#: How the engine's sequence uses the [tokens, top-k, hidden] tensor: all that the promise below knows, and what is
+#: reached only where columns are not used (top-k of 2, LoRA hooks, a deferred sum).
+_KNOWN_USES = {
+    "intermediate_cache3.view",
+    "intermediate_cache3.shape",
+    "intermediate_cache3[:, 0]",
+    "intermediate_cache3[:, 1]",
+    "intermediate_cache3 if _use_intermediate else out_hidden_states.unsqueeze(0)",
+    "hooks.after_down(intermediate_cache2, intermediate_cache3, topk_weights, topk_ids)",
+    "intermediate_cache3=intermediate_cache3",
+    "return intermediate_cache3",
+}
+#: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
+_GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
+_CONFIG = 14
+#: What quantizes the activations inside the engine's GEMM.
+_QUANTIZERS = {
+    "scaled_fp8_quant",
+    "sglang_per_token_group_quant_fp8",
+    "per_token_group_quant_fp8",
+    "per_token_quant_int8",
+    "sglang_per_token_group_quant_int8",
+    "per_token_group_quant_int8",
+}
+#: Sums of at most this many tokens are compiled by the engine, in an order of their own. Their tensors are small.
+_COMPILED_SUM_TOKENS = 32
+
+
+# --- What stands in for tensors --------------------------------------------------------------------------------------
+
+
+class Promise:
+    """A [tokens, top-k, hidden] tensor that the sequence believes to have allocated.
+
+    The second GEMM, told to write it, leaves its arguments here instead; the sum then runs both, a slice at a time.
+    Everything is kept on this object: two forwards in flight, in whatever threads, have nothing in common.
+    """
+
+    __slots__ = ("device", "dtype", "gemm", "made", "shape")
+
+    def __init__(self, shape: tuple[int, int, int], device: Any, dtype: Any) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
+        self.gemm: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.made: Any = None
+
+    def view(self, *shape: int) -> Promise:
+        assert shape == self.shape
+        return self
+
+    def unsqueeze(self, dim: int) -> Any:
+        """The tensor itself after all: without a sum over the top-k (``no_combine``) it is the output."""
+        self.made = self.make(self.shape)
+        return self.made.unsqueeze(dim)
+
+    def make(self, shape: tuple[int, ...]) -> Any:
+        """Memory of this dtype and device. (The place where a layer's dead input could be taken instead.)"""
+        import torch
+
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+
+class Quantized:
+    """Activations that are quantized once for all slices, at the first one's request, and then forgotten."""
+
+    __slots__ = ("_activations", "_result", "dtype")
+
+    def __init__(self, activations: Any) -> None:
+        self._activations, self._result, self.dtype = activations, None, activations.dtype
+
+    def by(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._result is None:
+            self._result = quantize(self._activations, *args, **kwargs)
+            self._activations = None
+        return self._result
+
+
+class _Torch:
+    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are promised."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        setattr(self, name, value)
+        return value
+
+    def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
+        if len(size) == 3:
+            return Promise(size, device, dtype)
+        return self._torch.empty(size, device=device, dtype=dtype)
+
+
+# --- Running slices --------------------------------------------------------------------------------------------------
+
+
+def scale_columns(scale: Any, hidden: int, block_shape: Any) -> int | None:
+    """Columns of the weights that share a scale: 1, a block's, 0 where all share one; ``None``: not known.
+
+    :param scale: of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns, ...].
+    :param block_shape: columns and rows of a block, for block quantization.
+    """
+    if scale is None or scale.ndim < 2:
+        return 0
+    if scale.shape[1] == hidden:
+        return 1
+    if block_shape and block_shape[0] and scale.shape[1] == -(-hidden // block_shape[0]):
+        return int(block_shape[0])
+    return None
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.info("moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s", reason)
+
+
+def slices(promise: Promise, output: Any) -> list[tuple[int, int]]:
+    """The ranges of columns in which the promised tensor is computed and summed; one where it stays whole."""
+    assert promise.gemm is not None
+    args, kwargs = promise.gemm
+    activations, weights, bias, _, _, scale, zero_points = args[:7]
+    tokens, top_k, hidden = promise.shape
+    shared = scale_columns(scale, hidden, kwargs.get("block_shape"))
+    for fits, reason in (
+        (weights.ndim == 3 and weights.shape[1] == hidden, f"the weights are {tuple(weights.shape)}"),
+        (bias is None or bias.shape[1:] == (hidden,), "the bias is not one per column"),
+        (shared is not None, f"the weights' scales are {scale is not None and tuple(scale.shape)}"),
+        (zero_points is None, "zero points are packed"),
+        (
+            output.shape == (tokens, hidden) and output.stride(1) == 1 and output.dtype == promise.dtype,
+            "the output is no plain [tokens, hidden] tensor",
+        ),
+    ):
+        if not fits:
+            _say_once(reason)
+            return [(0, hidden)]
+    width = columns.slice_width(
+        tokens,
+        top_k,
+        hidden,
+        activations.shape[1],
+        promise.dtype.itemsize,
+        block_columns=args[_CONFIG]["BLOCK_SIZE_N"],
+        scale_columns=shared or 1,
+    )
+    return columns.ranges(hidden, width)
+
+
+def gemm_and_sum(
+    promise: Promise,
+    output: Any,
+    scale: float,
+    *,
+    invoke: Callable[..., None],
+    invoke_quantized: Callable[..., None],
+    whole_sum: Callable[..., None],
+    slice_sum: Callable[..., None],
+) -> None:
+    """Compute the promised tensor and sum it over the top-k, slice by slice.
+
+    :param output: [tokens, hidden]; written.
+    :param scale: factor of the sum.
+    :param invoke: the engine's GEMM.
+    :param invoke_quantized: the same, which takes :class:`Quantized` activations.
+    :param whole_sum: the engine's sum, where there is one slice.
+    :param slice_sum: our sum, into columns of the output.
+    """
+    todo = slices(promise, output)
+    assert promise.gemm is not None
+    args, kwargs = promise.gemm
+    promise.gemm = None
+    tokens, top_k, hidden = promise.shape
+    activations, weights, bias, _, activations_scale, weights_scale, zero_points, *rest = args
+    del args
+    if len(todo) == 1:
+        whole = promise.make(promise.shape)
+        invoke(activations, weights, bias, whole, activations_scale, weights_scale, zero_points, *rest, **kwargs)
+        whole_sum(whole, output, scale)
+        return
+    if kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"]:
+        invoke = invoke_quantized
+        if activations.dtype == promise.dtype:  # else the engine has quantized them already
+            activations = Quantized(activations)
+    shared = scale_columns(weights_scale, hidden, kwargs.get("block_shape"))
+    rows = tokens * top_k
+    scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
+    for start, stop in todo:
+        part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
+        invoke(
+            activations,
+            weights[:, start:stop],
+            None if bias is None else bias[:, start:stop],
+            part,
+            activations_scale,
+            weights_scale[:, start // shared : -(-stop // shared)] if shared else weights_scale,
+            zero_points,
+            *rest,
+            **kwargs,
+        )
+        slice_sum(part, output[:, start:stop], scale)
+
+
+# --- Putting them into the sequence ----------------------------------------------------------------------------------
+
+
+def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
+    """Wrap the engine's sequence.
+
+    :param module: the engine's, with the sequence.
+    :param kernels: the engine's, with the GEMM.
+    """
+    import torch
+
+    from sglang_moe_patches.kernels.moe_sum import moe_sum
+
+    def quantizer(name: str) -> Callable[..., Any]:
+        def quantize(activations: Any, *args: Any, **kwargs: Any) -> Any:
+            original = getattr(kernels, name)
+            if isinstance(activations, Quantized):
+                return activations.by(original, args, kwargs)
+            return original(activations, *args, **kwargs)
+
+        return quantize
+
+    gemm = getattr(kernels, INVOKE)
+    invoke_quantized = with_globals(
+        gemm, kernels, patcher, **{name: quantizer(name) for name in sorted(_QUANTIZERS & set(gemm.__code__.co_names))}
+    )
+
+    def invoke(activations: Any, weights: Any, bias: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(output, Promise):
+            output.gemm = ((activations, weights, bias, None, *args), kwargs)
+        else:
+            getattr(module, INVOKE)(activations, weights, bias, output, *args, **kwargs)
+
+    def sum_(experts_output: Any, output: Any, scale: float) -> None:
+        whole_sum = getattr(module, SUM)
+        if isinstance(experts_output, Promise):
+            gemm_and_sum(
+                experts_output,
+                output,
+                scale,
+                invoke=getattr(module, INVOKE),
+                invoke_quantized=invoke_quantized,
+                whole_sum=whole_sum,
+                slice_sum=moe_sum,
+            )
+        else:
+            whole_sum(experts_output, output, scale)
+
+    original: FunctionType = getattr(module, SEQUENCE)
+    stand_ins = {"torch": _Torch(torch), INVOKE: invoke}
+    if SUM in original.__code__.co_names:
+        by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
+    else:
+        combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
+        by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
+    is_compiling = torch.compiler.is_compiling
+
+    @functools.wraps(original)
+    def sequence(
+        hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if (
+            is_compiling()
+            or topk_ids.shape[1] * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES
+            or not acts(topk_ids.shape[0], topk_ids.shape[1], kwargs)
+        ):
+            return original(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+        output = by_columns(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+        return output.made if isinstance(output, Promise) else output
+
+    patcher.replace(module, SEQUENCE, sequence)
+
+
+def acts(tokens: int, top_k: int, kwargs: dict[str, Any]) -> bool:
+    """Whether a sequence with a large tensor may run in columns.
+
+    LoRA's hooks and whoever sums later read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
+    """
+    return tokens > _COMPILED_SUM_TOKENS and top_k > 2 and not kwargs.get("hooks") and not kwargs.get("defer_sum")
+
+
+# --- Looking ---------------------------------------------------------------------------------------------------------
+
+
+def _uses(function: Callable[..., Any], name: str) -> set[str]:
+    """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
+    tree = ast.parse(engine.source(function))
+    return {
+        ast.unparse(parent)
+        for parent in ast.walk(tree)
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Name) and child.id == name and isinstance(child.ctx, ast.Load)
+    }
+
+
+def _require_globals(function: Any, *names: str) -> None:
+    for name in names:
+        require(
+            name in function.__code__.co_names and engine.only_a_global(function, name),
+            f"in {function.__name__}, {name} is not a global of its module and nothing else",
+        )
+
+
+def plan() -> Plan:
+    """Look at the sequence, its GEMM and its sum."""
+    module = engine.module(SEQUENCE_MODULE)
+    if getattr(module, "_is_hip", False):
+        return Plan.not_needed("AMD's sums over the top-k have not been tried")
+    require(engine.has_module("triton"), "there is no Triton")
+    sequence, gemm = engine.own(module, SEQUENCE), engine.own(module, INVOKE)
+    kernels = engine.module(gemm.__module__)
+    require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
+    engine.require_parameters(sequence, ("hidden_states", "w1", "w2", "topk_weights", "topk_ids"))
+    engine.require_parameters(gemm, _GEMM_PARAMETERS)
+    require(engine.parameters(gemm)[_CONFIG] == "config", f"parameter {_CONFIG} of {INVOKE} is not its config")
+    quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
+    require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
+    _require_globals(gemm, *quantizers)
+
+    summing = sequence if SUM in sequence.__code__.co_names else engine.own(module, COMBINE)
+    _require_globals(sequence, "torch", INVOKE, *([] if summing is sequence else [COMBINE]))
+    _require_globals(summing, SUM)
+    uses = _uses(sequence, "intermediate_cache3") | _uses(summing, "intermediate_cache3")
+    require(uses <= _KNOWN_USES, f"{SEQUENCE} has another use for its tensor: {', '.join(sorted(uses - _KNOWN_USES))}")
+    allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]
+    promised = [size for size in allocated if size == "(num_tokens, topk, w2.shape[1])"]
+    require(
+        len(promised) == 2 and len({size for size in allocated if size.count(",") > 1}) == 1,
+        f"{SEQUENCE} allocates {', '.join(allocated)}",
+    )
+    return Plan.applied(functools.partial(install, module=module, kernels=kernels))

@@ -1,0 +1,76 @@
+"""Sum the routed experts' outputs over the top-k into a range of columns of a layer's output.
+
+The engine's own sums want a contiguous output; this one writes a slice of columns where it lies. It adds in float32, in
+the order of the top-k, multiplies once and rounds once, as the engine's ``moe_sum_reduce`` (CUDA) and
+``moe_sum_reduce_triton`` do: the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it: nothing calls the kernel there
+    triton = None
+
+#: Columns that one program sums. 8 elements of 16 bits a thread are one 16-byte load.
+BLOCK_COLUMNS = 1024
+
+if triton is not None:
+
+    @triton.jit
+    def _moe_sum_kernel(
+        experts_output: Any,
+        output: Any,
+        scale: Any,
+        columns: Any,
+        output_stride: Any,
+        TOP_K: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < columns
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for expert in tl.static_range(TOP_K):
+            row = experts_output + (token * TOP_K + expert) * columns
+            total += tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+        total *= scale
+        tl.store(output + token * output_stride + column, total.to(output.dtype.element_ty), mask=mask)
+
+
+def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:
+    """``output[t, c] = scale * sum over k of experts_output[t, k, c]``, by the Triton kernel.
+
+    :param experts_output: [tokens, top-k, columns], contiguous, 16-bit floating point.
+    :param output: [tokens, columns] of the same dtype; neighbouring columns are neighbours in memory, rows may be any
+        distance apart.
+    :param scale: the model's routed scaling factor.
+    """
+    tokens, top_k, columns = experts_output.shape
+    assert experts_output.is_contiguous()
+    assert output.shape == (tokens, columns)
+    assert output.stride(1) == 1
+    block = min(BLOCK_COLUMNS, triton.next_power_of_2(columns))
+    _moe_sum_kernel[(tokens, triton.cdiv(columns, block))](
+        experts_output,
+        output,
+        scale,
+        columns,
+        output.stride(0),
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+    )
+
+
+def moe_sum_torch(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:
+    """The same in plain PyTorch, term by term: what the kernel is checked against."""
+    total = torch.zeros_like(output, dtype=torch.float32)
+    for expert in range(experts_output.shape[1]):
+        total += experts_output[:, expert].float()
+    output.copy_((total * scale).to(output.dtype))

@@ -1,0 +1,535 @@
+"""The second GEMM and the sum over the top-k in columns: the same bits as the engine's own sequence, in less memory.
+
+Without a GPU, TRITON_INTERPRET=1 runs the engine's kernels in Triton's interpreter, with plain PyTorch in place of the
+engine's CUDA functions around them; a unit test does. There the type is float16: the interpreter's bfloat16 is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+import os
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+torch = pytest.importorskip("torch")
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
+
+from sglang_moe_patches.changes.moe_workspace import columns, seams  # noqa: E402
+from sglang_moe_patches.kernels import moe_sum  # noqa: E402
+from sglang_moe_patches.patch import Patcher  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+CONFIG = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 2}
+if not INTERPRETED:
+    CONFIG |= {"num_warps": 4, "num_stages": 2}
+
+
+# --- The engine's sequence, run by itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The engine's modules, where the sequence is and where its GEMM is, ready to run on this device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang_moe_patches import engine
+
+        module = engine.module(seams.SEQUENCE_MODULE)
+        kernels = engine.module(getattr(module, seams.INVOKE).__module__)
+    arguments = SimpleNamespace(
+        enable_fused_moe_sum_all_reduce=False, moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_global_server_args", "get_server_args", "get_exec"):
+            patch.setattr(module, name, lambda: arguments, raising=False)
+        for name in ("get_tp_group", "get_parallel"):
+            patch.setattr(module, name, lambda: SimpleNamespace(tp_group=None), raising=False)
+        patch.setattr(module, "is_allocation_symmetric", lambda: False, raising=False)
+        patch.setattr(module, "use_symmetric_memory", lambda *a, **k: contextlib.nullcontext(), raising=False)
+        if INTERPRETED:
+            _stand_in(patch, module, kernels)
+        yield SimpleNamespace(sequence=module, kernels=kernels, arguments=arguments)
+
+
+def _stand_in(patch, module, kernels):
+    """Plain PyTorch for what the engine has on CUDA only."""
+
+    def silu_and_mul(x, out, expert_ids=None, expert_step=1):
+        gate, up = x.float().chunk(2, dim=-1)
+        out.copy_((torch.nn.functional.silu(gate) * up).to(out.dtype))
+
+    def moe_sum_reduce(x, out, scale):
+        assert x.is_contiguous()
+        assert out.is_contiguous()
+        moe_sum.moe_sum_torch(x, out, scale)
+
+    def quantized(x, top, dtype, dim):
+        scale = x.float().abs().amax(dim, keepdim=True).clamp_min(1e-6) / top
+        q = (x.float() / scale).clamp(-top, top)
+        return (q.round() if dtype == torch.int8 else q).to(dtype), scale
+
+    def per_token_group(top, dtype):
+        def quantize(x, group):
+            q, scale = quantized(x.view(len(x), -1, group), top, dtype, -1)
+            return q.view(x.shape), scale.view(len(x), -1)
+
+        return quantize
+
+    def scaled_fp8_quant(x, scale=None, use_per_token_if_dynamic=False):
+        if scale is not None:
+            return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+        q, scale = quantized(x, 448.0, torch.float8_e4m3fn, -1 if use_per_token_if_dynamic else (0, 1))
+        return q, scale if use_per_token_if_dynamic else scale.view(1)
+
+    for owner in (module, kernels):
+        patch.setattr(owner, "_is_cuda", True)
+    for owner, name, value in (
+        (module, "silu_and_mul", silu_and_mul),
+        (module, "moe_sum_reduce", moe_sum_reduce),
+        (module, "is_arch_support_pdl", lambda: False),
+        (kernels, "is_arch_support_pdl", lambda: False),
+        (kernels, "scaled_fp8_quant", scaled_fp8_quant),
+        (kernels, "sglang_per_token_group_quant_fp8", per_token_group(448.0, torch.float8_e4m3fn)),
+        (kernels, "sglang_per_token_group_quant_int8", per_token_group(127.0, torch.int8)),
+        (kernels, "per_token_quant_int8", lambda x: quantized(x, 127.0, torch.int8, -1)),
+    ):
+        patch.setattr(owner, name, value, raising=False)
+
+
+def align(topk_ids, block, experts):
+    """``moe_align_block_size`` in plain PyTorch: rows by expert, each expert's filled up to whole blocks."""
+    order, owners = [], []
+    flat = topk_ids.reshape(-1).tolist()
+    for expert in range(-1, experts):
+        rows = [i for i, e in enumerate(flat) if e == expert]
+        rows += [len(flat)] * (-len(rows) % block)
+        order += rows
+        owners += [expert] * (len(rows) // block)
+    integers = {"dtype": torch.int32, "device": DEVICE}
+    return torch.tensor(order, **integers), torch.tensor(owners, **integers), torch.tensor([len(order)], **integers)
+
+
+def layer(
+    tokens=40, experts=4, hidden=256, intermediate=32, top_k=3, kind="bf16", seed=0, config=CONFIG, ids=None, **more
+):
+    """Arguments of the engine's sequence, by name: random weights, activations and routing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    def rand(*shape):
+        return (torch.rand(*shape, generator=generator) + 0.5).to(DEVICE)
+
+    w1, w2 = randn(experts, 2 * intermediate, hidden) / hidden**0.5, randn(experts, hidden, intermediate)
+    given = {}
+    small_1, small_2 = (300, 30) if kind.startswith("int8") or kind == "w8a16" else (1, 1)
+    if kind == "bf16":
+        w1, w2 = w1.to(DTYPE), w2.to(DTYPE)
+    elif kind.startswith("fp8"):
+        w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
+        given["use_fp8_w8a8"] = True
+    elif kind.startswith("int8") or kind == "w8a16":
+        w1, w2 = (w1 * 300).to(torch.int8), (w2 * 30).to(torch.int8)
+        given["use_int8_w8a16" if kind == "w8a16" else "use_int8_w8a8"] = True
+    elif kind.startswith("w4a16"):
+        w1, w2 = ((w.view(torch.int32)[..., ::2] & 255).to(torch.uint8).contiguous() for w in (w1, w2))
+        given["use_int4_w4a16"] = True
+    if kind in ("fp8-block", "int8-block"):
+        given |= {
+            "block_shape": [32, 32],
+            "w1_scale": rand(experts, 2 * intermediate // 32, hidden // 32) / small_1,
+            "w2_scale": rand(experts, -(-hidden // 32), intermediate // 32) / small_2,
+        }
+    elif kind in ("fp8-channel", "int8-channel"):
+        given |= {
+            "per_channel_quant": True,
+            "w1_scale": rand(experts, 2 * intermediate, 1) / small_1,
+            "w2_scale": rand(experts, hidden, 1) / small_2,
+        }
+    elif kind in ("fp8-tensor", "fp8-static"):
+        given |= {"w1_scale": rand(experts), "w2_scale": rand(experts)}
+        if kind == "fp8-static":
+            given |= {"a1_scale": rand(1), "a2_scale": rand(1)}
+    elif kind == "w8a16":
+        given |= {"w1_scale": rand(experts, 2 * intermediate) / small_1, "w2_scale": rand(experts, hidden) / small_2}
+    elif kind.startswith("w4a16"):
+        given |= {
+            "block_shape": [0, 32],
+            "w1_scale": (rand(experts, 2 * intermediate, hidden // 32) / 8).to(DTYPE),
+            "w2_scale": (rand(experts, hidden, intermediate // 32) / 8).to(DTYPE),
+        }
+        if kind == "w4a16-zero-points":
+            for name, rows, inner in (("w1_zp", 2 * intermediate, hidden), ("w2_zp", hidden, intermediate)):
+                given[name] = torch.randint(0, 256, (experts, rows // 2, inner // 32), generator=generator).to(
+                    DEVICE, torch.uint8
+                )
+    if ids is None:
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    sorted_ids, owners, padded = align(ids, config["BLOCK_SIZE_M"], experts)
+    given |= {
+        "hidden_states": randn(tokens, hidden).to(DTYPE),
+        "w1": w1,
+        "w2": w2,
+        "topk_weights": torch.softmax(randn(tokens, top_k), -1),
+        "topk_ids": ids.to(DEVICE, torch.int32),
+        "sorted_token_ids": sorted_ids,
+        "expert_ids": owners,
+        "num_tokens_post_padded": padded,
+        "config": dict(config),
+        "down_config": None,
+        "activation": "silu",
+        "is_gated": True,
+        "routed_scaling_factor": 2.5,
+        "filter_expert": False,
+    }
+    return given | more
+
+
+def run(modules, given):
+    """The output of the sequence as the module has it now; the input is a fresh copy."""
+    sequence = getattr(modules.sequence, seams.SEQUENCE)
+    # What this layer does not have is off, as in the engine's own calls.
+    off = dict.fromkeys(inspect.signature(sequence).parameters)
+    off |= {
+        name: False for name in off if name.startswith(("use_", "no_", "per_", "apply_", "in", "down_moe", "up_moe"))
+    }
+    defaults = {n: p.default for n, p in inspect.signature(sequence).parameters.items() if p.default is not p.empty}
+    return sequence(**off | defaults | given | {"hidden_states": given["hidden_states"].clone()})
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes at which a test's tensors are large."""
+    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
+    monkeypatch.setattr(columns, "SMALLEST_SLICE_BYTES", 1)
+    monkeypatch.setattr(columns, "ALIGNMENT", 64)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How many slices each sequence ran in since the test began."""
+    counts = []
+    slices = seams.slices
+
+    def counted(promise, output):
+        found = slices(promise, output)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(seams, "slices", counted)
+    return counts
+
+
+@contextlib.contextmanager
+def patched():
+    patcher = Patcher()
+    seams.plan().install(patcher)
+    try:
+        yield
+    finally:
+        patcher.undo()
+
+
+def both(modules, given):
+    """The engine's answer, and the one in columns."""
+    stock = run(modules, given)
+    with patched():
+        return stock, run(modules, given)
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+# --- The same bits ---------------------------------------------------------------------------------------------------
+
+
+KINDS = (
+    *("bf16", "fp8-block", "fp8-channel", "fp8-tensor", "fp8-static"),
+    *("int8-channel", "int8-block", "w8a16", "w4a16"),
+)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("kind", "inplace"), [*((kind, False) for kind in KINDS), ("bf16", True), ("fp8-block", True)])
+def test_columns_give_the_bits_of_the_whole(modules, ran, kind, inplace):
+    stock, ours = both(modules, layer(kind=kind, inplace=inplace))
+    assert torch.isfinite(stock).all()
+    assert ran == [2 if "block" in kind else 4]  # a slice has a multiple of four block scales
+    assert same_bits(stock, ours)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"routed_scaling_factor": None},
+        {"apply_router_weight_on_input": True},
+        {"top_k": 4},
+        {"hidden": 352},  # the last slice is narrower, and the tile in it cut off
+        {"tokens": 33, "intermediate": 64},
+        {"down_config": {**CONFIG, "BLOCK_SIZE_N": 128}},
+        {"activation": "relu2", "is_gated": False},
+    ],
+    ids=str,
+)
+def test_whatever_the_sequence_is_asked_for(modules, ran, more):
+    if more.get("is_gated") is False:
+        w1 = layer(intermediate=16)["w1"]
+        more = {**more, "w1": w1}
+    stock, ours = both(modules, layer(**more))
+    assert ran[0] > 1
+    assert same_bits(stock, ours)
+
+
+@pytest.mark.usefixtures("small")
+def test_biases(modules, ran):
+    b1, b2 = torch.randn(4, 64, device=DEVICE).to(DTYPE), torch.randn(4, 256, device=DEVICE).to(DTYPE)
+    stock, ours = both(modules, layer(b1=b1, b2=b2))
+    assert ran == [4]
+    assert same_bits(stock, ours)
+    assert not same_bits(stock, run(modules, layer(b1=b1, b2=b2.flip(1))))
+
+
+@pytest.mark.usefixtures("small")
+def test_experts_of_other_ranks_add_nothing(modules, ran):
+    given = layer()
+    ids = given["topk_ids"].cpu().clone()
+    ids[ids >= 3] = -1
+    ids[7] = -1
+    given = layer(ids=ids, filter_expert=True)
+    stock, ours = both(modules, given)
+    assert ran == [4]
+    assert same_bits(stock, ours)
+    assert not ours[7].any()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter runs one thread at a time")
+def test_forwards_in_two_threads_have_nothing_in_common(modules, ran):
+    given = [layer(seed=seed, kind=kind) for seed, kind in itertools.product((1, 2), ("bf16", "fp8-block"))]
+    stock = [run(modules, one) for one in given]
+    ours = [None] * len(given)
+
+    def work(index):
+        for _ in range(3):
+            ours[index] = run(modules, given[index])
+
+    with patched():
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(map(same_bits, stock, ours))
+    assert set(ran) == {2, 4}
+
+
+# --- These tests can fail --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_a_lost_slice_is_seen(modules, ran, monkeypatch):
+    monkeypatch.setattr(
+        columns, "ranges", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
+    )
+    stock, ours = both(modules, layer())
+    assert ran == [3]
+    assert not same_bits(stock, ours)
+
+
+@pytest.mark.usefixtures("small")
+def test_two_slices_in_each_others_place_are_seen(modules, ran, monkeypatch):
+    written = []
+    into = moe_sum.moe_sum
+
+    def swapped(part, output, scale):
+        into(part, output, scale)
+        written.append(output)
+        if len(written) == 2:
+            first = written[0].clone()
+            written[0].copy_(output)
+            output.copy_(first)
+
+    monkeypatch.setattr(moe_sum, "moe_sum", swapped)
+    stock, ours = both(modules, layer())
+    assert ran == [4]
+    assert not same_bits(stock, ours)
+
+
+@pytest.mark.usefixtures("small")
+def test_another_tile_is_seen(modules, ran, monkeypatch):
+    """The slices run with the tiles that the engine chose for the whole; other ones add in another order."""
+    invoke = getattr(modules.sequence, seams.INVOKE)
+
+    def other_tile(*args, **kwargs):
+        if args[3].ndim == 3 and args[3].shape[2] < 256:
+            args = [*args]
+            args[14] = {**args[14], "BLOCK_SIZE_K": 16}
+        return invoke(*args, **kwargs)
+
+    given = layer(intermediate=64)
+    stock, ours = both(modules, given)
+    assert same_bits(stock, ours)
+    with patched():
+        monkeypatch.setattr(modules.sequence, seams.INVOKE, other_tile)
+        assert not same_bits(stock, run(modules, given))
+    assert ran == [2, 2]
+
+
+# --- What is left alone, and what is not allocated -------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of the tensors made, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like):
+            self.sizes.append(tuple(args[0].shape if isinstance(args[0], torch.Tensor) else args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("small")
+def test_no_tensor_of_the_full_size_is_made(modules, ran):
+    given = layer(inplace=True)
+    with Allocations() as stock:
+        run(modules, given)
+    with patched(), Allocations() as ours:
+        run(modules, given)
+    assert (40, 3, 256) in stock.sizes
+    assert (40, 3, 256) not in ours.sizes
+    assert (40 * 3 * 64,) in ours.sizes
+    assert max(map(math.prod, ours.sizes)) < 40 * 3 * 256
+
+
+@pytest.mark.usefixtures("small")
+def test_without_a_sum_the_tensor_that_nobody_writes_is_not_made(modules, ran):
+    given = layer(no_combine=True)
+    with Allocations() as stock:
+        expected = run(modules, given)
+    with patched(), Allocations() as ours:
+        found = run(modules, given)
+    assert same_bits(expected, found)
+    assert stock.sizes.count((40, 3, 256)) == 2
+    assert ours.sizes.count((40, 3, 256)) == 1
+    assert ran == []
+
+
+@pytest.mark.usefixtures("small")
+def test_with_the_sum_in_the_kernel_the_tensor_that_nobody_writes_is_not_made(modules, ran, monkeypatch):
+    monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", True)
+    monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", True)
+    given = layer(inplace=True)
+    with Allocations() as stock:
+        expected = run(modules, given)
+    with patched(), Allocations() as ours:
+        found = run(modules, given)
+    assert stock.sizes.count((40, 3, 256)) == 1
+    assert ours.sizes.count((40, 3, 256)) == 0
+    assert ran == []
+    if INTERPRETED:  # atomics add in any order on a GPU
+        assert same_bits(expected, found)
+    else:
+        torch.testing.assert_close(expected, found, rtol=0.05, atol=0.05)
+
+
+def hooks():
+    return SimpleNamespace(after_gate_up=None, after_down=lambda inner, experts_output, *_: experts_output.mul_(2))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("more", "reached"),
+    [
+        ({"top_k": 2, "routed_scaling_factor": 1.0}, False),
+        ({"top_k": 2}, False),
+        ({"top_k": 1, "routed_scaling_factor": 1.0}, False),
+        ({"tokens": 32}, False),
+        ({"hooks": hooks()}, False),
+        ({"kind": "w4a16-zero-points"}, True),
+    ],
+    ids=["top-k 2", "top-k 2 scaled", "top-k 1", "few tokens", "hooks", "zero points"],
+)
+def test_what_stays_whole(modules, ran, monkeypatch, more, reached):
+    if more.get("tokens") == 32:  # the engine compiles that sum, in an order of its own
+        monkeypatch.setattr(
+            modules.sequence, "moe_sum_reduce_torch_compile", lambda x, out, scale: moe_sum.moe_sum_torch(x, out, scale)
+        )
+    stock, ours = both(modules, layer(**more))
+    assert ran == ([1] if reached else [])
+    assert same_bits(stock, ours)
+
+
+def test_small_tensors_run_the_engines_own_sequence(modules, ran):
+    stock, ours = both(modules, layer())
+    assert ran == []
+    assert same_bits(stock, ours)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8-channel", "fp8-tensor", "int8-channel", "int8-block"])
+def test_activations_are_quantized_once_for_each_gemm(modules, ran, monkeypatch, kind):
+    calls = []
+    for name in seams._QUANTIZERS:
+        if original := getattr(modules.kernels, name, None):
+
+            def counted(*args, _original=original, **kwargs):
+                calls.append(args[0].shape)
+                return _original(*args, **kwargs)
+
+            monkeypatch.setattr(modules.kernels, name, counted)
+    given = layer(kind=kind)
+    with patched():
+        run(modules, given)
+    assert ran == [2 if "block" in kind else 4]
+    assert calls == [(40, 256), (120, 32)]
+
+
+def test_taking_it_back_leaves_the_modules_as_they_were(modules):
+    before = [dict(vars(module)) for module in (modules.sequence, modules.kernels)]
+    with patched():
+        assert vars(modules.sequence) != before[0]
+        assert vars(modules.kernels) != before[1]
+    assert [dict(vars(module)) for module in (modules.sequence, modules.kernels)] == before
+
+
+# --- The sum ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.827])
+@pytest.mark.parametrize(("top_k", "columns_"), [(3, 64), (8, 896), (9, 1024), (6, 1500), (5, 1)])
+def test_our_sum_is_the_engines_sum(top_k, columns_, scale):
+    generator = torch.Generator().manual_seed(top_k)
+    x = torch.randn(35, top_k, columns_, generator=generator).to(DEVICE, DTYPE)
+    base = torch.full((35, columns_ + 48), 7.0, device=DEVICE, dtype=DTYPE)
+    expected = torch.empty(35, columns_, device=DEVICE, dtype=DTYPE)
+    moe_sum.moe_sum_torch(x, expected, scale)
+    moe_sum.moe_sum(x, base[:, 16 : 16 + columns_], scale)
+    assert same_bits(base[:, 16 : 16 + columns_].contiguous(), expected)
+    assert (base[:, :16] == 7).all()
+    assert (base[:, 16 + columns_ :] == 7).all()
+    if not INTERPRETED and columns_ % 8 == 0:
+        from sgl_kernel import moe_sum_reduce
+
+        theirs = torch.empty_like(expected)
+        moe_sum_reduce(x, theirs, scale)
+        assert same_bits(theirs, expected)
