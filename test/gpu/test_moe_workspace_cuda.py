@@ -124,7 +124,17 @@ def align(topk_ids, block, experts):
 
 
 def layer(
-    tokens=40, experts=4, hidden=256, intermediate=32, top_k=3, kind="bf16", seed=0, config=CONFIG, ids=None, **more
+    tokens=40,
+    experts=4,
+    hidden=256,
+    intermediate=32,
+    top_k=3,
+    kind="bf16",
+    seed=0,
+    config=CONFIG,
+    ids=None,
+    block=32,
+    **more,
 ):
     """Arguments of the engine's sequence, by name: random weights, activations and routing."""
     generator = torch.Generator().manual_seed(seed)
@@ -151,9 +161,9 @@ def layer(
         given["use_int4_w4a16"] = True
     if kind in ("fp8-block", "int8-block"):
         given |= {
-            "block_shape": [32, 32],
-            "w1_scale": rand(experts, 2 * intermediate // 32, hidden // 32) / small_1,
-            "w2_scale": rand(experts, -(-hidden // 32), intermediate // 32) / small_2,
+            "block_shape": [32, block],
+            "w1_scale": rand(experts, 2 * intermediate // 32, hidden // block) / small_1,
+            "w2_scale": rand(experts, -(-hidden // 32), intermediate // block) / small_2,
         }
     elif kind in ("fp8-channel", "int8-channel"):
         given |= {
@@ -216,7 +226,7 @@ def run(modules, given):
 def small(monkeypatch):
     """Sizes at which a test's tensors are large."""
     monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
-    monkeypatch.setattr(columns, "SMALLEST_SLICE_BYTES", 1)
+    monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
     monkeypatch.setattr(columns, "ALIGNMENT", 64)
 
 
@@ -374,20 +384,19 @@ def test_two_slices_in_each_others_place_are_seen(modules, ran, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_another_tile_is_seen(modules, ran, monkeypatch):
-    """The slices run with the tiles that the engine chose for the whole; other ones add in another order."""
-    invoke = getattr(modules.sequence, seams.INVOKE)
-
-    def other_tile(*args, **kwargs):
-        if args[3].ndim == 3 and args[3].shape[2] < 256:
-            args = [*args]
-            args[14] = {**args[14], "BLOCK_SIZE_K": 16}
-        return invoke(*args, **kwargs)
-
-    given = layer(intermediate=64)
+    """The slices run with the tiles that the engine chose for the whole; others may add in another order."""
+    given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
+    slices = seams.slices
+
+    def with_other_tiles(promise, output):
+        args, kwargs = promise.gemm
+        promise.gemm = ((*args[:14], {**args[14], "BLOCK_SIZE_K": 32}, *args[15:]), kwargs)
+        return slices(promise, output)
+
+    monkeypatch.setattr(seams, "slices", with_other_tiles)
     with patched():
-        monkeypatch.setattr(modules.sequence, seams.INVOKE, other_tile)
         assert not same_bits(stock, run(modules, given))
     assert ran == [2, 2]
 

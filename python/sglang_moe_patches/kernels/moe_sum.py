@@ -7,8 +7,6 @@ the order of the top-k, multiplies once and rounds once, as the engine's ``moe_s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 try:
@@ -23,24 +21,25 @@ BLOCK_COLUMNS = 1024
 if triton is not None:
 
     @triton.jit
-    def _moe_sum_kernel(
-        experts_output: Any,
-        output: Any,
-        scale: Any,
-        columns: Any,
-        output_stride: Any,
+    def _moe_sum_kernel(  # type: ignore[no-untyped-def]
+        experts_output_ptr,
+        output_ptr,
+        scale,
+        columns,
+        output_stride,
         TOP_K: tl.constexpr,
         BLOCK: tl.constexpr,
-    ) -> None:
+    ):
+        """Sum one token's experts in a block of columns."""
         token = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for expert in tl.static_range(TOP_K):
-            row = experts_output + (token * TOP_K + expert) * columns
+            row = experts_output_ptr + (token * TOP_K + expert) * columns
             total += tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
         total *= scale
-        tl.store(output + token * output_stride + column, total.to(output.dtype.element_ty), mask=mask)
+        tl.store(output_ptr + token * output_stride + column, total.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -83,8 +84,16 @@ class Promise:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
 
+class _QuantizedNow(Exception):
+    """Ends the engine's GEMM where it has quantized its input."""
+
+
 class Quantized:
-    """Activations that are quantized once for all slices, at the first one's request, and then forgotten."""
+    """Activations that the engine's GEMM quantizes once for all slices, in the way that it chooses.
+
+    They are given up as soon as they are quantized, before the slices' memory is allocated: the first GEMM that asks
+    for them ends there.
+    """
 
     __slots__ = ("_activations", "_result", "dtype")
 
@@ -95,6 +104,7 @@ class Quantized:
         if self._result is None:
             self._result = quantize(self._activations, *args, **kwargs)
             self._activations = None
+            raise _QuantizedNow
         return self._result
 
 
@@ -164,8 +174,9 @@ def slices(promise: Promise, output: Any) -> list[tuple[int, int]]:
         hidden,
         activations.shape[1],
         promise.dtype.itemsize,
+        activation_itemsize=1 if _quantizes(kwargs) else promise.dtype.itemsize,
         block_columns=args[_CONFIG]["BLOCK_SIZE_N"],
-        scale_columns=shared or 1,
+        **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
     )
     return columns.ranges(hidden, width)
 
@@ -201,15 +212,9 @@ def gemm_and_sum(
         invoke(activations, weights, bias, whole, activations_scale, weights_scale, zero_points, *rest, **kwargs)
         whole_sum(whole, output, scale)
         return
-    if kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"]:
-        invoke = invoke_quantized
-        if activations.dtype == promise.dtype:  # else the engine has quantized them already
-            activations = Quantized(activations)
     shared = scale_columns(weights_scale, hidden, kwargs.get("block_shape"))
-    rows = tokens * top_k
-    scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
-    for start, stop in todo:
-        part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
+
+    def gemm(start: int, stop: int, part: Any) -> None:
         invoke(
             activations,
             weights[:, start:stop],
@@ -221,7 +226,24 @@ def gemm_and_sum(
             *rest,
             **kwargs,
         )
+
+    if _quantizes(kwargs):
+        invoke = invoke_quantized
+        if activations.dtype == promise.dtype:  # else the engine has quantized them already
+            activations = Quantized(activations)
+            with contextlib.suppress(_QuantizedNow):
+                gemm(*todo[0], None)
+    rows = tokens * top_k
+    scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
+    for start, stop in todo:
+        part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
+        gemm(start, stop, part)
         slice_sum(part, output[:, start:stop], scale)
+
+
+def _quantizes(kwargs: dict[str, Any]) -> bool:
+    """Whether the GEMM's activations have one byte."""
+    return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])
 
 
 # --- Putting them into the sequence ----------------------------------------------------------------------------------
