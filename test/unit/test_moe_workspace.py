@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import columns, token_slices
 from sglang_moe_patches.changes.moe_workspace.columns import ranges, slice_width
+from sglang_moe_patches.patch import check_environment
 
 sizes = st.fixed_dictionaries(
     {
@@ -110,6 +113,113 @@ def test_the_peaks_of_models(sizes, peak_mb):
 )
 def test_servers_that_never_reach_it(device, runner, reason):
     assert moe_workspace.CHANGE.unneeded(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
+
+
+# --- Token slices ----------------------------------------------------------------------------------------------------
+
+
+class Dispatch(NamedTuple):
+    hidden_states: Any
+    hidden_states_scale: Any
+    topk_output: Any
+
+
+class TopK(NamedTuple):
+    topk_weights: Any
+    topk_ids: Any
+    router_logits: Any
+
+
+class Combine(NamedTuple):
+    hidden_states: Any
+
+
+def dispatch(tokens, hidden=4, **more):
+    torch = pytest.importorskip("torch")
+    routed = TopK(torch.rand(tokens, 2), torch.zeros(tokens, 2, dtype=torch.int32), None)
+    return Dispatch(torch.randn(tokens, hidden), None, routed)._replace(**more)
+
+
+@given(st.integers(1, 40000), st.integers(1, 40000))
+def test_every_token_is_in_one_slice_and_no_slice_is_too_large(tokens, most):
+    found = token_slices.slices(tokens, most)
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert found[-1][1] == tokens
+    assert all(0 < stop - start <= most for start, stop in found)
+    assert len(found) == math.ceil(tokens / most)
+
+
+@pytest.mark.parametrize("tokens", [100, 128, 129, 257])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
+    given_ = dispatch(tokens)
+    before, seen = given_.hidden_states.clone(), []
+
+    def core(part):
+        assert len(part.topk_output.topk_weights) == len(part.hidden_states)
+        seen.append(len(part.hidden_states))
+        result = part.hidden_states * part.topk_output.topk_weights[:, :1]
+        return Combine(part.hidden_states.copy_(result) if inplace else result)
+
+    found = token_slices._run(core, given_, 128).hidden_states
+    assert max(seen) <= 128
+    assert sum(seen) == tokens
+    assert (found == before * given_.topk_output.topk_weights[:, :1]).all()
+    assert (found is given_.hidden_states) == inplace
+    assert inplace or (given_.hidden_states == before).all()
+
+
+class Fp8MoEMethod:
+    block_quant = False
+
+
+class UnquantizedFusedMoEMethod:
+    pass
+
+
+class SomebodysMoEMethod:
+    pass
+
+
+def test_what_is_not_on_the_list_is_not_cut():
+    torch = pytest.importorskip("torch")
+
+    def why(given_):
+        return token_slices.unsliceable(given_, Dispatch, TopK)
+
+    assert why(dispatch(5)) is None
+    assert why(dispatch(5, hidden_states_scale=torch.ones(128))) == "it gets hidden_states_scale"
+    assert why(dispatch(5, topk_output=(1, 2))) == "its routing is a tuple"
+    assert why((torch.ones(5, 4), None, None)) == "it gets a tuple"
+    longer = dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2))
+    assert why(dispatch(5, topk_output=longer)) == "router_logits has 8 rows for 5 tokens"
+
+
+def test_rows_that_depend_on_each_other_are_not_cut():
+    def why(method, **layer):
+        return token_slices.dependent_rows(SimpleNamespace(quant_method=method, **layer))
+
+    assert why(UnquantizedFusedMoEMethod()) is None
+    assert "whole batch" in why(Fp8MoEMethod())
+    assert why(Fp8MoEMethod(), w2_input_scale=1.0) is None
+    blocks = Fp8MoEMethod()
+    blocks.block_quant = True
+    assert why(blocks) is None
+    assert "SomebodysMoEMethod" in why(SomebodysMoEMethod())
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
+def test_a_bad_number_of_tokens_ends_the_start_up_by_name(value):
+    environ = {"SGLANG_MOE_PATCHES_MAX_MOE_TOKENS": value}
+    with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: expected a positive number of tokens"):
+        check_environment([moe_workspace.CHANGE], environ)
+
+
+def test_token_slices_are_for_every_server(monkeypatch):
+    server_args = SimpleNamespace(device="cpu", moe_runner_backend="marlin")
+    assert moe_workspace.CHANGE.unneeded(server_args)
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
+    assert moe_workspace.CHANGE.unneeded(server_args) is None
 
 
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------

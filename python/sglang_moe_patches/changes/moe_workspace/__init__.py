@@ -33,19 +33,33 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches import runners
-from sglang_moe_patches.patch import Change, Plan
+from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
+from sglang_moe_patches.patch import Change, Patcher, Plan
 
 
 def _unneeded(server_args: Any) -> str | None:
+    if MAX_MOE_TOKENS.read() is not None:
+        return None
     if server_args.device != "cuda":
         return f"--device is {server_args.device}"
     return runners.unneeded_without("triton")(server_args)
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.moe_workspace import seams
+    from sglang_moe_patches.changes.moe_workspace import seams, token_slices
 
-    return seams.plan()
+    by_columns = seams.plan()
+    most = MAX_MOE_TOKENS.read()
+    if most is None:
+        return by_columns
+    by_tokens = token_slices.plan(most)
+
+    def install(patcher: Patcher) -> None:
+        for plan in (by_columns, by_tokens):
+            if plan.install is not None:
+                plan.install(patcher)
+
+    return Plan.applied(install)
 
 
 CHANGE = Change(
@@ -53,4 +67,5 @@ CHANGE = Change(
     summary="the Triton runner sums over the top-k in columns, in a fifth of its memory",
     plan=_plan,
     unneeded=_unneeded,
+    variables=(MAX_MOE_TOKENS,),
 )

@@ -1,0 +1,174 @@
+"""Token slices, on request: no routed-experts kernel sees more than so many tokens at once.
+
+For runners that keep their workspace inside (NVFP4 TRT-LLM, CuteDSL, CUTLASS, FlashInfer CUTLASS, Marlin) and for
+data-parallel gathers. Each slice reads all weights again, so it costs time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_moe_patches import engine
+from sglang_moe_patches.patch import Patcher, Plan, Variable
+
+logger = logging.getLogger(__name__)
+
+_LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
+_DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
+_TOPK_MODULE = "sglang.srt.layers.moe.topk"
+_ALLOCATOR_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+
+#: Quantization methods whose result for a row does not depend on the other rows: none at all, static scales, or scales
+#: of single rows and blocks. (A scale of the whole batch would be another one in each slice.)
+ROW_BY_ROW = frozenset(
+    {
+        "UnquantizedFusedMoEMethod",
+        "ModelOptNvFp4FusedMoEMethod",
+        "GPTQMarlinMoEMethod",
+        "AWQMoEMethod",
+        "MoeWNA16Method",
+        "BlockInt8MoEMethod",
+        "W8A8Int8MoEMethod",
+        "W8A8FP8MoEMethod",
+    }
+)
+#: The same of a ``CompressedTensorsFusedMoEMethod``'s scheme.
+ROW_BY_ROW_SCHEMES = frozenset({"CompressedTensorsWNA16MoE", "CompressedTensorsW4A4Nvfp4MoE"})
+
+
+def _parse(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise ValueError(f"expected a positive number of tokens, got {text!r}")
+    return int(text)
+
+
+MAX_MOE_TOKENS: Variable[int | None] = Variable(
+    "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "the most tokens that a routed-experts kernel gets at once", _parse
+)
+
+
+# --- The decisions ---------------------------------------------------------------------------------------------------
+
+
+def slices(tokens: int, most: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of as few slices as possible of at most ``most`` tokens, all about as large.
+
+    :param tokens: at least one.
+    """
+    count = -(-tokens // most)
+    return [(index * tokens // count, (index + 1) * tokens // count) for index in range(count)]
+
+
+def dependent_rows(layer: Any) -> str | None:
+    """Why a row of this ``FusedMoE`` layer's result may depend on the batch, or ``None``."""
+    method = layer.quant_method
+    name = type(method).__name__
+    if name in ROW_BY_ROW:
+        return None
+    if name == "Fp8MoEMethod":
+        if getattr(method, "block_quant", False) or getattr(layer, "w2_input_scale", None) is not None:
+            return None
+        return "a dynamic scale of the whole batch makes its rows depend on each other"
+    if name == "CompressedTensorsFusedMoEMethod":
+        name = type(getattr(layer, "scheme", None)).__name__
+        if name in ROW_BY_ROW_SCHEMES:
+            return None
+    return f"its rows may depend on each other with {name}"
+
+
+def unsliceable(dispatch: Any, dispatch_type: Any, topk_type: Any) -> str | None:
+    """Why what the dispatcher hands over cannot be cut by tokens, or ``None``.
+
+    :param dispatch_type: the engine's ``StandardDispatchOutput``.
+    :param topk_type: the engine's ``StandardTopKOutput``.
+    """
+    if type(dispatch) is not dispatch_type:
+        return f"it gets a {type(dispatch).__name__}"
+    if type(dispatch.topk_output) is not topk_type:
+        return f"its routing is a {type(dispatch.topk_output).__name__}"
+    tokens = len(dispatch.hidden_states)
+    for name, value in dispatch._asdict().items():
+        if name not in ("hidden_states", "topk_output") and value is not None:
+            return f"it gets {name}"
+    for name, value in dispatch.topk_output._asdict().items():
+        if value is not None and len(value) != tokens:
+            return f"{name} has {len(value)} rows for {tokens} tokens"
+    return None
+
+
+# --- The wiring ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("%s: a routed-experts kernel gets all tokens at once, because %s", MAX_MOE_TOKENS.name, reason)
+
+
+def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
+    """Run the layer's core once for each slice of tokens.
+
+    :returns: what it returns for one, with all rows. In place where the core is, else in a tensor made after the first.
+    """
+    whole = dispatch.hidden_states
+    output = None
+    for start, stop in slices(len(whole), most):
+        part = dispatch._replace(
+            hidden_states=whole[start:stop],
+            topk_output=type(dispatch.topk_output)(*(t if t is None else t[start:stop] for t in dispatch.topk_output)),
+        )
+        combine_input = core(part)
+        result = combine_input.hidden_states
+        if output is None:
+            inplace = result.data_ptr() == part.hidden_states.data_ptr()
+            output = whole if inplace else result.new_empty((len(whole), *result.shape[1:]))
+        if result.data_ptr() != output[start:stop].data_ptr():
+            output[start:stop] = result
+    return combine_input._replace(hidden_states=output)
+
+
+def plan(most: int) -> Plan:
+    """Look at the seam of all runners behind ``FusedMoE``.
+
+    :param most: tokens of a slice.
+    """
+    import torch
+
+    layer = engine.own(engine.module(_LAYER_MODULE), "FusedMoE")
+    engine.require_parameters(engine.own(layer, "run_moe_core"), ("self", "dispatch_output"), exactly=True)
+    dispatch_type = engine.own(engine.module(_DISPATCH_MODULE), "StandardDispatchOutput")
+    topk_type = engine.own(engine.module(_TOPK_MODULE), "StandardTopKOutput")
+    combine_type = engine.own(engine.module(_DISPATCH_MODULE), "StandardCombineInput")
+    for type_, fields in (
+        (dispatch_type, {"hidden_states", "topk_output"}),
+        (topk_type, {"topk_weights", "topk_ids"}),
+        (combine_type, {"hidden_states"}),
+    ):
+        engine.require(fields <= set(getattr(type_, "_fields", ())), f"{type_.__name__} is no tuple with {fields}")
+    in_symmetric_memory = engine.get(engine.module(_ALLOCATOR_MODULE), "is_symmetric_memory_enabled")
+    is_compiling = torch.compiler.is_compiling
+
+    def make_run_moe_core(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run_moe_core(self: Any, dispatch_output: Any) -> Any:
+            hidden_states = getattr(dispatch_output, "hidden_states", None)
+            if is_compiling() or hidden_states is None or len(hidden_states) <= most:
+                return original(self, dispatch_output)
+            reason = unsliceable(dispatch_output, dispatch_type, topk_type) or dependent_rows(self)
+            if reason is None and in_symmetric_memory():
+                reason = "its output has to be in NCCL symmetric memory"
+            if reason is not None:
+                _say_once(reason)
+                return original(self, dispatch_output)
+            return _run(functools.partial(original, self), dispatch_output, most)
+
+        return run_moe_core
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(layer, "run_moe_core", make_run_moe_core)
+
+    return Plan.applied(install)

@@ -1,0 +1,80 @@
+"""Token slices in the engine's own model, on the CPU with the reference kernels.
+
+The Triton runner's sequence, which columns are about, never runs on a CPU server: it is tried in Triton's interpreter
+(test/unit/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.changes import moe_workspace
+from sglang_moe_patches.changes.moe_workspace import token_slices
+
+VARIABLE = token_slices.MAX_MOE_TOKENS.name
+TOKENS = 130
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many tokens each routed-experts kernel gets."""
+    sizes = []
+    run = token_slices._run
+
+    def counted(core, dispatch, most):
+        def core_seen(part):
+            sizes.append(len(part.hidden_states))
+            return core(part)
+
+        return run(core_seen, dispatch, most)
+
+    monkeypatch.setattr(token_slices, "_run", counted)
+    return sizes
+
+
+def prompt(seed, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 200, (tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("most", [129, 64, 50])
+def test_the_answers_of_slices_are_those_of_the_whole(engine, checkpoint, monkeypatch, seen, most):
+    model = engine.load(checkpoint())
+    tokens, logits = engine.generate(model, [prompt(1)], 3)
+    assert seen == []
+    monkeypatch.setenv(VARIABLE, str(most))
+    with installed(moe_workspace.CHANGE):
+        sliced_tokens, sliced_logits = engine.generate(model, [prompt(1)], 3)
+    assert max(seen) <= most
+    assert len(seen) % -(-TOKENS // most) == 0
+    assert sliced_tokens == tokens
+    assert torch.equal(sliced_logits, logits)
+
+
+def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, seen):
+    """Slices may be cut anywhere only because rows do not depend on each other, however large one is."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    layer = next(m for m in engine.load(checkpoint()).modules() if isinstance(m, FusedMoE))
+    generator = torch.Generator().manual_seed(3)
+    hidden = layer.hidden_size
+    x = torch.randn(100, hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(layer.num_experts, generator=generator)[:2] for _ in range(100)]).int()
+    routed = StandardTopKOutput(torch.full((100, 2), 0.5), ids, torch.randn(100, layer.num_experts).bfloat16())
+
+    def run(rows):
+        with torch.inference_mode():
+            return layer.run_moe_core(StandardDispatchOutput(rows.clone(), None, routed)).hidden_states.clone()
+
+    outlier = x.clone()
+    outlier[7] *= 1000
+    monkeypatch.setenv(VARIABLE, "32")
+    whole = run(x)
+    with installed(moe_workspace.CHANGE):
+        assert torch.equal(run(x), whole)
+        others = torch.arange(100) != 7
+        assert torch.equal(run(outlier)[others], whole[others])
+    assert seen
