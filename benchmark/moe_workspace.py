@@ -417,7 +417,7 @@ def parse() -> Any:
     parser.add_argument("--mixed", type=int, default=0, help="tokens of the largest of forty mixed batches")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no layer after this time")
-    return parser.parse_args()
+    return output.parse(parser)
 
 
 def main() -> None:

@@ -5,9 +5,10 @@
     python benchmark/moe_workspace_server.py --quick                          # a tiny model, CPU: does it run at all?
 
 Two real servers at the same time on one GPU, a few BF16 layers of the model's widths at one rank's shard sizes, random
-weights (`--load-format dummy`), asked the same prompts in turn. Figures are of one forward of --tokens tokens, beyond
-what was allocated before it; each server's first two forwards do not count, they pay for libraries' workspaces. Answers
-must be equal, token by token and log-probability by log-probability, or the result says which are not.
+weights (drawn where `--load-format dummy` would), asked the same prompts in turn. Figures are of one forward of
+--tokens tokens, beyond what was allocated before it; each server's first two forwards do not count, they pay for
+libraries' workspaces. Answers must be equal, token by token and log-probability by log-probability, or the result says
+which are not.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ import wrapt
 def register():
     wrapt.register_post_import_hook(_observe, "sglang.srt.model_executor.model_runner")
     wrapt.register_post_import_hook(_count, "sglang_moe_patches.changes.moe_workspace.seams")
+    wrapt.register_post_import_hook(_draw, "sglang.srt.model_loader.loader")
+
+def _draw(loader):
+    def draw(model, *args, **kwargs):
+        import torch
+        for name, tensor in model.state_dict().items():
+            if not torch.is_floating_point(tensor):
+                continue
+            generator = torch.Generator(tensor.device).manual_seed(len(name))
+            if tensor.dim() > 1:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
+            else:
+                tensor.fill_(1 if "norm" in name else 0)
+    loader.initialize_dummy_weights = draw
 
 slices = []
 
@@ -119,7 +134,7 @@ def server(name: str, options: Any, work: Path) -> Server:
     if not options.graphs:
         given += ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"]
     if environment.has_gpu():
-        given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.4"]
+        given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
     paths = [str(work / "plugins"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {key: value for key, value in os.environ.items() if not key.startswith("SGLANG_MOE_PATCHES")}
     own |= environment.variables(own)
@@ -129,7 +144,7 @@ def server(name: str, options: Any, work: Path) -> Server:
         if round(seconds * 2) % 40 == 0:
             print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
 
-    return Server(name, environment.server_arguments(given), own, work / f"{name}.log", timeout=400, progress=progress)
+    return Server(name, environment.server_arguments(given), own, work / f"{name}.log", timeout=600, progress=progress)
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
@@ -196,7 +211,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = output.parser(__doc__, quick="a tiny model", logs=True)
+    parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1}, logs=True)
     parser.add_argument(
         "--model", choices=[m for m in MODELS if m.startswith(("kimi", "deepseek"))], default="kimi-k2.5"
     )
@@ -208,10 +223,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for both servers")
-    options = parser.parse_args()
-    if options.quick:
-        options.tokens, options.rounds = 64, 1
-    else:
+    options = output.parse(parser)
+    if not options.quick:
         machine.require_gpu("moe_workspace_server", "--quick runs without one")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, Path(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -303,28 +304,54 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
     is_compiling = torch.compiler.is_compiling
 
-    @functools.wraps(original)
-    def sequence(
-        hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if (
-            is_compiling()
-            or topk_ids.shape[1] * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES
-            or not acts(topk_ids.shape[0], topk_ids.shape[1], kwargs)
-        ):
-            return original(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
-        output = by_columns(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+    def with_columns(*args: Any, **kwargs: Any) -> Any:
+        output = by_columns(*args, **kwargs)
         return output.made if isinstance(output, Promise) else output
 
-    patcher.replace(module, SEQUENCE, sequence)
+    def choose(hidden_states: Any, topk_ids: Any, hooks: Any, defer_sum: Any) -> Callable[..., Any]:
+        if (
+            topk_ids.shape[1] * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES
+            or is_compiling()
+            or not acts(topk_ids.shape[0], topk_ids.shape[1], hooks, defer_sum)
+        ):
+            return original
+        return with_columns
+
+    patcher.replace(
+        module, SEQUENCE, _passing_on(original, choose, ("hidden_states", "topk_ids", "hooks", "defer_sum"))
+    )
 
 
-def acts(tokens: int, top_k: int, kwargs: dict[str, Any]) -> bool:
+def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
     """Whether a sequence with a large tensor may run in columns.
 
     LoRA's hooks and whoever sums later read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
     """
-    return tokens > _COMPILED_SUM_TOKENS and top_k > 2 and not kwargs.get("hooks") and not kwargs.get("defer_sum")
+    return tokens > _COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
+
+
+def _passing_on(
+    function: FunctionType, choose: Callable[..., Callable[..., Any]], looked_at: tuple[str, ...]
+) -> FunctionType:
+    """A function with the parameters of ``function``, which passes them on to the function that ``choose`` returns.
+
+    Its code is written out for these parameters: taking some 25 keyword arguments as ``**kwargs``, and handing them on,
+    would take longer than everything else that a small batch costs here.
+
+    :param looked_at: parameters that ``choose`` gets; ``None`` for one that ``function`` does not have.
+    """
+    parameters = inspect.signature(function).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [name for name in parameters if name not in positional]
+    arguments = ", ".join([*positional, *(f"{name}={name}" for name in keywords)])
+    chosen = ", ".join(name if name in parameters else "None" for name in looked_at)
+    made = eval(
+        f"lambda {', '.join([*positional, '*', *keywords])}: choose({chosen})({arguments})",
+        {"__name__": __name__, "choose": choose},
+    )
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    return made
 
 
 # --- Looking ---------------------------------------------------------------------------------------------------------
@@ -361,6 +388,11 @@ def plan() -> Plan:
     engine.require_parameters(sequence, ("hidden_states", "w1", "w2", "topk_weights", "topk_ids"))
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     require(engine.parameters(gemm)[_CONFIG] == "config", f"parameter {_CONFIG} of {INVOKE} is not its config")
+    kinds = {p.kind for p in inspect.signature(sequence).parameters.values()}
+    require(
+        kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY} and len(kinds) == 2,
+        f"{SEQUENCE} does not take positional arguments and then keyword arguments",
+    )
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
     _require_globals(gemm, *quantizers)
