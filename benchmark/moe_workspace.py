@@ -192,8 +192,8 @@ class Ways:
         self.ran: list[list[tuple[int, int]]] = []
         slices = seams.slices
 
-        def seen(promise: Any, into: Any) -> list[tuple[int, int]]:
-            found = slices(promise, into)
+        def seen(promise: seams.Promise, output: Any) -> list[tuple[int, int]]:
+            found = slices(promise, output)
             self.ran.append(found)
             return found
 
