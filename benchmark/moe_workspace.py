@@ -18,6 +18,7 @@ import itertools
 import os
 import random
 import socket
+import statistics
 import sys
 import time
 import warnings
@@ -27,15 +28,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-warnings.filterwarnings("ignore")
-os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: nobody to talk to
-
-import torch  # noqa: E402
-from common import machine, output, timing  # noqa: E402
-from common.shapes import MODELS, Layout, Rank  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace import columns, seams  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+import torch
+from common import machine, output, timing
+from common.shapes import MODELS, Layout, Rank
+from sglang_moe_patches.changes.moe_workspace import columns, seams
+from sglang_moe_patches.patch import Patcher
 
 STARTED = time.monotonic()
 LAYOUTS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}
@@ -54,6 +51,9 @@ class Engine:
     """What the engine's processes set up before a model is built, for one rank."""
 
     def __init__(self) -> None:
+        warnings.filterwarnings("ignore")
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: nobody to talk to
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.dtype = torch.bfloat16 if self.cuda else torch.float16
@@ -393,11 +393,80 @@ def line(figure: dict[str, Any]) -> list[str]:
 HEADER = ("layer", "tokens", "stock MB", "MB", "slices", "stock ms", "time", "control", "same bits")
 
 
-def tables(figures: dict[str, Any]) -> str:
-    text = output.table(HEADER, map(line, figures["cells"]))
-    for name, rows in (("mixed batches", figures["mixed"]), ("captured", figures["graphs"])):
-        for row in rows:
-            text += f"\n{name}: {row}\n"
+def tables(result: output.Result) -> str:
+    return output.table(HEADER, map(line, result["figures"]["cells"])) + "\n" + captured(result)
+
+
+def in_short(results: list[output.Result]) -> str:
+    """All cells: large batches layer by layer, the others together."""
+    cells = [cell for result in results for cell in result["figures"]["cells"]]
+    layers: dict[str, dict[int, Any]] = {}
+    for one in cells:
+        name = f"{one['model']} TP={one['layout'][2:]} {one['weights'].upper()}"
+        layers.setdefault(name, {})[one["tokens"]] = one
+    large = sorted({one["tokens"] for one in cells if one["slices"] > 1} - {2048})
+
+    def figure(one: dict[str, Any] | None) -> str:
+        if one is None:
+            return ""
+        before, after = (f"{one[name] / MB:,.0f}" for name in ("stock_peak", "peak"))
+        memory = f"{before} -> {after} MB" if one["slices"] > 1 else f"{before} MB, whole"
+        return f"{memory}, {one['slowdown']:.3f} ({one['control']:.3f})"
+
+    text = "Peak of the runner, time against stock (the control's):\n\n" + output.table(
+        ("one layer", *(f"{tokens:,} tokens" for tokens in large)),
+        ([name, *(figure(layers[name].get(tokens)) for tokens in large)] for name in layers),
+    )
+    rows = []
+    for tokens in sorted({one["tokens"] for one in cells}):
+        for kind, some in (
+            ("whole", [one for one in cells if one["tokens"] == tokens and one["slices"] < 2]),
+            ("in slices", [one for one in cells if one["tokens"] == tokens and one["slices"] > 1]),
+        ):
+            if some:
+                ours, control = ([one[name] for one in some] for name in ("slowdown", "control"))
+                same = sum(one["same"] for one in some)
+                rows.append([f"{tokens:,}", kind, f"{same} of {len(some)}", *map(spread, (ours, control))])
+    return f"{text}\n" + output.table(
+        ("tokens", "layers", "same bits", "time: median (range)", "control"), rows, left=2
+    )
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def captured(result: output.Result) -> str:
+    """Mixed batches and CUDA graphs."""
+    figures = result["figures"]
+    text = ""
+    if figures["mixed"]:
+        rows = [
+            [
+                f"{row['model']} {row['layout']} {row['weights']}",
+                *(
+                    f"{row[name][what] / MB:,.0f}"
+                    for name in ("stock", "columns")
+                    for what in ("allocated", "reserved")
+                ),
+            ]
+            for row in figures["mixed"]
+        ]
+        header = ("forty mixed batches", "stock: allocated MB", "reserved MB", "columns: allocated MB", "reserved MB")
+        text += output.table(header, rows)
+    if figures["graphs"]:
+        rows = [
+            [
+                f"{row['model']} {row['layout']} {row['weights']}",
+                f"{row['tokens']:,}",
+                *(f"{row[name]['pool'] / MB:,.0f}" for name in ("stock", "columns")),
+                *(f"{row[name]['slowdown']:.4f}" for name in ("columns", timing.CONTROL)),
+                "yes" if all(row[name]["same"] for name in ("stock", "columns")) else "NO",
+            ]
+            for row in figures["graphs"]
+        ]
+        titles = ("captured layer", "tokens", "stock: pool MB", "columns: pool MB", "time", "control", "equal to eager")
+        text += ("\n" if text else "") + output.table(titles, rows)
     return text
 
 
@@ -453,7 +522,8 @@ def main() -> None:
             finally:
                 layer = None
                 clean(engine)
-    output.finish(options, output.result("moe_workspace", figures), tables(figures))
+    result = output.result("moe_workspace", figures)
+    output.finish(options, result, tables(result))
 
 
 if __name__ == "__main__":

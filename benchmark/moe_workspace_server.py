@@ -192,22 +192,39 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            f"{one['peak'] / MB:,.0f}",
-            f"{one['before'] / MB:,.0f}",
-            f"{one['reserved'] / MB:,.0f}",
-            f"{one['ms']:.1f}",
-            f"{one['decode_ms']:.2f}" if one["decode_ms"] else "",
-            str(one["slices"]),
-        ]
-        for name, one in found.items()
-        if name in SERVERS
-    ]
-    text = output.table(("server", "peak MB", "held before", "reserved", "ms", "decode ms", "slices by layer"), rows)
-    return text + f"\ntime {found['slowdown']:.3f} of stock's; answers equal: {found['equal']}\n"
+def tables(results: list[output.Result]) -> str:
+    """A row for each server of each run."""
+    rows = []
+    for result in results:
+        graphs = "default graphs" if "--graphs" in result["command"] else "eager"
+        found = result["figures"]
+        for name in SERVERS:
+            one = found[name]
+            rows.append(
+                [
+                    f"{name}, {graphs}",
+                    f"{one['peak'] / MB:,.0f}",
+                    f"{one['before'] / MB:,.0f}",
+                    f"{one['reserved'] / MB:,.0f}",
+                    f"{one['ms']:.1f}",
+                    f"{found['slowdown']:.3f}" if name != "stock" else "",
+                    f"{one['decode_ms']:.2f}" if one["decode_ms"] else "",
+                    ", ".join(map(str, one["slices"])) or "-",
+                    f"{sum(found['equal'])} of {len(found['equal'])}" if name != "stock" else "",
+                ]
+            )
+    header = (
+        "server",
+        "peak MB",
+        "held before MB",
+        "reserved MB",
+        "prefill ms",
+        "time",
+        "decode ms",
+        "slices",
+        "equal answers",
+    )
+    return output.table(header, rows)
 
 
 def main() -> None:
@@ -228,7 +245,8 @@ def main() -> None:
         machine.require_gpu("moe_workspace_server", "--quick runs without one")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, Path(folder))
-    output.finish(options, output.result("moe_workspace_server", found), table(found))
+    result = output.result("moe_workspace_server", found)
+    output.finish(options, result, tables([result]))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import cutedsl_memory
 import launcher_cost
+import moe_workspace
+import moe_workspace_server
 import mori_rows
 import overhead
 import peak_memory
@@ -75,6 +77,11 @@ SECTIONS = {
     "mori-kernel": one("mori-kernel", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost", launcher_cost.tables),
     "cutedsl-memory": one("cutedsl-memory", cutedsl_memory.tables),
+    "moe-workspace": Section(("moe-workspace-h200", "moe-workspace-h200-more"), moe_workspace.in_short),
+    "moe-workspace-captured": one("moe-workspace-h200-captured", moe_workspace.captured),
+    "moe-workspace-servers": Section(
+        ("moe-workspace-server-eager", "moe-workspace-server-graphs"), moe_workspace_server.tables
+    ),
 }
 #: image: (result, what draws it)
 PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
