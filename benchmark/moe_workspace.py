@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -487,6 +488,28 @@ def parse() -> Any:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no layer after this time")
     return output.parse(parser)
+
+
+def plot(result: output.Result, path: Path) -> None:
+    """The runner's peak with 16,384 tokens, stock and in columns, one pair of bars for each layer at TP=4 and TP=8."""
+    pyplot = output.pyplot()
+    cells = [c for c in result["figures"]["cells"] if c["tokens"] == 16384 and c["layout"] in ("tp4", "tp8")]
+    figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(cells) + 1.4))
+    positions = range(len(cells))
+    for offset, name, key, color in ((-0.2, "stock", "stock_peak", "#9aa5b1"), (0.2, "in columns", "peak", "#2b6cb0")):
+        axes.barh([p + offset for p in positions], [c[key] / 1e6 for c in cells], 0.38, label=name, color=color)
+    for position, cell in enumerate(cells):
+        axes.text(cell["peak"] / 1e6 + 15, position + 0.3, f"{cell['slowdown']:.2f} of stock's time", fontsize=7)
+    axes.set_yticks(
+        list(positions), [f"{c['model']} {c['layout'].replace('tp', 'TP=')} {c['weights'].upper()}" for c in cells]
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="peak of one MoE layer, MB", xlim=(0, 1.14 * max(c["stock_peak"] for c in cells) / 1e6))
+    axes.legend(frameon=False, loc="lower right")
+    conditions = result["conditions"]
+    axes.set_title(f"Triton runner, 16,384 tokens, {conditions['gpu']}, SGLang {conditions['engine']}", fontsize=10)
+    figure.tight_layout()
+    output.save(figure, path)
 
 
 def main() -> None:

@@ -89,6 +89,7 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
     "peak-memory-tp4.svg": (PEAKS[0], peak_memory.plot),
     "mori-rows.svg": ("mori-rows", mori_rows.plot),
     "mori-kernel.svg": ("mori-kernel", mori_rows.kernel_plot),
+    "moe-workspace.svg": ("moe-workspace-h200", moe_workspace.plot),
 }
 
 

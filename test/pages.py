@@ -104,7 +104,9 @@ def variables() -> str:
         f"| `{patch.SELECT_VARIABLE}` | `all` | all changes | which are applied: `all`, `none`, or names with commas |",
     ]
     for reader, names in [("all changes", (patch.STRICT,)), *((c.name, c.variables) for c in stated.CHANGES)]:
-        lines += [f"| `{v.name}` | `{v.default}` | {reader} | {v.meaning} |" for v in names]
+        for v in names:
+            default = f"`{v.default}`" if v.default else "unset"
+            lines.append(f"| `{v.name}` | {default} | {reader} | {v.meaning} |")
     return "\n".join(lines)
 
 

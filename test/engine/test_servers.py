@@ -409,6 +409,7 @@ def test_ctrl_c_leaves_no_process_and_no_report(checkpoint, tmp_path):
     try:
         deadline = time.monotonic() + PATIENCE
         while len(processes_with(marker)) < 3:  # ours, the launcher, and a process that it has spawned
+            assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)

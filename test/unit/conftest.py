@@ -7,6 +7,7 @@ import pytest
 EVERY_RELEASE = (
     "test_deferred_shared_experts.py",
     "test_engine.py",
+    "test_moe_workspace.py",
     "test_nvfp4_shuffle.py",
     "test_output_buffer.py",
     "test_plugin.py",

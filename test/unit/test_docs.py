@@ -100,7 +100,8 @@ def test_every_change_and_every_variable_has_its_line():
         assert f"[{change.name}](docs/{change.name}.md)" in table
         assert (pages.ROOT / "docs" / f"{change.name}.md").exists()
         for variable in change.variables:
-            assert f"| `{variable.name}` | `{variable.default}` | {change.name} |" in stated
+            default = f"`{variable.default}`" if variable.default else "unset"
+            assert f"| `{variable.name}` | {default} | {change.name} |" in stated
 
 
 def found(*told: tuple[str, str]) -> dict[str, dict]:

@@ -16,7 +16,7 @@ from sglang_moe_patches import engine, handoff
 from sglang_moe_patches.changes.output_buffer import lend
 from sglang_moe_patches.changes.output_buffer.lend import may_offer
 from sglang_moe_patches.handoff import fits, moe_output_buffer_ctx, shares_storage
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.patch import Patcher, with_globals
 
 CPU = torch.device("cpu")
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -96,7 +96,7 @@ def run(symmetric_memory):
     patcher = Patcher()
     allocator = lend._OutputAllocator(torch, symmetric_memory)
     runner: Any = runner_of_the_engine
-    into_buffer = lend._with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
+    into_buffer = with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
     yield lend._make_runner(runner, into_buffer, torch.compiler.is_compiling)
     patcher.undo()
 

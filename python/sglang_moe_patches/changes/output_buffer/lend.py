@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, handoff, runners
 from sglang_moe_patches.handoff import shares_storage
-from sglang_moe_patches.patch import Patcher, Plan
-from sglang_moe_patches.patch import with_globals as _with_globals
+from sglang_moe_patches.patch import Patcher, Plan, with_globals
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +181,7 @@ def plan() -> Plan:
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        into_buffer = _with_globals(function, runner, patcher, torch=_OutputAllocator(torch, allocator))
+        into_buffer = with_globals(function, runner, patcher, torch=_OutputAllocator(torch, allocator))
         patcher.wrap(runner, _RUNNER, lambda original: _make_runner(original, into_buffer, is_compiling))
         patcher.wrap(layer, "forward", lambda original: _make_layer_forward(original, is_compiling))
         patcher.wrap(attention, "forward", lambda original: _make_attention_forward(original, context, is_compiling))
