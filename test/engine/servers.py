@@ -1,0 +1,126 @@
+"""Servers of tests: started the way a user starts them, asked, and looked at."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sglang_moe_patches.reference import environment
+from sglang_moe_patches.regression import observe
+from sglang_moe_patches.regression.server import Server, free_port
+from tiny_moe.mutations import SHIPPED
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ROOT / "data" / "gsm8k" / "test.jsonl"
+ROUTED = "flashinfer_trtllm_routed"
+SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
+EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
+ARITHMETIC = ["--data-path", str(SHIPPED / "test.jsonl"), "--num-questions", "24", "--num-shots", "1"]
+ARITHMETIC += ["--max-new-tokens", "128"]
+REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--reference-kernels"]
+PATIENCE = 1800
+"""Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
+PORTS: list[int] = []
+PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
+
+
+def _has_native_buffer() -> bool:
+    """Whether this engine has an output buffer of its own. Looks without importing the engine."""
+    where = util.find_spec("sglang")
+    (root,) = where.submodule_search_locations
+    return "moe_output_buffer_ctx" in (Path(root) / "srt/layers/moe/moe_runner/base.py").read_text()
+
+
+NATIVE_BUFFER = _has_native_buffer()
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
+    return {**kept, **environment.variables(kept), **more}
+
+
+def on_path(*folders: str) -> str:
+    """PYTHONPATH with these folders in front."""
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def regress(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*REGRESS, *arguments],
+        env=child_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def server(name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str) -> Server:
+    """Not started yet. It records what it uses in ``folder / name``, and its log is ``folder / name.log``."""
+    (folder / name).mkdir()
+    PORTS.append(next(port for port in iter(free_port, None) if port not in PORTS))  # several start at once
+    given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
+    child = child_environment(**{observe.VARIABLE: str(folder / name), **variables})
+    return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
+
+
+def both(model: Path, folder: Path, *arguments: str, backend: str = ROUTED) -> list[Server]:
+    """Stock and patched."""
+    return [
+        server("stock", model, folder, *arguments, backend=backend, SGLANG_MOE_PATCHES="none"),
+        server("patched", model, folder, *arguments, backend=backend),
+    ]
+
+
+@contextmanager
+def started(*servers: Server) -> Iterator[tuple[Server, ...]]:
+    """All at once: a start mostly waits for imports on one core."""
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(stack.enter_context, servers))
+        yield servers
+
+
+def generate(url: str, prompt: list[int] | str, tokens: int = 8) -> list[int]:
+    """Greedy tokens."""
+    asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+    body = {**asked, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+    return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()["output_ids"]
+
+
+def answers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[list[int]]]:
+    """What each server says to the prompts, asked one after the other."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda server: [generate(server.url, prompt) for prompt in prompts], servers))
+
+
+def figures(server: Server) -> dict[str, Any]:
+    """What the server has recorded of itself."""
+    return observe.collect(server.log.with_suffix(""))
+
+
+def check_figures(stock: dict[str, Any], patched: dict[str, Any], moe_layers: int, backend: str = ROUTED) -> None:
+    """Stock uses a buffer for each layer, or where it has a buffer of its own one; patched always uses one."""
+    stock_buffers = 1 if NATIVE_BUFFER else moe_layers
+    assert (stock["moe_layers"], stock["output_buffers"]) == (moe_layers, stock_buffers)
+    assert (patched["moe_layers"], patched["output_buffers"]) == (moe_layers, 1)
+    if not NATIVE_BUFFER:
+        assert patched["live_at_kernel_bytes"] < stock["live_at_kernel_bytes"]
+    assert {status for _, status, _ in stock["changes"]} == {"not selected"}
+    statuses = {name: status for name, status, _ in patched["changes"]}
+    unreached = {
+        "mori-input-truncation",
+        "moe-workspace",
+        "nvfp4-weights" if backend == "flashinfer_cutedsl" else "cutedsl-sizing",
+    }
+    assert {statuses.pop(name) for name in unreached} <= {"not needed here", "native"}
+    assert statuses.pop("output-buffer") == ("hardened" if NATIVE_BUFFER else "applied")
+    assert set(statuses.values()) <= {"applied", "native", "hardened"}

@@ -1,0 +1,154 @@
+"""Servers of further kinds, and how servers end: each test starts its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+import uuid
+
+import psutil
+import pytest
+from conftest import DEFAULT_ENGINE_ONLY
+from servers import (
+    EVALUATION,
+    PATIENCE,
+    REGRESS,
+    ROUTED,
+    SERVER,
+    answers,
+    both,
+    check_figures,
+    child_environment,
+    figures,
+    on_path,
+    regress,
+    server,
+    started,
+)
+from sglang_moe_patches.regression.server import ServerFailed
+from tiny_moe.mutations import plugin
+
+# --- Stock and patched -----------------------------------------------------------------------------------------------
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize(
+    ("backend", "dense_layers", "arguments"),
+    [
+        ("flashinfer_trtllm", 0, ["--tp", "2"]),
+        pytest.param("flashinfer_trtllm", 0, [], marks=pytest.mark.product),
+        pytest.param(ROUTED, 0, ["--tp", "2"], marks=pytest.mark.product),
+        pytest.param(ROUTED, 1, [], marks=pytest.mark.product),
+    ],
+)
+def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(
+    checkpoint, tmp_path, backend, dense_layers, arguments
+):
+    with started(*both(checkpoint(dense_layers=dense_layers), tmp_path, *arguments, backend=backend)) as running:
+        stock, patched = answers(*running)
+    assert stock == patched
+    check_figures(*map(figures, running), moe_layers=4 - dense_layers)
+
+
+@DEFAULT_ENGINE_ONLY
+def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(checkpoint, tmp_path):
+    """With these limits the stock engine ends on the prompt of 300 tokens (test_reference_cutedsl.py)."""
+    limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
+    # Stock sizes its buffers by the chunk: 2,048 tokens hold every forward here, and no prompt is cut.
+    ample = ["--chunked-prefill-size", "2048", "--max-prefill-tokens", "2048"]
+    model, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
+    stock = server("stock", model, tmp_path, *ample, backend=backend, SGLANG_MOE_PATCHES="none")
+    patched = server("patched", model, tmp_path, *limits, backend=backend)
+    with started(stock, patched):
+        expected, found = answers(stock, patched)
+    assert found == expected
+    check_figures(figures(stock), figures(patched), moe_layers=4, backend=backend)
+    assert figures(stock)["kernel_buffer_bytes"] > 4 * figures(patched)["kernel_buffer_bytes"] > 0
+    assert patched.log_text().count("CuteDSL: one set of buffers") == 1
+    assert "runs in slices" not in patched.log_text()
+
+
+# --- Ends ------------------------------------------------------------------------------------------------------------
+
+
+def processes_with(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@DEFAULT_ENGINE_ONLY
+def test_ctrl_c_leaves_no_process_and_no_report(checkpoint, tmp_path):
+    marker = uuid.uuid4().hex
+    output = tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
+    process = subprocess.Popen(
+        [*REGRESS, *arguments, *SERVER, ROUTED],
+        env=child_environment(MARKER=marker),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while len(processes_with(marker)) < 3:  # ours, the launcher, and a process that it has spawned
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
+    assert processes_with(marker) == []
+    assert not output.exists()
+
+
+@DEFAULT_ENGINE_ONLY
+def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_path):
+    marker = uuid.uuid4().hex
+    output = tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
+    done = regress(*arguments, *SERVER, "no_such_backend", MARKER=marker)
+    assert done.returncode == 2
+    assert "the stock server ended with exit code" in done.stderr
+    assert "invalid choice: 'no_such_backend'" in done.stderr
+    assert processes_with(marker) == []
+    assert [path.name for path in output.iterdir()] == ["stock.log"]  # the whole log, and no report
+
+
+ANOTHER_PLUGIN = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+HookRegistry.register(
+    "sglang.srt.models.deepseek_v2.DeepseekV2DecoderLayer.forward",
+    lambda original, *args, **kwargs: original(*args, **kwargs),
+    HookType.AROUND,
+)
+"""
+
+
+@DEFAULT_ENGINE_ONLY
+def test_strict_ends_the_start_up_beside_a_plugin_that_has_wrapped_a_seam(checkpoint, tmp_path):
+    path = on_path(plugin(tmp_path, ANOTHER_PLUGIN))
+    strict = server("strict", checkpoint(), tmp_path, PYTHONPATH=path, SGLANG_MOE_PATCHES_STRICT="1")
+    with pytest.raises(ServerFailed) as failure, strict:
+        pass
+    assert "SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied" in failure.value.args[0]
+    assert "output-buffer: unsupported, because" in strict.log_text()
+
+
+@DEFAULT_ENGINE_ONLY
+def test_an_unknown_change_ends_the_start_up(checkpoint, tmp_path):
+    with (
+        pytest.raises(ServerFailed, match="exit code 1") as failure,
+        server("unknown", checkpoint(), tmp_path, SGLANG_MOE_PATCHES="output-bufer"),
+    ):
+        pass
+    assert "unknown change 'output-bufer'; valid: all, none" in failure.value.args[0]
