@@ -22,6 +22,7 @@ RELEASE = metadata.version("sglang")
 DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
     RELEASE != DEFAULT, reason="the same code path on every release, or one that the others have not"
 )
+LONGEST = ("test_servers.py", "test_server_kinds.py")
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
 
 
@@ -30,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in Path(item.path).parts and not IN_PROCESS:
             item.add_marker(outside)
-    # Two workers take file after file: the one that takes longest first.
-    items.sort(key=lambda item: item.path.name != "test_servers.py")
+    # Two workers take file after file: those that take longest first, so that both end at about the same time.
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

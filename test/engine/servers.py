@@ -66,7 +66,9 @@ def regress(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def server(name: str, model: Path, folder: Path, *arguments: str, backend: str = ROUTED, **variables: str) -> Server:
     """Not started yet. It records what it uses in ``folder / name``, and its log is ``folder / name.log``."""
     (folder / name).mkdir()
-    PORTS.append(next(port for port in iter(free_port, None) if port not in PORTS))  # several start at once
+    # Several start at once, those of another worker too: each has its own ports.
+    ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
+    PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{observe.VARIABLE: str(folder / name), **variables})
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])

@@ -235,6 +235,7 @@ def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation
     assert "of 6 answers differ" in done.stdout
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_patched_server_worse_that_fails_without_the_shape_check(pair, checkpoint, tmp_path):
     path = on_path(plugin(tmp_path, NO_SHAPE_CHECK))
