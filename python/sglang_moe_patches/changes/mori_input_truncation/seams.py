@@ -201,6 +201,8 @@ def _look_at_the_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install
         engine.require_mentions(function, _RECV_CAP)
         return lambda patcher: None
     engine.require(_reads_the_limit(runner, function), f"{_RUNNER_FUNCTION} does not read {LIMIT.name}")
+    for name in ("get_int_env_var", *([_ENGINE_BOUND] if hasattr(runner, _ENGINE_BOUND) else [])):
+        engine.own(runner, name)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(runner, "get_int_env_var", _make_reading_no_limit)
