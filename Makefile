@@ -4,7 +4,7 @@ JOBS    ?= 2
 # Tests at a time on one release: those with servers beside the others. Which: see `markers` in pyproject.toml; ARGS="-k word" fewer.
 WORKERS ?= 2
 MARKS   ?= not product
-PYTEST   = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(ARGS)
+PYTEST   = python -m pytest -n $(WORKERS) -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
 # What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
@@ -73,10 +73,11 @@ types: env ## mypy
 	$(BIN)/mypy
 
 unit: env ## tests that start no engine process
-	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) test/unit
+	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist worksteal $(ARGS) test/unit
 
 engine-tests: env ## tests on the real engine, on the CPU
-	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/$(PYTEST) test/engine
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/$(PYTEST) \
+	  --dist loadfile --no-loadscope-reorder $(ARGS) test/engine
 
 test: lint types unit engine-tests ## lint, types and all tests, on one release
 
@@ -92,7 +93,7 @@ test-releases: | $(UV) ## what differs between releases, on the others that are 
 	@$(call on-each,$(shell $(PYTHON) test/releases.py others),WORKERS=0 MARKS="every_release and not product")
 
 test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (an hour or two)
-	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS=)
+	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS= ALL_CASES=1)
 	$(PYTHON) test/compatibility.py --record $(LOGS)
 
 pages: env ## write what is generated in the pages: of releases and changes, and the figures of benchmark/results

@@ -21,7 +21,7 @@ from tiny_moe.mutations import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "data" / "gsm8k" / "test.jsonl"
-ROUTED = "flashinfer_trtllm_routed"
+ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 ARITHMETIC = ["--data-path", str(SHIPPED / "test.jsonl"), "--num-questions", "24", "--num-shots", "1"]

@@ -19,10 +19,11 @@ from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, limits_of
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
 from sglang_moe_patches.patch import Status, look
+from share import cases
 
 pytestmark = pytest.mark.every_release
 
-CASES = 2_000
+CASES = cases(2_000)
 VOCABULARY = 64
 
 

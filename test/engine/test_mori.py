@@ -22,12 +22,13 @@ from sglang_moe_patches.changes.mori_input_truncation import seams
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.reference import mori as reference
+from share import cases
 
 pytestmark = pytest.mark.every_release
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, PER_RANK = 4, 8, 2, 128, 8, 16
 BUFFER = RANKS * PER_RANK
-CASES = 5_000
+CASES = cases(5_000)
 here = threading.local()
 
 
@@ -294,7 +295,7 @@ def test_capture_sees_static_shapes_that_hold_for_every_replay(ranks, kernel, mo
     assert max(int(call["num_local_tokens"]) for call in kernel) <= 8 * RANKS
 
 
-def test_no_row_is_lost_in_thousands_of_random_forwards(ranks, monkeypatch):
+def test_no_row_is_lost_in_random_forwards(ranks, monkeypatch):
     """The engine's ``run_moe_core`` and padding, uneven and idle ranks, three layouts, limits to twice the buffer."""
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe.token_dispatcher.moriep import MoriEPLLDispatchOutput, MoriEPNormalDispatchOutput

@@ -22,12 +22,13 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.reference import mori as reference
+from share import cases
 
 pytestmark = pytest.mark.every_release
 
 RANKS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, PER_RANK = 4, 8, 2, 128, 8, 16
 BUFFER = RANKS * PER_RANK
-CASES = 1_000
+CASES = cases(1_000)
 
 
 @pytest.fixture(autouse=True)

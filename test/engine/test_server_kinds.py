@@ -16,6 +16,7 @@ from servers import (
     REGRESS,
     ROUTED,
     SERVER,
+    TRTLLM,
     answers,
     both,
     check_figures,
@@ -32,15 +33,10 @@ from tiny_moe.mutations import plugin
 # --- Stock and patched -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize(
-    ("backend", "dense_layers", "arguments"),
-    [
-        ("flashinfer_trtllm", 0, ["--tp", "2"]),
-        pytest.param("flashinfer_trtllm", 0, [], marks=pytest.mark.product),
-        pytest.param(ROUTED, 0, ["--tp", "2"], marks=pytest.mark.product),
-        pytest.param(ROUTED, 1, [], marks=pytest.mark.product),
-    ],
+    ("backend", "dense_layers", "arguments"), [(TRTLLM, 0, []), (ROUTED, 0, ["--tp", "2"]), (ROUTED, 1, [])]
 )
 def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(
     checkpoint, tmp_path, backend, dense_layers, arguments

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import DEFAULT_ENGINE_ONLY
+from conftest import DEFAULT_ENGINE_ONLY, RELEASE
+from releases import DEFAULT
 from servers import (
     ARITHMETIC,
     EVALUATION,
@@ -26,6 +27,7 @@ from servers import (
     QUESTIONS,
     ROUTED,
     SERVER,
+    TRTLLM,
     answers,
     both,
     check_figures,
@@ -72,11 +74,14 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
 
 # --- One pair for all that only ask ----------------------------------------------------------------------------------
 
+RANKS = ["--tp", "2"] if RELEASE == DEFAULT else []
+"""Of the pair, and of whatever is compared with it."""
+
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     """Stock and patched, of a model whose first layer is MoE and has no residual."""
-    with started(*both(checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair"))) as running:
+    with started(*both(checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair"), *RANKS, backend=TRTLLM)) as running:
         yield running
 
 
@@ -100,7 +105,8 @@ wrapt.register_post_import_hook(switch_off, "sglang.srt.layers.moe.moe_runner.ba
 def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it(pair, checkpoint, tmp_path):
     """`first_k_dense_replace: 0`, in-place norm as on a GPU: compared with the engine whose buffer is switched off."""
     off = plugin(tmp_path, WITHOUT_THE_ENGINES_BUFFER)
-    without = server("off", checkpoint(dense_layers=0), tmp_path, PYTHONPATH=on_path(off), SGLANG_MOE_PATCHES="none")
+    variables = {"PYTHONPATH": on_path(off), "SGLANG_MOE_PATCHES": "none"}
+    without = server("off", checkpoint(dense_layers=0), tmp_path, *RANKS, backend=TRTLLM, **variables)
     with started(without):
         for other, wrong in zip(pair, (True, False), strict=True):
             urls = ["--baseline-url", without.url, "--patched-url", other.url, "--require-identical"]
@@ -227,7 +233,8 @@ change._make_layer_forward = make_layer_forward
 )
 def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation):
     path = on_path(plugin(tmp_path, mutation))
-    with started(server("mutated", checkpoint(dense_layers=0), tmp_path, PYTHONPATH=path)) as (mutated,):
+    model = checkpoint(dense_layers=0)
+    with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
         urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
         done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -239,7 +246,8 @@ def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_patched_server_worse_that_fails_without_the_shape_check(pair, checkpoint, tmp_path):
     path = on_path(plugin(tmp_path, NO_SHAPE_CHECK))
-    with started(server("mutated", checkpoint(dense_layers=0), tmp_path, PYTHONPATH=path)) as (mutated,):
+    model = checkpoint(dense_layers=0)
+    with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
         urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
         done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
     assert done.returncode == 1, done.stdout + done.stderr
