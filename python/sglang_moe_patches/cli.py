@@ -167,24 +167,34 @@ def doctor(
 @app.command("make-model")
 def make_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint; must be new or empty.")],
+    family: Annotated[
+        str, typer.Option(help="Architecture: deepseek-v3, qwen3-moe, glm4-moe or minimax-m2.")
+    ] = "deepseek-v3",
+    bf16: Annotated[bool, typer.Option("--bf16", help="Routed experts in bfloat16 instead of NVFP4.")] = False,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
-    dense_layers: Annotated[int, typer.Option(help="First layers without experts (first_k_dense_replace).")] = 1,
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="First layers without experts (first_k_dense_replace). Default: 1 where the family has them."
+        ),
+    ] = None,
     experts: Annotated[int, typer.Option(help="Routed experts per MoE layer.")] = 8,
     top_k: Annotated[int, typer.Option(help="Routed experts per token.")] = 2,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 128.")] = 256,
     moe_intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert, a multiple of 128.")] = 128,
-    nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer.")] = False,
+    nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer (deepseek-v3).")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a tiny DeepSeek-V3-architecture checkpoint with NVFP4 experts, random but real, for the stock engine."""
+    """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4."""
     require_extra("make-model")
-    from sglang_moe_patches.reference.model import ModelSpec
+    from sglang_moe_patches.reference.model import OF_FAMILY, ModelSpec
     from sglang_moe_patches.reference.model import make_model as write
 
     try:
         spec = ModelSpec(
+            family=family,
             layers=layers,
-            dense_layers=dense_layers,
+            dense_layers=OF_FAMILY if dense_layers is None else dense_layers,
             experts=experts,
             top_k=top_k,
             hidden=hidden,
@@ -192,7 +202,7 @@ def make_model(
             nextn=nextn,
             seed=seed,
         )
-        write(directory, spec)
+        write(directory, spec, quantized=not bf16)
     except (ValueError, OSError) as error:
         fail(f"make-model: {error}")
     typer.echo(f"{directory}: {sum(f.stat().st_size for f in directory.iterdir()) / 2**20:.1f} MiB")

@@ -1,13 +1,12 @@
-"""A tiny DeepSeek-V3 checkpoint with NVFP4 routed experts, for the real engine on small machines.
+"""A tiny checkpoint of random weights, for the real engine on small machines.
 
 ``make_model`` fills it with random numbers; ``benchmark/tiny_moe`` trains one of the same form and writes it with
 ``quantize_experts`` and ``write_checkpoint`` from here.
 
-The architecture is DeepSeek-V3's own (multi-head latent attention, sigmoid routing with a correction bias, shared
-experts), only the sizes are small. The weights are random numbers drawn from a seed, so the model talks nonsense, but
-always the same nonsense, and nonsense that depends on every part of the model: a wrong expert, a wrong scale or an
-overwritten activation changes the answer. That is what comparing two servers needs; it says nothing about accuracy on
-real questions.
+The architecture is the model family's own (attention, routing, shared experts: see ``families``), only the sizes are
+small. The weights are random numbers drawn from a seed, so the model talks nonsense, but always the same nonsense, and
+nonsense that depends on every part of the model: a wrong expert, a wrong scale or an overwritten activation changes the
+answer. That is what comparing two servers needs; it says nothing about accuracy on real questions.
 
 Quantization follows ModelOpt's layout: the routed experts of the main model are NVFP4, everything else is bfloat16.
 The NextN (multi-token prediction) layer is bfloat16 altogether, because the engine turns ``modelopt_fp4`` off there.
@@ -24,17 +23,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_patches.reference.families import FAMILIES, Tensor, expert_prefix, tensors
+
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line imports this module for --help
     import torch
 
-# Attention sizes that the engine's MLA path is known to work with; not worth an option each.
-KV_LORA_RANK = 512
-Q_LORA_RANK = 128
-QK_ROPE_HEAD_DIM = 64
-QK_NOPE_HEAD_DIM = 128
-V_HEAD_DIM = 128
-
-ROUTED_SCALING_FACTOR = 2.5
 ROW_MULTIPLE = 128
 """Rows of a weight that the TRT-LLM kernel's block scale layout comes in."""
 
@@ -47,10 +40,13 @@ MARKER = "sglang_moe_patches_tiny_model"
 GAINS = {
     "embed_tokens": 2.0,  # of the standard deviation itself: an embedding has no fan-in
     "q_b_proj": 1.5,
+    "q_norm": 1.5,  # where queries are normalised, their norm decides how large they are
     "lm_head": 3.0,
 }
 NORM_SPREAD = 0.1
 """RMSNorm weights are 1 + 0.1 * N(0, 1): a norm that is skipped or applied twice shows."""
+BIAS_STD = 0.5
+"""Of the biases of queries, keys and values, whose linear layers put out numbers of standard deviation one."""
 CORRECTION_BIAS_STD = 0.02
 CALIBRATION_TOKENS = 256
 CALIBRATION_MARGIN = 1.5
@@ -87,6 +83,10 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
         raise ValueError(f"{field} must be {rule}, got {value!r}")
 
 
+OF_FAMILY: Any = None
+"""A size that the family decides, if it is not given."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Sizes of the tiny model; the defaults make a checkpoint of about 11 MB.
@@ -97,8 +97,8 @@ class ModelSpec:
 
     layers: int = 4
     """Decoder layers, not counting the NextN layer."""
-    dense_layers: int = 1
-    """Leading layers with a dense MLP instead of experts (``first_k_dense_replace``)."""
+    dense_layers: int = OF_FAMILY
+    """Leading layers with a dense MLP instead of experts (``first_k_dense_replace``): 1 where the family has them."""
     experts: int = 8
     """Routed experts per MoE layer."""
     top_k: int = 2
@@ -106,28 +106,64 @@ class ModelSpec:
     hidden: int = 256
     moe_intermediate: int = 128
     heads: int = 4
-    shared_experts: int = 1
+    shared_experts: int = OF_FAMILY
+    """1 where the family has them."""
     seed: int = 0
     nextn: bool = False
     """Also write a NextN layer, for speculative decoding."""
     max_position: int = 8192
     """Longest sequence in tokens."""
+    family: str = "deepseek-v3"
+    """One of ``FAMILIES``."""
+    kv_heads: int = OF_FAMILY
+    """Heads of keys and values: half as many as ``heads``, and as many in families with latent attention."""
+    intermediate: int = OF_FAMILY
+    """Intermediate size of the dense layers: twice ``hidden``."""
+    q_lora_rank: int = 128
+    """Rank of the queries' latent, in families with latent attention."""
 
     def __post_init__(self) -> None:
+        _require(self.family in FAMILIES, "family", f"one of {', '.join(FAMILIES)}", self.family)
+        family = FAMILIES[self.family]
+        for field, default in {
+            "dense_layers": min(family.dense_layers or 0, self.layers),
+            "shared_experts": family.shared_experts or 0,
+            "kv_heads": self.heads if family.latent_attention else max(1, self.heads // 2),
+            "intermediate": 2 * self.hidden,
+        }.items():
+            if getattr(self, field) is OF_FAMILY:
+                object.__setattr__(self, field, default)
         for field, value in asdict(self).items():
-            kind = bool if field == "nextn" else int
-            _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
+            if field != "family":
+                kind = bool if field == "nextn" else int
+                _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
         _require(self.layers >= 1, "layers", "at least 1", self.layers)
         _require(
             0 <= self.dense_layers <= self.layers, "dense_layers", f"0 to layers ({self.layers})", self.dense_layers
         )
         _require(self.experts >= 2, "experts", "at least 2", self.experts)
         _require(1 <= self.top_k <= self.experts, "top_k", f"1 to experts ({self.experts})", self.top_k)
-        for field in ("hidden", "moe_intermediate"):
+        for field in ("hidden", "moe_intermediate", "intermediate"):
             value = getattr(self, field)
             _require(value > 0 and value % ROW_MULTIPLE == 0, field, f"a positive multiple of {ROW_MULTIPLE}", value)
         _require(self.heads >= 1, "heads", "at least 1", self.heads)
+        _require(
+            self.kv_heads >= 1 and self.heads % self.kv_heads == 0,
+            "kv_heads",
+            f"a divisor of heads ({self.heads})",
+            self.kv_heads,
+        )
+        _require(
+            not family.latent_attention or self.kv_heads == self.heads,
+            "kv_heads",
+            f"heads ({self.heads}) for {self.family}",
+            self.kv_heads,
+        )
+        _require(self.q_lora_rank >= 1, "q_lora_rank", "at least 1", self.q_lora_rank)
         _require(self.shared_experts >= 0, "shared_experts", "at least 0", self.shared_experts)
+        for field in ("dense_layers", "shared_experts"):
+            value = getattr(self, field)
+            _require(getattr(family, field) is not None or value == 0, field, f"0 for {self.family}", value)
         _require(self.seed >= 0, "seed", "at least 0", self.seed)
         _require(
             self.max_position >= 256 and self.max_position % 2 == 0,
@@ -135,6 +171,7 @@ class ModelSpec:
             "even and at least 256",
             self.max_position,
         )
+        _require(not self.nextn or family.nextn, "nextn", f"false for {self.family}", self.nextn)
         # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
         _require(not self.nextn or self.layers >= 2, "nextn", "false when there is one layer", self.nextn)
 
@@ -154,10 +191,10 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
     Args:
         quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
     """
-    n_group, topk_group = spec.expert_groups
+    family = FAMILIES[spec.family]
     values: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         MARKER: asdict(spec),
         "torch_dtype": "bfloat16",
         "vocab_size": vocab_size(),
@@ -167,41 +204,12 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "hidden_size": spec.hidden,
         "hidden_act": "silu",
-        "intermediate_size": 2 * spec.hidden,
         "num_hidden_layers": spec.layers,
-        "num_nextn_predict_layers": int(spec.nextn),
-        "rms_norm_eps": 1e-6,
         "max_position_embeddings": spec.max_position,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": spec.max_position // 2,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "attention_bias": False,
         "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.heads,
-        "q_lora_rank": Q_LORA_RANK,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_nope_head_dim": QK_NOPE_HEAD_DIM,
-        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
-        "v_head_dim": V_HEAD_DIM,
-        "first_k_dense_replace": spec.dense_layers,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": spec.moe_intermediate,
-        "n_routed_experts": spec.experts,
-        "n_shared_experts": spec.shared_experts,
+        "num_key_value_heads": spec.kv_heads,
         "num_experts_per_tok": spec.top_k,
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": ROUTED_SCALING_FACTOR,
+        **family.config(spec),
     }
     if quantized:
         values["quantization_config"] = {
@@ -222,95 +230,50 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _generator(spec: ModelSpec, name: str) -> "torch.Generator":
-    """A random stream per tensor, so that a tensor depends on the seed, its name and its shape, and not on the rest."""
-    import torch
-
-    digest = hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
-    """float32 N(0, 1) of the given shape."""
-    import torch
+    """float32 N(0, 1) of the given shape, from a random stream of its own.
 
-    return torch.randn(shape, generator=_generator(spec, name))
-
-
-def _linear_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer of one decoder layer, by its name below ``model.layers.N.``."""
-    hidden, heads = spec.hidden, spec.heads
-    shapes = {
-        "self_attn.q_a_proj": (Q_LORA_RANK, hidden),
-        "self_attn.q_b_proj": (heads * (QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM), Q_LORA_RANK),
-        "self_attn.kv_a_proj_with_mqa": (KV_LORA_RANK + QK_ROPE_HEAD_DIM, hidden),
-        "self_attn.kv_b_proj": (heads * (QK_NOPE_HEAD_DIM + V_HEAD_DIM), KV_LORA_RANK),
-        "self_attn.o_proj": (hidden, heads * V_HEAD_DIM),
-    }
-
-    def mlp(prefix: str, intermediate: int) -> None:
-        shapes[f"{prefix}.gate_proj"] = (intermediate, hidden)
-        shapes[f"{prefix}.up_proj"] = (intermediate, hidden)
-        shapes[f"{prefix}.down_proj"] = (hidden, intermediate)
-
-    if layer < spec.dense_layers:
-        mlp("mlp", 2 * hidden)
-        return shapes
-    shapes["mlp.gate"] = (spec.experts, hidden)
-    for expert in range(spec.experts):
-        mlp(f"mlp.experts.{expert}", spec.moe_intermediate)
-    if spec.shared_experts:
-        mlp("mlp.shared_experts", spec.shared_experts * spec.moe_intermediate)
-    return shapes
-
-
-def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
-    """The model before quantization, by DeepSeek-V3's checkpoint names.
-
-    Returns:
-        bfloat16 tensors on the CPU (the router's ``e_score_correction_bias`` float32, as in DeepSeek-V3). Linear
-        weights are [out_features, in_features].
+    So a tensor depends on the seed, its name and its shape, and not on the rest.
     """
     import torch
 
-    weights: dict[str, torch.Tensor] = {}
+    digest = hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(shape, generator=generator)
 
-    def linear(name: str, out_features: int, in_features: int) -> None:
-        gain = GAINS.get(name.rsplit(".", 1)[-1], 1.0)
-        weight = _normal(spec, name, (out_features, in_features)) * (gain / math.sqrt(in_features))
-        weights[f"{name}.weight"] = weight.bfloat16()
 
-    def norm(name: str, size: int) -> None:
-        weights[f"{name}.weight"] = (1 + NORM_SPREAD * _normal(spec, name, (size,))).bfloat16()
+def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":
+    """What the model has for a tensor, from random numbers N(0, 1) of its shape.
 
-    vocab = vocab_size()
-    embedding = _normal(spec, "model.embed_tokens", (vocab, spec.hidden)) * GAINS["embed_tokens"]
-    weights["model.embed_tokens.weight"] = embedding.bfloat16()
-    norm("model.norm", spec.hidden)
-    linear("lm_head", vocab, spec.hidden)
+    Returns:
+        bfloat16 (the router's correction bias float32, as in the models).
+    """
+    gain = GAINS.get(tensor.name.rsplit(".", 1)[-1], 1.0)
+    if tensor.kind == "linear":
+        return (normal * (gain / math.sqrt(tensor.shape[1]))).bfloat16()
+    if tensor.kind == "norm":
+        return (gain * (1 + NORM_SPREAD * normal)).bfloat16()
+    if tensor.kind == "embedding":
+        return (normal * gain).bfloat16()
+    if tensor.kind == "bias":
+        return (normal * BIAS_STD).bfloat16()
+    # Through bfloat16, because one of the engine's two TRT-LLM paths keeps it so: both must route alike.
+    return (normal * CORRECTION_BIAS_STD).bfloat16().float()
+
+
+def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
+    """The model before quantization, by its family's checkpoint names.
+
+    Returns:
+        Tensors on the CPU, as ``scaled`` returns them.
+    """
+    weights = {}
+    for tensor in tensors(spec, vocab_size()):
+        stream = tensor.key if tensor.kind == "bias" else tensor.name
+        weights[tensor.key] = scaled(tensor, _normal(spec, stream, tensor.shape))
     # A row of zeros makes a logit of exactly 0, which the best of several hundred always beats: the model never says
     # what cannot be printed, and reports stay legible.
     weights["lm_head.weight"][_unprintable_ids()] = 0
-
-    for layer in range(spec.layers + spec.nextn):
-        prefix = f"model.layers.{layer}"
-        norm(f"{prefix}.input_layernorm", spec.hidden)
-        norm(f"{prefix}.post_attention_layernorm", spec.hidden)
-        norm(f"{prefix}.self_attn.q_a_layernorm", Q_LORA_RANK)
-        norm(f"{prefix}.self_attn.kv_a_layernorm", KV_LORA_RANK)
-        for name, shape in _linear_shapes(spec, layer).items():
-            linear(f"{prefix}.{name}", *shape)
-        if layer >= spec.dense_layers:
-            name = f"{prefix}.mlp.gate.e_score_correction_bias"
-            # Through bfloat16, because one of the engine's two TRT-LLM paths keeps it so: both must route alike.
-            weights[name] = (CORRECTION_BIAS_STD * _normal(spec, name, (spec.experts,))).bfloat16().float()
-    if spec.nextn:
-        prefix = f"model.layers.{spec.layers}"
-        norm(f"{prefix}.enorm", spec.hidden)
-        norm(f"{prefix}.hnorm", spec.hidden)
-        linear(f"{prefix}.eh_proj", spec.hidden, 2 * spec.hidden)
-        norm(f"{prefix}.shared_head.norm", spec.hidden)
-        # The embedding and the head of the NextN layer are the main model's; the engine shares them.
     return weights
 
 
@@ -329,8 +292,8 @@ def _input_scale(activations: "torch.Tensor") -> "torch.Tensor":
 
 def _quantize_expert(
     gate: "torch.Tensor", up: "torch.Tensor", down: "torch.Tensor", tokens: "torch.Tensor"
-) -> "dict[str, torch.Tensor]":
-    """ModelOpt's four tensors for each projection of one expert.
+) -> "tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]":
+    """ModelOpt's four tensors for each projection of one expert: gate, up, down.
 
     Args:
         gate, up: bfloat16 [intermediate, hidden].
@@ -344,18 +307,23 @@ def _quantize_expert(
     # One GEMM computes gate and up together, so they must share their scale.
     gate_up_scale = global_scale_for(torch.cat((gate, up)))
     intermediate = torch.nn.functional.silu(tokens @ gate.float().T) * (tokens @ up.float().T)
-    tensors = {}
-    for name, weight, scale, activations in (
-        ("gate_proj", gate, gate_up_scale, tokens),
-        ("up_proj", up, gate_up_scale, tokens),
-        ("down_proj", down, global_scale_for(down), intermediate),
-    ):
+
+    def quantized(
+        weight: "torch.Tensor", scale: "torch.Tensor", activations: "torch.Tensor"
+    ) -> "dict[str, torch.Tensor]":
         packed, block_scale = quantize(weight, scale)
-        tensors[f"{name}.weight"] = packed
-        tensors[f"{name}.weight_scale"] = block_scale
-        tensors[f"{name}.weight_scale_2"] = (1 / scale).reshape(())
-        tensors[f"{name}.input_scale"] = _input_scale(activations)
-    return tensors
+        return {
+            "weight": packed,
+            "weight_scale": block_scale,
+            "weight_scale_2": (1 / scale).reshape(()),
+            "input_scale": _input_scale(activations),
+        }
+
+    return (
+        quantized(gate, gate_up_scale, tokens),
+        quantized(up, gate_up_scale, tokens),
+        quantized(down, global_scale_for(down), intermediate),
+    )
 
 
 def quantize_experts(
@@ -370,24 +338,26 @@ def quantize_experts(
     quantized = dict(weights)
     for layer in range(spec.dense_layers, spec.layers):
         for expert in range(spec.experts):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            gate, up, down = (quantized.pop(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
-            for name, tensor in _quantize_expert(gate, up, down, seen(layer, expert)).items():
-                quantized[f"{prefix}.{name}"] = tensor
+            names = [f"{expert_prefix(spec, layer, expert)}.{name}" for name in FAMILIES[spec.family].projections]
+            gate, up, down = (quantized.pop(f"{name}.weight") for name in names)
+            for name, parts in zip(names, _quantize_expert(gate, up, down, seen(layer, expert)), strict=True):
+                quantized |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     return quantized
 
 
-def checkpoint_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
-    """The model as model.safetensors stores it: ``original_weights`` with the routed experts in ModelOpt NVFP4.
+def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> "dict[str, torch.Tensor]":
+    """The model as model.safetensors stores it: ``original_weights``, if ``quantized`` with ModelOpt NVFP4 experts.
 
     Returns:
-        CPU tensors by name. Each projection ``model.layers.N.mlp.experts.E.{gate,up,down}_proj`` of [rows, K] has
-        ``.weight`` uint8 [rows, K/2], ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and
-        ``.input_scale``, float32 scalars.
+        CPU tensors by name. Each projection of a routed expert, [rows, K], then has ``.weight`` uint8 [rows, K/2],
+        ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and ``.input_scale``, float32 scalars.
     """
+    weights = original_weights(spec)
+    if not quantized:
+        return weights
     # What an RMSNorm puts out is close to a normal distribution with standard deviation one; the margin does the rest.
     tokens = _normal(spec, "calibration", (CALIBRATION_TOKENS, spec.hidden))
-    return quantize_experts(spec, original_weights(spec), lambda layer, expert: tokens)
+    return quantize_experts(spec, weights, lambda layer, expert: tokens)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
@@ -503,20 +473,21 @@ def _check_replaceable(directory: Path) -> None:
         )
 
 
-def make_model(directory: Path, spec: ModelSpec) -> None:
-    """Write a checkpoint of random weights that the stock engine loads with ``--quantization modelopt_fp4``.
+def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> None:
+    """Write a checkpoint of random weights that the stock engine loads (``--quantization modelopt_fp4`` if quantized).
 
     The directory appears complete or not at all. The same spec gives the same bytes.
 
     Args:
         directory: created if need be, with its parents; replaced if an earlier call wrote it.
         spec: the sizes and the seed.
+        quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
 
     Raises:
         FileExistsError: the directory holds anything else. Nothing is changed then.
     """
     _check_replaceable(Path(directory).resolve())
-    write_checkpoint(directory, spec, checkpoint_weights(spec))
+    write_checkpoint(directory, spec, checkpoint_weights(spec, quantized), quantized=quantized)
 
 
 def write_checkpoint(
@@ -525,8 +496,7 @@ def write_checkpoint(
     """Write given weights as a checkpoint, as ``make_model`` does its own.
 
     Args:
-        weights: by DeepSeek-V3's checkpoint names, as ``checkpoint_weights`` returns them; if not ``quantized``, as
-            ``original_weights`` does.
+        weights: by the family's checkpoint names, as ``checkpoint_weights`` returns them.
     """
     from safetensors.torch import save_file
 

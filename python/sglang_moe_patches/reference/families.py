@@ -1,0 +1,282 @@
+"""The model families that tiny checkpoints are written of: what config.json says, and which tensors there are.
+
+A family is data: its names in config.json, its names in the checkpoint, and the parts that it has. They are those of
+DeepSeek-V3, Qwen3-235B-A22B, GLM-4.5 and MiniMax-M2, as the engine's model classes read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from sglang_moe_patches.reference.model import ModelSpec
+
+# Attention sizes that the engine is known to work with; not worth an option each.
+KV_LORA_RANK = 512
+QK_ROPE_HEAD_DIM = 64
+QK_NOPE_HEAD_DIM = 128
+V_HEAD_DIM = 128
+HEAD_DIM = 128
+"""Of the families without multi-head latent attention."""
+
+ROUTED_SCALING_FACTOR = 2.5
+
+Kind = Literal["linear", "norm", "embedding", "bias", "correction bias"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint before quantization.
+
+    :param name: as the checkpoint has it, without ``.weight`` or ``.bias`` for a layer's.
+    :param shape: a linear layer's is [out_features, in_features].
+    :param expert: it is a projection of one of the main model's routed experts, which quantization makes NVFP4.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    expert: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name with its suffix."""
+        return self.name + {"bias": ".bias", "correction bias": ""}.get(self.kind, ".weight")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model family has.
+
+    :param architecture: the engine's class.
+    :param config: config.json's keys, besides those that every family has.
+    :param attention: the tensors of a layer's attention, by their names below ``self_attn.``.
+    :param moe: the name of a layer's MoE block.
+    :param correction_bias: the name of the router's bias in it; ``None``: it has none.
+    :param projections: the names of an expert's gate, up and down projection.
+    :param dense_layers: how many dense layers come first unless a spec says otherwise; ``None``: it can have none.
+    :param shared_experts: the same for shared experts.
+    :param nextn: whether a NextN layer can be written.
+    """
+
+    architecture: str
+    model_type: str
+    config: Callable[[ModelSpec], dict[str, Any]]
+    attention: Callable[[ModelSpec], Iterator[Tensor]]
+    moe: str = "mlp"
+    correction_bias: str | None = "gate.e_score_correction_bias"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    dense_layers: int | None = None
+    shared_experts: int | None = None
+    nextn: bool = False
+    latent_attention: bool = False
+
+
+def _latent_attention(spec: ModelSpec) -> Iterator[Tensor]:
+    hidden, heads, q_lora_rank = spec.hidden, spec.heads, spec.q_lora_rank
+    yield Tensor("q_a_proj", (q_lora_rank, hidden), "linear")
+    yield Tensor("q_a_layernorm", (q_lora_rank,), "norm")
+    yield Tensor("q_b_proj", (heads * (QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM), q_lora_rank), "linear")
+    yield Tensor("kv_a_proj_with_mqa", (KV_LORA_RANK + QK_ROPE_HEAD_DIM, hidden), "linear")
+    yield Tensor("kv_a_layernorm", (KV_LORA_RANK,), "norm")
+    yield Tensor("kv_b_proj", (heads * (QK_NOPE_HEAD_DIM + V_HEAD_DIM), KV_LORA_RANK), "linear")
+    yield Tensor("o_proj", (hidden, heads * V_HEAD_DIM), "linear")
+
+
+def _grouped_attention(*, bias: bool = False, norm_of_all_heads: bool = False) -> Callable[..., Iterator[Tensor]]:
+    """Grouped-query attention with normalised queries and keys.
+
+    :param bias: on queries, keys and values.
+    :param norm_of_all_heads: one norm over all heads of a token, where the others have one for each head.
+    """
+
+    def tensors(spec: ModelSpec) -> Iterator[Tensor]:
+        heads = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+        for name, count in heads.items():
+            yield Tensor(f"{name}_proj", (count * HEAD_DIM, spec.hidden), "linear")
+            if bias:
+                yield Tensor(f"{name}_proj", (count * HEAD_DIM,), "bias")
+            if name != "v":
+                yield Tensor(f"{name}_norm", ((count if norm_of_all_heads else 1) * HEAD_DIM,), "norm")
+        yield Tensor("o_proj", (spec.hidden, spec.heads * HEAD_DIM), "linear")
+
+    return tensors
+
+
+def _deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
+    n_group, topk_group = spec.expert_groups
+    return {
+        "intermediate_size": spec.intermediate,
+        "num_nextn_predict_layers": int(spec.nextn),
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": spec.max_position // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "attention_bias": False,
+        "q_lora_rank": spec.q_lora_rank,
+        "kv_lora_rank": KV_LORA_RANK,
+        "qk_nope_head_dim": QK_NOPE_HEAD_DIM,
+        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "v_head_dim": V_HEAD_DIM,
+        "first_k_dense_replace": spec.dense_layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": spec.moe_intermediate,
+        "n_routed_experts": spec.experts,
+        "n_shared_experts": spec.shared_experts,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": ROUTED_SCALING_FACTOR,
+    }
+
+
+def _qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "intermediate_size": spec.intermediate,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "head_dim": HEAD_DIM,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": spec.moe_intermediate,
+        "num_experts": spec.experts,
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
+    }
+
+
+def _glm4_moe(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "intermediate_size": spec.intermediate,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "head_dim": HEAD_DIM,
+        "use_qk_norm": True,
+        "first_k_dense_replace": spec.dense_layers,
+        "moe_intermediate_size": spec.moe_intermediate,
+        "n_routed_experts": spec.experts,
+        "n_shared_experts": spec.shared_experts,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": ROUTED_SCALING_FACTOR,
+    }
+
+
+def _minimax_m2(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "intermediate_size": spec.moe_intermediate,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "head_dim": HEAD_DIM,
+        "rotary_dim": HEAD_DIM // 2,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "num_local_experts": spec.experts,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "num_mtp_modules": 0,
+        "attn_type_list": [1] * spec.layers,
+    }
+
+
+FAMILIES = {
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _deepseek_v3,
+        _latent_attention,
+        dense_layers=1,
+        shared_experts=1,
+        nextn=True,
+        latent_attention=True,
+    ),
+    "qwen3-moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _grouped_attention(), correction_bias=None),
+    "glm4-moe": Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        _glm4_moe,
+        _grouped_attention(bias=True),
+        dense_layers=1,
+        shared_experts=1,
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        _minimax_m2,
+        _grouped_attention(norm_of_all_heads=True),
+        moe="block_sparse_moe",
+        correction_bias="e_score_correction_bias",
+        projections=("w1", "w3", "w2"),
+    ),
+}
+
+
+def expert_prefix(spec: ModelSpec, layer: int, expert: int) -> str:
+    """What the names of a routed expert's tensors begin with."""
+    return f"model.layers.{layer}.{FAMILIES[spec.family].moe}.experts.{expert}"
+
+
+def tensors(spec: ModelSpec, vocabulary: int) -> Iterator[Tensor]:
+    """Every tensor of the model before quantization.
+
+    :param vocabulary: tokens.
+    """
+    family = FAMILIES[spec.family]
+    hidden = spec.hidden
+
+    def mlp(
+        prefix: str,
+        intermediate: int,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        expert: bool = False,
+    ) -> Iterator[Tensor]:
+        shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+        for name, shape in zip(names, shapes, strict=True):
+            yield Tensor(f"{prefix}.{name}", shape, "linear", expert)
+
+    yield Tensor("model.embed_tokens", (vocabulary, hidden), "embedding")
+    yield Tensor("model.norm", (hidden,), "norm")
+    yield Tensor("lm_head", (vocabulary, hidden), "linear")
+    for layer in range(spec.layers + spec.nextn):
+        prefix = f"model.layers.{layer}"
+        yield Tensor(f"{prefix}.input_layernorm", (hidden,), "norm")
+        yield Tensor(f"{prefix}.post_attention_layernorm", (hidden,), "norm")
+        for tensor in family.attention(spec):
+            yield Tensor(f"{prefix}.self_attn.{tensor.name}", tensor.shape, tensor.kind)
+        if layer < spec.dense_layers:
+            yield from mlp(f"{prefix}.mlp", spec.intermediate)
+            continue
+        moe = f"{prefix}.{family.moe}"
+        yield Tensor(f"{moe}.gate", (spec.experts, hidden), "linear")
+        if family.correction_bias:
+            yield Tensor(f"{moe}.{family.correction_bias}", (spec.experts,), "correction bias")
+        for expert in range(spec.experts):
+            prefix_of_expert = expert_prefix(spec, layer, expert)
+            yield from mlp(prefix_of_expert, spec.moe_intermediate, family.projections, expert=layer < spec.layers)
+        if spec.shared_experts:
+            yield from mlp(f"{moe}.shared_experts", spec.shared_experts * spec.moe_intermediate)
+    if spec.nextn:
+        prefix = f"model.layers.{spec.layers}"
+        yield Tensor(f"{prefix}.enorm", (hidden,), "norm")
+        yield Tensor(f"{prefix}.hnorm", (hidden,), "norm")
+        yield Tensor(f"{prefix}.eh_proj", (hidden, 2 * hidden), "linear")
+        yield Tensor(f"{prefix}.shared_head.norm", (hidden,), "norm")
+        # The embedding and the head of the NextN layer are the main model's; the engine shares them.
