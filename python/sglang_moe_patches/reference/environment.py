@@ -176,7 +176,10 @@ def install() -> None:
         wrapt.register_post_import_hook(
             _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
         )
-        wrapt.register_post_import_hook(_scale_routed_experts_once, "sglang.srt.models.deepseek_v2")
+        for model, block in {"deepseek_v2": "DeepseekV2MoE", "glm4_moe": "Glm4MoeSparseMoeBlock"}.items():
+            scale_once = functools.partial(_scale_routed_experts_once, block)
+            wrapt.register_post_import_hook(scale_once, f"sglang.srt.models.{model}")
+        wrapt.register_post_import_hook(_norm_all_heads, "sglang.srt.models.minimax_m2")
         wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
         wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
         if util.find_spec("cutlass"):
@@ -249,8 +252,8 @@ def _with_buffers(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     cutedsl.ON_ONE_STREAM[cutedsl.INIT](original, self, *args, **{**kwargs, "use_cuda_graph": True})
 
 
-def _scale_routed_experts_once(module: Any) -> None:
-    original = module.DeepseekV2MoE.__init__
+def _scale_routed_experts_once(block: str, module: Any) -> None:
+    original = getattr(module, block).__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -259,7 +262,28 @@ def _scale_routed_experts_once(module: Any) -> None:
         if self.experts.should_fuse_routed_scaling_factor_in_topk:
             self.routed_scaling_factor = 1.0
 
-    module.DeepseekV2MoE.__init__ = __init__
+    getattr(module, block).__init__ = __init__
+
+
+def _norm_all_heads(module: Any) -> None:
+    """MiniMax-M2's norm over all heads of a token, which the engine has in Triton alone: the same in PyTorch."""
+    import torch
+
+    def rms_sumsq_serial(x1: Any, x2: Any) -> Any:
+        return torch.cat([x.float().pow(2).sum(-1) for x in (x1, x2)])
+
+    def rms_apply_serial(
+        x1: Any, x2: Any, w1: Any, w2: Any, sum_sq: Any, tp_world: int = 1, eps: float = 1e-5
+    ) -> tuple[Any, Any]:
+        def norm(x: Any, weight: Any, squares: Any) -> Any:
+            scale = torch.rsqrt(squares / x.shape[-1] / tp_world + eps)
+            return (x.float() * scale[:, None] * weight.float()).to(x.dtype)
+
+        tokens = x1.shape[0]
+        return norm(x1, w1, sum_sq[:tokens]), norm(x2, w2, sum_sq[tokens:])
+
+    module.rms_sumsq_serial = rms_sumsq_serial
+    module.rms_apply_serial = rms_apply_serial
 
 
 def _register_attention_path(module: Any) -> None:
