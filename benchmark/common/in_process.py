@@ -26,6 +26,8 @@ def bench_module() -> Any:
 class InProcess:
     """One model runner, whose model can be exchanged for another one with as many layers.
 
+    The other model may be of another family: it gets a KV cache of its own where the runner's is of another kind.
+
     :param checkpoint: a folder written by ``make-model``.
     """
 
@@ -53,6 +55,7 @@ class InProcess:
         ports = PortArgs.init_new(self.server_args)
         benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, 0, 0)
         self.runner = benchmarked.torch_runner
+        self._caches = {self._cached(self.runner.model.config): self.runner.token_to_kv_pool}
 
     def _publish(self) -> None:
         """What the engine's processes do with the server's arguments before they load a model."""
@@ -152,7 +155,38 @@ class InProcess:
         _, logits, _ = self.bench.extend(requests, self.runner)
         return logits
 
+    @staticmethod
+    def _cached(config: Any) -> tuple[int, int]:
+        """Heads of keys and values, and their size; heads are 0 where the cache holds latents (MLA)."""
+        if hasattr(config, "kv_lora_rank"):
+            return 0, config.kv_lora_rank
+        return config.num_key_value_heads, config.head_dim
+
+    def _cache(self, config: Any) -> Any:
+        """The KV cache for a model, as the engine makes it."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        heads, size = kind = self._cached(config)
+        if kind not in self._caches:
+            if not heads:
+                raise ValueError("start InProcess with a model with latent attention to exchange it for another one")
+            own = self.runner.token_to_kv_pool
+            self._caches[kind] = MHATokenToKVPool(
+                own.size,
+                page_size=own.page_size,
+                dtype=own.dtype,
+                head_num=heads,
+                head_dim=size,
+                layer_num=config.num_hidden_layers,
+                device=own.device,
+                enable_memory_saver=False,
+            )
+        return self._caches[kind]
+
     def _use(self, model: Any) -> None:
         self.runner.model = model
+        self.runner.token_to_kv_pool = cache = self._cache(model.config)
+        if hasattr(self.runner.attn_backend, "token_to_kv_pool"):  # from 0.5.13 on
+            self.runner.attn_backend.token_to_kv_pool = cache
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()
