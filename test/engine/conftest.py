@@ -37,16 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a tiny checkpoint, once for each set of options."""
+    """Writes a tiny checkpoint, once for each set of options: a ``ModelSpec``'s, and ``quantized``."""
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
     made: dict[tuple, Path] = {}
 
-    def make(**options: Any) -> Path:
-        key = tuple(sorted(options.items()))
+    def make(*, quantized: bool = True, **options: Any) -> Path:
+        key = (quantized, *sorted(options.items()))
         if key not in made:
             made[key] = tmp_path_factory.mktemp("models") / "tiny"
-            make_model(made[key], ModelSpec(**options))
+            make_model(made[key], ModelSpec(**options), quantized=quantized)
         return made[key]
 
     return make

@@ -307,10 +307,20 @@ def test_urls_where_nothing_answers(data):
     refused(result, url, "no SGLang server answers")
 
 
-@pytest.mark.parametrize(("option", "value"), [("--hidden", "100"), ("--top-k", "9"), ("--dense-layers", "5")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--hidden", "100"), ("--top-k", "9"), ("--dense-layers", "5"), ("--family", "gpt")]
+)
 def test_make_model_names_the_bad_value(tmp_path, option, value):
     refused(run("make-model", str(tmp_path / "m"), option, value), "make-model")
     assert not (tmp_path / "m").exists()
+
+
+def test_make_model_writes_the_family_that_is_named(tmp_path):
+    options = ["--family", "qwen3-moe", "--layers", "1", "--experts", "2", "--bf16"]
+    assert run("make-model", str(tmp_path / "m"), *options).exit_code == 0
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert "quantization_config" not in config
 
 
 def test_make_model_does_not_overwrite(tmp_path):

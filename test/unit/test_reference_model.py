@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sglang_moe_patches.reference import model
+from sglang_moe_patches.reference.families import FAMILIES
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 from sglang_moe_patches.reference.nvfp4 import dequantize
 
@@ -138,6 +140,90 @@ def test_names_shapes_and_dtypes(spec, changes):
     assert found == expected_tensors(spec)
 
 
+QWEN3_MOE = {
+    "self_attn.q_proj.weight": (512, 256),
+    "self_attn.k_proj.weight": (256, 256),
+    "self_attn.v_proj.weight": (256, 256),
+    "self_attn.o_proj.weight": (256, 512),
+    "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,),
+    "input_layernorm.weight": (256,),
+    "post_attention_layernorm.weight": (256,),
+    "mlp.gate.weight": (8, 256),
+    "mlp.experts.7.gate_proj.weight": (128, 128),
+    "mlp.experts.7.up_proj.weight": (128, 128),
+    "mlp.experts.7.down_proj.weight": (256, 64),
+}
+GLM4_MOE = QWEN3_MOE | {
+    "self_attn.q_proj.bias": (512,),
+    "self_attn.k_proj.bias": (256,),
+    "self_attn.v_proj.bias": (256,),
+    "mlp.gate.e_score_correction_bias": (8,),
+    "mlp.shared_experts.gate_proj.weight": (128, 256),
+    "mlp.shared_experts.up_proj.weight": (128, 256),
+    "mlp.shared_experts.down_proj.weight": (256, 128),
+}
+MINIMAX_M2 = {name: shape for name, shape in QWEN3_MOE.items() if not name.startswith("mlp.")} | {
+    "self_attn.q_norm.weight": (512,),
+    "self_attn.k_norm.weight": (256,),
+    "block_sparse_moe.gate.weight": (8, 256),
+    "block_sparse_moe.e_score_correction_bias": (8,),
+    "block_sparse_moe.experts.7.w1.weight": (128, 128),
+    "block_sparse_moe.experts.7.w2.weight": (256, 64),
+    "block_sparse_moe.experts.7.w3.weight": (128, 128),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"), [("qwen3-moe", QWEN3_MOE), ("glm4-moe", GLM4_MOE), ("minimax-m2", MINIMAX_M2)]
+)
+def test_other_families_have_their_own_names(family, layer):
+    """One MoE layer and one expert of it, by the names in the models' public checkpoints; packed FP4 has half as many
+    columns."""
+    weights = model.checkpoint_weights(ModelSpec(family=family))
+    below = {
+        name.removeprefix("model.layers.3."): t for name, t in weights.items() if name.startswith("model.layers.3.")
+    }
+    shapes = {name: tuple(t.shape) for name, t in below.items() if not re.search(r"\.experts\.[0-6]\.|scale", name)}
+    assert shapes == layer
+    scaled = {name.removesuffix(".input_scale") for name in below if name.endswith(".input_scale")}
+    assert scaled == {name.removesuffix(".weight") for name in below if re.search(r"experts\.\d+\..*weight$", name)}
+    first_layer_is_dense = "model.layers.0.mlp.gate_proj.weight" in weights
+    assert first_layer_is_dense == (family == "glm4-moe")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_knows_every_family(tmp_path, family):
+    from transformers import AutoConfig
+
+    spec = ModelSpec(family=family, layers=2, experts=16, top_k=3)
+    make_model(tmp_path / "tiny", spec)
+    config = AutoConfig.from_pretrained(tmp_path / "tiny")
+    assert type(config).model_type == FAMILIES[family].model_type
+    own = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    assert config.architectures == [FAMILIES[family].architecture]
+    experts = {"qwen3-moe": "num_experts", "minimax-m2": "num_local_experts"}.get(family, "n_routed_experts")
+    assert (config.num_experts_per_tok, getattr(config, experts), own[experts]) == (3, 16, 16)
+    assert config.rope_parameters["rope_theta"] == own["rope_theta"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unquantized_is_the_model_before_quantization(tmp_path, family):
+    spec = ModelSpec(family=family, layers=1)
+    make_model(tmp_path / "tiny", spec, quantized=False)
+    written = load_file(tmp_path / "tiny" / "model.safetensors")
+    expected = model.original_weights(spec)
+    assert set(written) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
+    assert "quantization_config" not in json.loads((tmp_path / "tiny" / "config.json").read_text())
+
+
+def test_biases_are_not_their_weights():
+    weights = model.original_weights(ModelSpec(family="glm4-moe", layers=1))
+    bias, weight = (weights[f"model.layers.0.self_attn.q_proj.{part}"].float() for part in ("bias", "weight"))
+    assert abs(torch.corrcoef(torch.stack((bias, weight.flatten()[: len(bias)])))[0, 1]) < 0.2
+
+
 def test_experts_stand_for_the_original_weights(spec, weights):
     original = model.original_weights(spec)
     names = [name.removesuffix(".weight_scale_2") for name in weights if name.endswith(".weight_scale_2")]
@@ -237,6 +323,14 @@ def test_same_seed_same_bytes(tmp_path, directory, spec):
         ({"layers": 2.0}, "layers", "an integer"),
         ({"seed": True}, "seed", "an integer"),
         ({"nextn": 1}, "nextn", "true or false"),
+        ({"family": "gpt"}, "family", "one of deepseek-v3, qwen3-moe, glm4-moe, minimax-m2"),
+        ({"family": "qwen3-moe", "dense_layers": 1}, "dense_layers", "0 for qwen3-moe"),
+        ({"family": "minimax-m2", "shared_experts": 1}, "shared_experts", "0 for minimax-m2"),
+        ({"family": "glm4-moe", "nextn": True}, "nextn", "false for glm4-moe"),
+        ({"family": "glm4-moe", "kv_heads": 3}, "kv_heads", "a divisor of heads (4)"),
+        ({"kv_heads": 2}, "kv_heads", "heads (4) for deepseek-v3"),
+        ({"intermediate": 100}, "intermediate", "multiple of 128"),
+        ({"q_lora_rank": 0}, "q_lora_rank", "at least 1"),
     ],
 )
 def test_bad_specs_are_refused(changes, field, rule):
