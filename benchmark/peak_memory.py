@@ -2,14 +2,19 @@
 
     python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
     python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
+    python benchmark/peak_memory.py --runner triton --shard 4          # BF16, one rank's share of four on one GPU
+    python benchmark/peak_memory.py --runner marlin --shard 4 --model qwen3-235b
     python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
 
-Two real servers, a few layers of the model's own widths with random NVFP4 weights, and the reference kernels. Both are
-asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result (each
-server is asked twice: answers that a server itself does not repeat are named in that case). The second
+Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
+computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 and marlin AWQ (4 bits), on the
+engine's own kernels. What each server should need is written down first, from the sizes (common/prediction.py).
+
+Both are asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result
+(each server is asked twice: answers that a server itself does not repeat are named in that case). The second
 forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off workspaces), and
 of the second one the allocator's history is recorded. Figures are those of one rank, bytes beyond what was allocated
-before the forward. --workspace-mb stands for the memory that the vendor's MoE kernel takes while it runs.
+before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes while it runs.
 """
 
 from __future__ import annotations
@@ -22,17 +27,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, servers, timing, weights
+from common import machine, output, prediction, servers, timing, weights
+from common.shapes import MODELS, Layout
+from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression import observe
 
 MB = 1e6
 PROMPTS = 4
 #: Points of the line of one forward that a result keeps.
 LINE_POINTS = 150
+#: The engine's files whose line says for which part of the model something was allocated.
+MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", "minimax_m2.py")
 
 
-def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    served = weights.Served(weights.SERVABLE[options.model], options.dense_layers, options.moe_layers)
+def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
+    """What stock and patched should need, by the sizes alone."""
+    fusion = "--disable-shared-experts-fusion" not in options.server_arguments and environment.has_gpu()
+    model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
+    rank = model.per_rank(Layout(tp=options.tp))
+    found = {}
+    for name in servers.SERVERS:
+        made = prediction.predicted(
+            model,
+            rank,
+            served.runner,
+            options.tokens,
+            patched=name == "patched",
+            workspace=options.workspace_mb * 2**20,
+        )
+        found[name] = asdict(made) | {"live_at_kernel_bytes": made.live, "peak_forward_bytes": made.peak}
+    return found
+
+
+def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> dict[str, Any]:
+    predicted = expected(served, options)
+    print(prediction_table(predicted), flush=True)
     symmetric = ["--enable-symm-mem"] if options.symm_mem else []
     setup = servers.Setup(
         served,
@@ -65,6 +94,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {
         "model": options.model,
         "served": asdict(served),
+        "shard": options.shard,
+        "predicted": predicted,
         "tp": options.tp,
         "tokens": options.tokens,
         "symm_mem": options.symm_mem,
@@ -91,9 +122,9 @@ def shortened(figures: dict[str, Any] | None) -> dict[str, Any]:
     if history := figures.pop("history", None):
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
         values = [value for _, value in history["line"]]
-        # Of equal moments the last.
-        busiest = max(reversed(history["alive"]), key=lambda moment: moment["bytes"])
-        figures |= {"line": thinned(values), "at_kernel": busiest, "at_peak": history["at_peak"]}
+        figures |= {"line": thinned(values), "at_peak": history["at_peak"]}
+        if history["alive"]:  # of equal moments the last
+            figures["at_kernel"] = max(reversed(history["alive"]), key=lambda moment: moment["bytes"])
     return figures
 
 
@@ -110,7 +141,7 @@ def by_code(blocks: list[dict[str, Any]], least: float = 0.05 * MB) -> list[tupl
     """(bytes, blocks, code) by the innermost line of engine code, largest first; small ones together."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0])
     for block in blocks:
-        model_line = next((c for c in block["code"] if c.startswith("deepseek_v2.py")), "")
+        model_line = next((c for c in block["code"] if c.startswith(MODEL_FILES)), "")
         code = block["code"][0] if block["code"] else "outside the engine"
         if model_line and model_line != code:
             code += f" <- {model_line}"
@@ -137,6 +168,17 @@ def difference(found: dict[str, Any], key: str) -> str:
     return f"{less:+,.1f}" if less else "0.0"
 
 
+def prediction_table(predicted: dict[str, Any]) -> str:
+    """What each server should need, part by part."""
+    stock, patched = (predicted[name] for name in servers.SERVERS)
+    rows = [(text, *(in_mb(one["parts"][part]) for one in (stock, patched))) for part, text in prediction.PARTS.items()]
+    sums = [f"**{in_mb(one['peak_forward_bytes'])}**" for one in (stock, patched)]
+    hidden = f"{stock['hidden_tensors']} and {patched['hidden_tensors']} hidden-size tensors"
+    return f"Predicted, with {hidden}:\n\n" + output.table(
+        ("MB, in a MoE layer, one rank", "stock", "patched"), [*rows, ("**sum**", *sums)]
+    )
+
+
 def tables(result: output.Result) -> str:
     found = result["figures"]
     memory = [found["memory"][name] for name in servers.SERVERS]
@@ -147,20 +189,24 @@ def tables(result: output.Result) -> str:
         ("peak of the forward", "peak_forward_bytes"),
     ):
         stock, patched = (figures[key] for figures in memory)
-        rows.append((title, in_mb(stock), in_mb(patched), difference(found, key)))
+        predicted = [in_mb(found["predicted"][name][key]) for name in servers.SERVERS]
+        rows.append((title, predicted[0], in_mb(stock), predicted[1], in_mb(patched), difference(found, key)))
+    header = ("MB, one rank", "stock: predicted", "measured", "patched: predicted", "measured", "difference")
     parts = [
+        prediction_table(found["predicted"]),
         f"{found['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
-        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), TP={found['tp']}, "
+        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), {served['runner']}, TP={found['tp']}"
+        f"{' with the shares of TP=' + str(found['shard']) if found['shard'] > 1 else ''}, "
         f"{found['tokens']:,} tokens, kernel workspace {found['workspace_mb']} MiB"
         f"{', --enable-symm-mem' if found['symm_mem'] else ''}. Answers equal: "
         f"{found['prompts'] - len(found['differing']['patched'])} of {found['prompts']}.\n",
-        output.table(("MB, one rank", "stock", "patched", "difference"), rows),
+        output.table(header, rows),
     ]
     if memory[0]["peak_forward_bytes"]:
         parts.append(gained(result) + "\n")
-    if "at_kernel" in memory[0]:
-        parts.append("Alive when the routed kernel starts:\n\n" + alive(result, "at_kernel"))
-        parts.append("Alive at the peak:\n\n" + alive(result, "at_peak"))
+    for moment, title in {"at_kernel": "when the routed kernel starts", "at_peak": "at the peak"}.items():
+        if all(moment in figures for figures in memory):
+            parts.append(f"Alive {title}:\n\n{alive(result, moment)}")
     return "\n".join(parts)
 
 
@@ -177,6 +223,23 @@ def summary(results: list[output.Result]) -> str:
         rows.append((found["model"], result["conditions"]["engine"], symmetric, str(found["tp"]), *cells))
     header = ("widths", "SGLang", "`--enable-symm-mem`", "TP", "live when the routed kernel starts: stock", "patched")
     return output.table((*header, "difference", "peak of the forward: stock", "patched", "difference"), rows, left=3)
+
+
+def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:
+    """What has a prediction and waits to be measured: a row a model and runner."""
+    rows = []
+    for name in ("kimi-k2.5", "deepseek-v3", "glm-4.5", "qwen3-235b", "minimax-m2"):
+        for runner in weights.RUNNERS:
+            model = prediction.as_the_engine_runs(MODELS[name], runner)
+            rank = model.per_rank(Layout(tp=tp))
+            both = [
+                prediction.predicted(model, rank, runner, tokens, patched=patched, workspace=workspace_mb * 2**20)
+                for patched in (False, True)
+            ]
+            figures = [f"{value / MB:,.0f}" for value in (*(one.live for one in both), *(one.peak for one in both))]
+            rows.append((name, runner, *figures))
+    header = ("MB, widths", "runner", "live when the runner starts: stock", "patched", "peak of a MoE layer: stock")
+    return output.table((*header, "patched"), rows, left=2)
 
 
 def alive(result: output.Result, moment: str) -> str:
@@ -241,7 +304,11 @@ def parse() -> argparse.Namespace:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
+    parser.add_argument(
+        "--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed", help="default: %(default)s"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--shard", type=int, default=1, help="give each rank its share of so many times more ranks")
     parser.add_argument("--tokens", type=int, default=16384, help="prompt length, prefilled in one forward")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--dense-layers", type=int, default=1, help="default: %(default)s")
@@ -258,12 +325,20 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    if options.model != "tiny" or options.plot:
-        machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one")
+    if not options.model.startswith("tiny") or options.plot or options.runner == "marlin":
+        machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
+    try:
+        whole = weights.SERVABLE[options.model].shard(options.shard)
+        served = weights.Served(whole, options.dense_layers, options.moe_layers, options.runner)
+        weights.config(served)
+        whole.per_rank(Layout(tp=options.tp))
+    except ValueError as error:
+        print(f"peak_memory.py: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="peak-memory-") as folder:
         work = Path(folder) / "work"
         try:
-            found = measure(options, work)
+            found = measure(options, served, work)
         finally:
             output.keep_logs(options, work)
     result = output.result("peak_memory", found, {"engine": found["states"]["stock"]["version"]})

@@ -40,7 +40,7 @@ MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re
 class Section:
     """A marked place of the page.
 
-    :param results: names of files in ``benchmark/results/``.
+    :param results: names of files in ``benchmark/results/``; none where the tables are computed.
     :param tables: makes the tables from all of these results.
     """
 
@@ -70,6 +70,7 @@ SECTIONS = {
     "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "alive-at-the-kernel": one(PEAKS[0], lambda result: peak_memory.alive(result, "at_kernel")),
+    "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
     "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
@@ -100,6 +101,8 @@ def section(name: str) -> str:
     """
     names, tables = SECTIONS[name].results, SECTIONS[name].tables
     results = [output.load(result) for result in names]
+    if not results:
+        return f"\n{tables(results)}\n"
     commands = dict.fromkeys(command_lines(result["command"]) for result in results)
     files = ", ".join(f"[{result}.json](../benchmark/results/{result}.json)" for result in names)
     if len(names) > 2:

@@ -1,4 +1,4 @@
-"""Servers of real layer shapes for the benchmarks: stock and patched, with the same random NVFP4 weights."""
+"""Servers of real layer shapes for the benchmarks: stock and patched, with the same random weights."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "
 #: Neither CUDA graphs nor piecewise ones.
 EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 SERVERS = ("stock", "patched")
+RUNNER_ARGUMENTS = {
+    "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
+    "triton": ("--moe-runner-backend", "triton"),
+    # The engine finds the AWQ experts in config.json, and Marlin for them. The shared experts are not quantized: they
+    # cannot be routed ones.
+    "marlin": ("--disable-shared-experts-fusion",),
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class Setup:
     variables: tuple[tuple[str, str], ...] = ()
 
     def command(self) -> list[str]:
-        given = ["--model-path", str(self.work / "model"), "--quantization", "modelopt_fp4"]
-        given += ["--moe-runner-backend", "flashinfer_trtllm_routed", "--tp", str(self.tp), "--disable-radix-cache"]
+        given = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
+        given += ["--tp", str(self.tp), "--disable-radix-cache"]
         given += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
         given += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
         if environment.has_gpu():
@@ -74,6 +81,7 @@ class Setup:
         own |= environment.variables(own) | {
             SELECT_VARIABLE: "none" if name.startswith("stock") else "all",
             **dict(self.variables),
+            weights.RUNNER: self.served.runner,
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
             "PYTHONPATH": ":".join(paths),
             # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.

@@ -1,4 +1,4 @@
-"""Random NVFP4 weights of a model's own widths, for servers that a benchmark starts.
+"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16, with NVFP4 or AWQ experts.
 
 A checkpoint of a few layers of Kimi-K2.5 would be 10 GB a layer to write and read. So the folder holds the
 configuration and the tokenizer alone, and this module is also a plugin of the engine (``register``) that stands where
@@ -19,22 +19,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.reference import model
+from sglang_moe_patches.reference import families, model
 
-from common.shapes import MODELS, TINY, Model
+from common.shapes import MODELS, TINY_MODELS, Model
 
 VARIABLES_KEPT = "SGLANG_MOE_PATCHES_BENCHMARK_VARIABLES"
-#: The models that can be served so: DeepSeek's architecture.
-SERVABLE = {name: MODELS[name] for name in ("kimi-k2.5", "deepseek-v3")} | {"tiny": TINY}
+#: Of the servers, which runner they have.
+RUNNER = "SGLANG_MOE_PATCHES_BENCHMARK_RUNNER"
+#: The models that can be served so.
+SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
+#: The runners, and how the routed experts are quantized for them; None: not.
+RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "awq"}
+AWQ_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Served:
-    """A few layers of a model: what decides the activations' sizes is its own, but for the vocabulary."""
+    """A few layers of a model: what decides the activations' sizes is its own, but for the vocabulary.
+
+    :param dense_layers: none where the model has none.
+    :param runner: one of ``RUNNERS``.
+    """
 
     model: Model
     dense_layers: int = 1
     moe_layers: int = 3
+    runner: str = "flashinfer_trtllm_routed"
+
+    def __post_init__(self) -> None:
+        if not self.model.dense_layers:
+            object.__setattr__(self, "dense_layers", 0)
 
     @property
     def layers(self) -> int:
@@ -45,22 +59,35 @@ def config(served: Served) -> dict[str, Any]:
     """config.json of these layers."""
     whole = served.model
     spec = model.ModelSpec(
+        family=whole.family,
         layers=served.layers,
         dense_layers=served.dense_layers,
         experts=whole.experts,
         top_k=whole.top_k,
         hidden=whole.hidden,
         moe_intermediate=whole.moe_intermediate,
+        intermediate=whole.intermediate or model.OF_FAMILY,
         heads=whole.heads,
+        kv_heads=whole.kv_heads,
         shared_experts=whole.shared_experts,
+        q_lora_rank=whole.q_lora_rank or model.ModelSpec.q_lora_rank,
         max_position=65536,
     )
-    return model.config(spec) | {
-        "intermediate_size": whole.intermediate,
-        "q_lora_rank": whole.q_lora_rank,
-        "n_group": whole.groups[0],
-        "topk_group": whole.groups[1],
-    }
+    quantization = RUNNERS[served.runner]
+    values = model.config(spec, quantized=quantization == "nvfp4")
+    if "n_group" in values:
+        values |= {"n_group": whole.groups[0], "topk_group": whole.groups[1]}
+    if quantization == "awq":
+        dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
+        values["quantization_config"] = {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": AWQ_GROUP,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["self_attn", "shared_experts", "lm_head", *dense],
+        }
+    return values
 
 
 def write_model(folder: Path, served: Served) -> Path:
@@ -81,29 +108,14 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
     """Every tensor of the checkpoint that ``config.json`` describes, by name."""
     import torch
 
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    spec = model.ModelSpec(**c[model.MARKER])
+    quantization = c.get("quantization_config", {}).get("quant_method")
 
     def generator(name: str) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         return torch.Generator(device).manual_seed(seed)
 
-    def normal(name: str, *shape: int, gain: float, dtype: Any = torch.bfloat16) -> tuple[str, Any]:
-        return name, (torch.randn(shape, device=device, generator=generator(name)) * gain).to(dtype)
-
-    def linear(name: str, rows: int, columns: int) -> tuple[str, Any]:
-        gain = model.GAINS.get(name.rsplit(".", 1)[-1], 1.0)
-        return normal(f"{name}.weight", rows, columns, gain=gain / math.sqrt(columns))
-
-    def norm(name: str, size: int) -> tuple[str, Any]:
-        name, spread = normal(f"{name}.weight", size, gain=model.NORM_SPREAD)
-        return name, 1 + spread
-
-    def mlp(prefix: str, intermediate: int) -> Iterator[tuple[str, Any]]:
-        yield linear(f"{prefix}.gate_proj", intermediate, hidden)
-        yield linear(f"{prefix}.up_proj", intermediate, hidden)
-        yield linear(f"{prefix}.down_proj", hidden, intermediate)
-
-    def nvfp4(name: str, rows: int, columns: int, largest_input: float) -> Iterator[tuple[str, Any]]:
+    def nvfp4(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
         random_bits = generator(name)
         codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device, generator=random_bits)
         yield f"{name}.weight", codes
@@ -111,38 +123,32 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}.weight_scale", scale.to(torch.float8_e4m3fn)
         # Uniform codes have a root mean square of 2.93, these scales one of 279.
         yield f"{name}.weight_scale_2", torch.tensor(1 / (2.93 * 279 * math.sqrt(columns)), device=device)
-        yield f"{name}.input_scale", torch.tensor(largest_input / (448 * 6), device=device)
+        down = name.endswith(families.FAMILIES[spec.family].projections[2])
+        yield f"{name}.input_scale", torch.tensor((16 if down else 8) / (448 * 6), device=device)
 
-    vocabulary = c["vocab_size"]
-    yield normal("model.embed_tokens.weight", vocabulary, hidden, gain=model.GAINS["embed_tokens"])
-    yield norm("model.norm", hidden)
-    yield linear("lm_head", vocabulary, hidden)
-    for layer in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        attention = f"{prefix}.self_attn"
-        yield norm(f"{prefix}.input_layernorm", hidden)
-        yield norm(f"{prefix}.post_attention_layernorm", hidden)
-        yield norm(f"{attention}.q_a_layernorm", c["q_lora_rank"])
-        yield norm(f"{attention}.kv_a_layernorm", c["kv_lora_rank"])
-        yield linear(f"{attention}.q_a_proj", c["q_lora_rank"], hidden)
-        head = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
-        yield linear(f"{attention}.q_b_proj", heads * head, c["q_lora_rank"])
-        yield linear(f"{attention}.kv_a_proj_with_mqa", c["kv_lora_rank"] + c["qk_rope_head_dim"], hidden)
-        yield linear(f"{attention}.kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), c["kv_lora_rank"])
-        yield linear(f"{attention}.o_proj", hidden, heads * c["v_head_dim"])
-        if layer < c["first_k_dense_replace"]:
-            yield from mlp(f"{prefix}.mlp", c["intermediate_size"])
-            continue
-        yield linear(f"{prefix}.mlp.gate", c["n_routed_experts"], hidden)
-        bias = f"{prefix}.mlp.gate.e_score_correction_bias"
-        yield normal(bias, c["n_routed_experts"], gain=model.CORRECTION_BIAS_STD, dtype=torch.float32)
-        yield from mlp(f"{prefix}.mlp.shared_experts", c["moe_intermediate_size"])
-        for expert in range(c["n_routed_experts"]):
-            experts = f"{prefix}.mlp.experts.{expert}"
-            intermediate = c["moe_intermediate_size"]
-            yield from nvfp4(f"{experts}.gate_proj", intermediate, hidden, largest_input=8)
-            yield from nvfp4(f"{experts}.up_proj", intermediate, hidden, largest_input=8)
-            yield from nvfp4(f"{experts}.down_proj", hidden, intermediate, largest_input=16)
+    def awq(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
+        """[in, out], eight numbers of four bits in an int32, with a zero point of 8 everywhere."""
+        eights = torch.iinfo(torch.int32)
+        packed = (columns, rows // 8)
+        yield (
+            f"{name}.qweight",
+            torch.randint(
+                eights.min, eights.max, packed, dtype=torch.int32, device=device, generator=generator(f"{name}.qweight")
+            ),
+        )
+        groups = columns // AWQ_GROUP
+        zeros = torch.full((groups, rows // 8), -0x77777778, dtype=torch.int32, device=device)  # 0x88888888
+        yield f"{name}.qzeros", zeros
+        # Uniform numbers from -8 to 7 have a root mean square of 4.64.
+        scale = 1 / (4.64 * math.sqrt(columns))
+        yield f"{name}.scales", torch.full((groups, rows), scale, dtype=torch.bfloat16, device=device)
+
+    for tensor in families.tensors(spec, c["vocab_size"]):
+        if tensor.expert and quantization:
+            yield from (awq if quantization == "awq" else nvfp4)(tensor.name, *tensor.shape)
+        else:
+            normal = torch.randn(tensor.shape, device=device, generator=generator(tensor.key))
+            yield tensor.key, model.scaled(tensor, normal)
 
 
 def register() -> None:
@@ -162,6 +168,7 @@ def register() -> None:
     torch.distributed.init_process_group = with_variables_kept
     os.environ.update(kept)
     wrapt.register_post_import_hook(_replace_reader, "sglang.srt.model_loader.loader")
+    wrapt.register_post_import_hook(_observe_runner, "sglang_moe_patches.regression.observe")
 
 
 def _replace_reader(loader: Any) -> None:
@@ -173,3 +180,26 @@ def _replace_reader(loader: Any) -> None:
             yield from tensors(json.loads((Path(model_config.model_path) / "config.json").read_text()), device)
 
     loader.DefaultModelLoader._get_all_weights = weights
+
+
+def _observe_runner(observe: Any) -> None:
+    """The moment before any runner starts counts as a routed-experts kernel's, where the kernel is not observed."""
+    original = observe._observe_kernels
+
+    @functools.wraps(original)
+    def observed(observer: Any) -> None:
+        original(observer)
+        if RUNNERS[os.environ[RUNNER]] == "nvfp4":
+            return
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        core = FusedMoE.run_moe_core
+
+        @functools.wraps(core)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            observer.attempt(observer.kernel_starts)
+            return core(self, *args, **kwargs)
+
+        FusedMoE.run_moe_core = run
+
+    observe._observe_kernels = observed

@@ -5,22 +5,50 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from common import servers, timing, weights
-from common.shapes import TINY
+from common.shapes import TINY, TINY_MODELS
 from sglang_moe_patches.reference import model
 
 SERVED = weights.Served(TINY)
 
 
-def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path):
-    config = json.loads((weights.write_model(tmp_path / "model", SERVED) / "config.json").read_text())
-    spec = model.ModelSpec(4, 1, TINY.experts, TINY.top_k, TINY.hidden, TINY.moe_intermediate)
-    written = model.checkpoint_weights(spec)
+@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("runner", ["flashinfer_trtllm_routed", "triton"])
+def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, runner):
+    served = weights.Served(TINY_MODELS[name], runner=runner)
+    config = json.loads((weights.write_model(tmp_path / "model", served) / "config.json").read_text())
+    spec = model.ModelSpec(
+        family=TINY_MODELS[name].family, layers=served.layers, moe_intermediate=TINY.moe_intermediate
+    )
+    written = model.checkpoint_weights(spec, quantized=runner != "triton")
     made = dict(weights.tensors(config, torch.device("cpu")))
     assert {name: (t.shape, t.dtype) for name, t in made.items()} == {
         name: (t.shape, t.dtype) for name, t in written.items()
     }
+
+
+def test_awq_experts_are_packed_as_the_engine_reads_them(tmp_path):
+    """AWQ's layout: [in, out / 8] int32, scales and zero points by groups of 128 of the inputs."""
+    served = weights.Served(TINY, runner="marlin")
+    config = weights.config(served)
+    made = dict(weights.tensors(config, torch.device("cpu")))
+    expert = {name.rsplit("experts.7.")[-1]: t for name, t in made.items() if "layers.3.mlp.experts.7." in name}
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name} == {
+        f"{part}_proj.{kind}": (dtype, shape)
+        for part in ("gate", "up")
+        for kind, dtype, shape in (
+            ("qweight", torch.int32, (256, 32)),
+            ("qzeros", torch.int32, (2, 32)),
+            ("scales", torch.bfloat16, (2, 256)),
+        )
+    }
+    assert {(value >> shift) & 15 for value in (-0x77777778,) for shift in range(0, 32, 4)} == {8}
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    for path in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.mlp.shared_experts.down_proj", "lm_head"):
+        assert any(name in path for name in kept)
+    assert not any(name in "model.layers.1.mlp.experts" for name in kept)
 
 
 def test_every_expert_has_its_own_weights_and_each_process_the_same(tmp_path):
