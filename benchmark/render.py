@@ -80,6 +80,9 @@ SECTIONS = {
     "cutedsl-memory": one("cutedsl-memory", cutedsl_memory.tables),
     "moe-workspace": Section(("moe-workspace-h200", "moe-workspace-h200-more"), moe_workspace.in_short),
     "moe-workspace-captured": one("moe-workspace-h200-captured", moe_workspace.captured),
+    "moe-workspace-h100": Section(("moe-workspace-h100",), moe_workspace.in_short),
+    "moe-workspace-captured-h100": one("moe-workspace-h100-captured", moe_workspace.captured),
+    "moe-workspace-server-h100": Section(("moe-workspace-server-h100",), moe_workspace_server.tables),
     "moe-workspace-servers": Section(
         ("moe-workspace-server-eager", "moe-workspace-server-graphs"), moe_workspace_server.tables
     ),
