@@ -1,6 +1,7 @@
-"""Whole servers with the Triton runner, stock against columns: a prefill's memory and time, and the same answers.
+"""Whole servers with the Triton runner, stock against patched: a prefill's memory and time, and the same answers.
 
     python benchmark/moe_workspace_server.py --json server.json
+    python benchmark/moe_workspace_server.py --model qwen3-235b --changes all # other widths, every change
     python benchmark/moe_workspace_server.py --graphs --json graphs.json    # with the engine's default graphs
     python benchmark/moe_workspace_server.py --quick                          # a tiny model, CPU: does it run at all?
 
@@ -20,14 +21,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, plugins
-from common.shapes import MODELS
+from common import machine, output, plugins, weights
+from common.shapes import MODELS, TINY
 from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment, model
+from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression.server import Server
 
 MB = 1e6
-SERVERS = {"stock": "none", "columns": "moe-workspace"}
+#: The patched one is named after the change that it has by default.
+SERVERS = ("stock", "columns")
+CHANGES = "moe-workspace"
 OBSERVED = "MOE_WORKSPACE_OBSERVED"
 WARM_UP = 2
 
@@ -92,39 +95,6 @@ def _observe(module):
 """
 
 
-def write_model(folder: Path, options: Any) -> Path:
-    """Configuration and tokenizer of a few layers with one rank's shard sizes."""
-    folder.mkdir()
-    whole = MODELS[options.model]
-    if options.quick:
-        spec = model.ModelSpec(layers=3, dense_layers=1)
-        config = model.config(spec, quantized=False)
-    else:
-        spec = model.ModelSpec(
-            layers=options.dense_layers + options.moe_layers,
-            dense_layers=options.dense_layers,
-            experts=whole.experts,
-            top_k=whole.top_k,
-            hidden=whole.hidden,
-            moe_intermediate=whole.moe_intermediate // options.shard,
-            heads=whole.heads // options.shard,
-            shared_experts=whole.shared_experts,
-            max_position=65536,
-        )
-        config = model.config(spec, quantized=False) | {
-            "intermediate_size": whole.intermediate // options.shard,
-            "q_lora_rank": whole.q_lora_rank,
-            "n_group": whole.groups[0],
-            "topk_group": whole.groups[1],
-        }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(model.tokenizer_json())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]})
-    )
-    return folder
-
-
 def server(name: str, options: Any, work: Path) -> Server:
     chunk = str(options.tokens)
     given = ["--model-path", str(work / "model"), "--load-format", "dummy", "--moe-runner-backend", "triton"]
@@ -138,7 +108,8 @@ def server(name: str, options: Any, work: Path) -> Server:
     paths = [str(work / "plugins"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {key: value for key, value in os.environ.items() if not key.startswith("SGLANG_MOE_PATCHES")}
     own |= environment.variables(own)
-    own |= {SELECT_VARIABLE: SERVERS[name], OBSERVED: str(work / f"{name}.jsonl"), "PYTHONPATH": ":".join(paths)}
+    selected = "none" if name == "stock" else options.changes
+    own |= {SELECT_VARIABLE: selected, OBSERVED: str(work / f"{name}.jsonl"), "PYTHONPATH": ":".join(paths)}
 
     def progress(seconds: float, line: str) -> None:
         if round(seconds * 2) % 40 == 0:
@@ -152,7 +123,8 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 
     from common.servers import generate, prompt, same
 
-    write_model(work / "model", options)
+    model = TINY if options.quick else MODELS[options.model].shard(options.shard)
+    weights.write_model(work / "model", weights.Served(model, options.dense_layers, options.moe_layers, "triton"))
     plugins.write_module(work / "plugins", "moe_workspace_observer", PLUGIN)
     plugins.write(work / "plugins", "moe_patches", "sglang_moe_patches.plugin:register")
     servers = {name: server(name, options, work) for name in SERVERS}
@@ -169,7 +141,10 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         for one in servers.values():
             one.stop()
         output.keep_logs(options, work)
-    found: dict[str, Any] = {"equal": list(map(same, answers["stock"], answers["columns"]))}
+    found: dict[str, Any] = {
+        "changes": options.changes,
+        "equal": list(map(same, answers["stock"], answers["columns"])),
+    }
     for name in servers:
         seen = [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
         whole = [one for one in seen if one["tokens"] == options.tokens][WARM_UP:]
@@ -198,11 +173,12 @@ def tables(results: list[output.Result]) -> str:
     for result in results:
         graphs = "default graphs" if "--graphs" in result["command"] else "eager"
         found = result["figures"]
+        changes = found.get("changes", CHANGES)
         for name in SERVERS:
             one = found[name]
             rows.append(
                 [
-                    f"{name}, {graphs}",
+                    f"{name if name == 'stock' or changes == CHANGES else changes}, {graphs}",
                     f"{one['peak'] / MB:,.0f}",
                     f"{one['before'] / MB:,.0f}",
                     f"{one['reserved'] / MB:,.0f}",
@@ -229,9 +205,8 @@ def tables(results: list[output.Result]) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1}, logs=True)
-    parser.add_argument(
-        "--model", choices=[m for m in MODELS if m.startswith(("kimi", "deepseek"))], default="kimi-k2.5"
-    )
+    parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
+    parser.add_argument("--changes", default=CHANGES, help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
     parser.add_argument("--shard", type=int, default=4, help="the TP whose shard sizes one GPU gets")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--new-tokens", type=int, default=8)
