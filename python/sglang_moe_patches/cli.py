@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from sglang_moe_patches import __version__
+from sglang_moe_patches.reference.families import FAMILIES
 
 app = typer.Typer(
     help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
@@ -167,9 +168,7 @@ def doctor(
 @app.command("make-model")
 def make_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint; must be new or empty.")],
-    family: Annotated[
-        str, typer.Option(help="Architecture: deepseek-v3, qwen3-moe, glm4-moe or minimax-m2.")
-    ] = "deepseek-v3",
+    family: Annotated[str, typer.Option(help=f"Architecture: {', '.join(FAMILIES)}.")] = "deepseek-v3",
     bf16: Annotated[bool, typer.Option("--bf16", help="Routed experts in bfloat16 instead of NVFP4.")] = False,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
     dense_layers: Annotated[
