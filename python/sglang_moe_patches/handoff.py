@@ -1,25 +1,40 @@
 """The output buffer on its way from the decoder layer, which offers it, to the runner, which takes it.
 
-Releases from 0.5.13 have a hand-off of their own between those two of their parts that know of it; what this package
-adds on any release goes through this one.
+There is one way: the engine's own where it has one (:mod:`sglang_moe_patches.dead_input` finds it), else ours.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
+
+class Channel(NamedTuple):
+    """Where the buffer on offer is kept: one value for each context."""
+
+    get: Callable[[], torch.Tensor | None]
+    set: Callable[[torch.Tensor | None], Any]
+
+
 _offered: ContextVar[torch.Tensor | None] = ContextVar("moe_output_buffer", default=None)
+_channel = Channel(_offered.get, _offered.set)
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether writing into one of the tensors may show in the other."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, not empty, and all there is in its storage: what a view's base holds beside the
+    view belongs to somebody else."""
+    return tensor.is_contiguous() and tensor.nbytes > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def fits(
@@ -33,16 +48,13 @@ def fits(
 ) -> bool:
     """Whether ``buffer`` can stand in for a fresh tensor of this shape, dtype and device.
 
-    It must be contiguous and own the whole of its storage (what a view's base holds beside the view belongs to somebody
-    else), have at least one token, and lie in the NCCL symmetric-memory pool where a fresh tensor would.
+    It must be whole (:func:`is_whole`) and lie in the NCCL symmetric-memory pool where a fresh tensor would.
     """
     return (
         buffer.shape == shape
         and buffer.dtype == dtype
         and buffer.device == device
-        and buffer.is_contiguous()
-        and buffer.nbytes > 0
-        and buffer.untyped_storage().nbytes() == buffer.nbytes
+        and is_whole(buffer)
         and (not needs_symmetric_memory or in_symmetric_memory(buffer))
     )
 
@@ -53,23 +65,30 @@ def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
 
     :param buffer: [tokens, hidden]; nobody may read its present contents any more. ``None`` withdraws an offer.
     """
-    token = _offered.set(buffer)
+    before = exchange(buffer)
     try:
         yield
     finally:
-        _offered.reset(token)
+        exchange(before)
+
+
+def exchange(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """Put ``buffer`` on offer in this context, or nothing; returns what was on offer before."""
+    before = _channel.get()
+    _channel.set(buffer)
+    return before
 
 
 def offered() -> torch.Tensor | None:
     """The buffer on offer in this context, which stays on offer; ``None`` without one."""
-    return _offered.get()
+    return _channel.get()
 
 
 def withdraw_if_shared(moe_input: torch.Tensor) -> None:
     """Withdraw the offer if writing into it would show in ``moe_input``, which the shared experts may still read."""
-    buffer = _offered.get()
+    buffer = _channel.get()
     if buffer is not None and shares_storage(buffer, moe_input):
-        _offered.set(None)
+        _channel.set(None)
 
 
 def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **conditions: Any) -> torch.Tensor | None:
@@ -77,11 +96,75 @@ def take(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **con
 
     :param conditions: the keyword arguments of :func:`fits`.
     """
-    buffer = _offered.get()
+    buffer = _channel.get()
     if buffer is None or not fits(buffer, shape, dtype, device, **conditions):
         return None
     # One offer serves one kernel: a second one in the same layer must not overwrite the first one's output.
-    _offered.set(None)
+    _channel.set(None)
     # A new tensor on the same storage. The engine marks tensor *objects* (_sglang_needs_allreduce_fusion), and the
     # mark of the layer below must not travel into this layer's output.
     return buffer.detach()
+
+
+def take_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """The memory of the offered buffer as a tensor of another shape and dtype, if it is enough; for scratch.
+
+    A second call in the same offer, and :func:`take`, get ``None`` from then on.
+    """
+    buffer = _channel.get()
+    needed = math.prod(shape) * dtype.itemsize
+    if buffer is None or buffer.device != device or not is_whole(buffer) or not 0 < needed <= buffer.nbytes:
+        return None
+    _channel.set(None)
+    return buffer.detach().view(-1).view(dtype)[: math.prod(shape)].view(shape)
+
+
+# --- Where a runner allocates its output -----------------------------------------------------------------------------
+
+
+class Torch:
+    """Stands in for the name ``torch`` in a function of the engine's; subclasses replace what allocates."""
+
+    def __init__(self, torch_module: Any) -> None:
+        self._torch = torch_module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        setattr(self, name, value)  # asked once: this runs in every layer
+        return value
+
+
+class OutputTorch(Torch):
+    """``empty_like`` may answer with the offered buffer.
+
+    :param symmetric_memory: the engine's module of NCCL symmetric memory.
+    """
+
+    def __init__(self, torch_module: Any, symmetric_memory: Any) -> None:
+        super().__init__(torch_module)
+        self._symmetric_memory = symmetric_memory
+        self._pool_addresses: set[int] = set()
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
+        return self._torch.empty_like(tensor) if buffer is None else buffer
+
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        return take(
+            shape,
+            dtype,
+            device,
+            needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
+            in_symmetric_memory=self._in_pool,
+        )
+
+    def _in_pool(self, tensor: torch.Tensor) -> bool:
+        # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
+        # process lives (the engine's own assumption), so an address seen in the pool stays there.
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._pool_addresses:
+            return True
+        if self._symmetric_memory.is_tensor_in_symmetric_mempool(tensor):
+            self._pool_addresses.add(address)
+            return True
+        return False

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from common.in_process import InProcess
+from sglang_moe_patches.regression import observe
 
-__all__ = ["InProcess", "graph_arguments", "padded_tokens"]
+__all__ = ["InProcess", "Kernels", "graph_arguments", "padded_tokens"]
+
+
+class Kernels:
+    """Watches FlashInfer's MoE kernels: poisons their outputs, counts allocations, runs a check at each call."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        import flashinfer.fused_moe
+
+        self.observer = observe.Observer(str(tmp_path), [])
+        self.at_entry = lambda: None
+        self.calls = []
+        self.marked = []
+        for name in observe.KERNELS:
+            monkeypatch.setattr(flashinfer.fused_moe, name, self._watch(getattr(flashinfer.fused_moe, name)))
+
+    def _watch(self, kernel):
+        @functools.wraps(kernel)
+        def run(*args, **kwargs):
+            self.observer.kernel_starts(kwargs["output"])
+            self.calls.append(kwargs["output"].untyped_storage().data_ptr())
+            self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
+            self.at_entry()
+            kwargs["output"].fill_(float("nan"))  # whoever still reads what was there before will show it
+            return kernel(*args, **kwargs)
+
+        return run
+
+    def buffers_of(self, forward):
+        """(MoE kernel calls, distinct output allocations) of one forward."""
+        self.observer.forward_starts(0, cuda=False)
+        forward()
+        return self.observer.kernels, self.observer.buffers
 
 
 def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[str, Any]:

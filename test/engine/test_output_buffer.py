@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
-from sglang_moe_patches import handoff, runners
+from harness import Kernels
+from sglang_moe_patches import dead_input, handoff, runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.changes.output_buffer import lend, withhold
+from sglang_moe_patches.changes.output_buffer import lend
 from sglang_moe_patches.patch import Patcher, Status, look
 from sglang_moe_patches.regression import observe
 
@@ -20,38 +21,6 @@ PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 6
 BACKENDS = ["flashinfer_trtllm_routed", "flashinfer_trtllm"]
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-
-
-class Kernels:
-    """Watches FlashInfer's MoE kernels: poisons their outputs, counts allocations, runs a check at each call."""
-
-    def __init__(self, monkeypatch, tmp_path):
-        import flashinfer.fused_moe
-
-        self.observer = observe.Observer(str(tmp_path), [])
-        self.at_entry = lambda: None
-        self.calls = []
-        self.marked = []
-        for name in observe.KERNELS:
-            monkeypatch.setattr(flashinfer.fused_moe, name, self._watch(getattr(flashinfer.fused_moe, name)))
-
-    def _watch(self, kernel):
-        @functools.wraps(kernel)
-        def run(*args, **kwargs):
-            self.observer.kernel_starts(kwargs["output"])
-            self.calls.append(kwargs["output"].untyped_storage().data_ptr())
-            self.marked.append(hasattr(kwargs["output"], "_sglang_needs_allreduce_fusion"))
-            self.at_entry()
-            kwargs["output"].fill_(float("nan"))  # whoever still reads what was there before will show it
-            return kernel(*args, **kwargs)
-
-        return run
-
-    def buffers_of(self, forward):
-        """(MoE kernel calls, distinct output allocations) of one forward."""
-        self.observer.forward_starts(0, cuda=False)
-        forward()
-        return self.observer.kernels, self.observer.buffers
 
 
 @pytest.fixture
@@ -125,10 +94,10 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend,
 @pytest.mark.usefixtures("hardened")
 def test_the_engines_offer_is_withdrawn_in_the_first_layer_alone(engine, checkpoint, kernels, monkeypatch):
     """Fresh memory where there is no residual; in every other layer the engine's own buffer, as without us."""
-    offers, make = [], withhold._make_engine_offer
+    offers, make = [], dead_input._make_engine_offer
     # Within ours: an offer that is not the engine's own would be left alone.
     monkeypatch.setattr(
-        withhold, "_make_engine_offer", lambda offer: make(lambda buf: offers.append(buf) or offer(buf))
+        dead_input, "_make_engine_offer", lambda offer: make(lambda buf: offers.append(buf) or offer(buf))
     )
     with installed(*CHANGES):
         engine.generate(engine.load(checkpoint(dense_layers=0)), PROMPTS[:1], 0)
@@ -140,19 +109,19 @@ def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
     """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
     path = checkpoint(dense_layers=0)
     stock = run(path)
-    monkeypatch.setattr(lend, "may_offer", lambda hidden_states, residual: True)
-    first = lend._make_model_init
+    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
+    first = dead_input._make_model_init
 
-    def offer_the_first_layer_too(original):
-        initialise = first(original)
+    def offer_the_first_layer_too(original, **known):
+        initialise = first(original, **known)
 
         def __init__(self, *args, **kwargs):
             initialise(self, *args, **kwargs)
-            setattr(self.layers[0], lend._OFFERS, True)
+            setattr(self.layers[0], dead_input._OFFERS, True)
 
         return __init__
 
-    monkeypatch.setattr(lend, "_make_model_init", offer_the_first_layer_too)
+    monkeypatch.setattr(dead_input, "_make_model_init", offer_the_first_layer_too)
     assert not same(run(path, *CHANGES), stock)
 
 
@@ -166,13 +135,13 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         offered = []
         kernels.at_entry = lambda: offered.append(handoff.offered())
         for layer in model.model.layers:
-            setattr(layer, lend._OFFERS, True)
+            setattr(layer, dead_input._OFFERS, True)
         engine.generate(model, PROMPTS[:1], 0)
         # Taken offers are withdrawn, so nothing is left at kernel entry; the first layer made none.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
-        assert not getattr(nextn.decoder, lend._OFFERS, False)
+        assert not getattr(nextn.decoder, dead_input._OFFERS, False)
 
 
 def inside_a_forward(engine, monkeypatch, model, prompts, work):
@@ -372,14 +341,14 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
     """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
     stock = run(checkpoint())
 
-    def offer_fewer_tokens(original, is_compiling):
+    def offer_fewer_tokens(original, **how):
         def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
             with handoff.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
                 return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
 
         return forward
 
-    monkeypatch.setattr(lend, "_make_layer_forward", offer_fewer_tokens)
+    monkeypatch.setattr(dead_input, "_make_layer_forward", offer_fewer_tokens)
     assert same(run(checkpoint(), *CHANGES), stock)
     monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
@@ -390,7 +359,7 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
     stock = run(checkpoint())
-    monkeypatch.setattr(lend, "_make_layer_forward", lambda original, is_compiling: original)
+    monkeypatch.setattr(dead_input, "_make_layer_forward", lambda original, **how: original)
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     original = DeepseekV2MoE.forward

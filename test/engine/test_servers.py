@@ -174,11 +174,11 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 # --- Mutations -------------------------------------------------------------------------------------------------------
 
 OFFER_THE_RESIDUAL = """
-from sglang_moe_patches.changes.output_buffer import lend as change
+from sglang_moe_patches import dead_input as change
 change.may_offer = lambda hidden_states, residual: True
 make = change._make_model_init
-def make_model_init(original):
-    initialise = make(original)
+def make_model_init(original, **known):
+    initialise = make(original, **known)
     def __init__(self, *args, **kwargs):
         initialise(self, *args, **kwargs)
         setattr(self.layers[0], change._OFFERS, True)
@@ -190,11 +190,10 @@ change._make_model_init = make_model_init
 SHARED_EXPERTS_ON_A_MUTATED_INPUT = """
 from sglang_moe_patches.changes.output_buffer import lend as change
 from sglang_moe_patches.handoff import moe_output_buffer_ctx
-from sglang_moe_patches.patch import Plan
 change.shares_storage = lambda a, b: False
-plan = change.plan
-def plan_offering_the_moe_input():
-    install = plan().install
+trtllm = change.trtllm
+def trtllm_offered_the_moe_input():
+    install = trtllm()
     def offering_the_moe_input(patcher):
         install(patcher)
         from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
@@ -204,18 +203,18 @@ def plan_offering_the_moe_input():
                     return original(self, hidden_states, *args, **kwargs)
             return forward
         patcher.wrap(DeepseekV2MoE, "forward", make)
-    return Plan.applied(offering_the_moe_input)
-change.plan = plan_offering_the_moe_input
+    return offering_the_moe_input
+change.trtllm = trtllm_offered_the_moe_input
 """
 
 # Buffers of another shape are offered, as under data-parallel attention, where layer and experts see other tokens: to
 # questions, not to the short forward with which the server warms up.
 NO_SHAPE_CHECK = """
+from sglang_moe_patches import dead_input as change
 from sglang_moe_patches import handoff
-from sglang_moe_patches.changes.output_buffer import lend as change
 handoff.fits = lambda *args, **kwargs: True
 make = change._make_layer_forward
-def make_layer_forward(original, is_compiling):
+def make_layer_forward(original, **how):
     def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
         rows = len(hidden_states) + (len(hidden_states) > 100)
         with handoff.moe_output_buffer_ctx(hidden_states.new_zeros(rows, hidden_states.shape[1])):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches import engine, handoff
+from sglang_moe_patches import dead_input, engine, handoff
 from sglang_moe_patches.changes.output_buffer import lend
-from sglang_moe_patches.changes.output_buffer.lend import may_offer
+from sglang_moe_patches.dead_input import may_offer
 from sglang_moe_patches.handoff import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.patch import Patcher, with_globals
 
@@ -64,6 +64,7 @@ def test_a_layer_input_that_is_the_residual_is_not_offered():
     assert not may_offer(hidden, hidden)
     assert not may_offer(hidden, hidden.view(4, 3))
     assert not may_offer(hidden[:2], hidden)
+    assert not may_offer(SimpleNamespace(value=hidden), torch.empty(3, 4))  # a sum that is still owed
     assert shares_storage(hidden[:1], hidden[2:])
 
 
@@ -225,37 +226,195 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
         def forward(self, positions, hidden_states, forward_batch, residual):
             return run(Dispatched(hidden_states), 2)
 
-    monkeypatch.setattr(Layer, "forward", lend._make_layer_forward(Layer.forward, torch.compiler.is_compiling))
+    monkeypatch.setattr(Layer, "forward", dead_input._make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, lend._OFFERS, True)
+    setattr(layer, dead_input._OFFERS, True)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
     monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
-    monkeypatch.setattr(lend, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
+    monkeypatch.setattr(dead_input, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(None, hidden, None, residual), eager)
     assert torch.equal(hidden, torch.ones(2, 3))
 
 
-class ModelOptNvFp4FusedMoEMethod:
-    def __init__(self, trtllm):
-        self.enable_flashinfer_trtllm_moe = trtllm
+class Layer:
+    def __init__(self, inplace=None):
+        """A MoE layer whose runner is in place or not, or a dense one."""
+        config = SimpleNamespace(inplace=inplace)
+        experts = {} if inplace is None else {"experts": SimpleNamespace(moe_runner_config=config)}
+        self.mlp = SimpleNamespace(**experts)
+
+    def forward(self):
+        """Rebinds its input."""
+
+
+class OtherLayer(Layer):
+    def forward(self):
+        """Reads its input again."""
+
+
+class Stack:
+    def __init__(self, layers, start=0, end=None):
+        self.layers, self.start_layer, self.end_layer = layers, start, end
+
+    def forward(self):
+        """The loop over the layers."""
+
+
+class OtherStack(Stack):
+    def forward(self):
+        """A loop that keeps what it likes."""
+
+
+def marked(kind, *arguments, engine_offers=()):
+    """Which layers offer, and which are known, of a stack of this kind."""
+    stack = kind.__new__(kind)
+    dead_input._make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"}, engine_offers)(stack, *arguments)
+    return [[getattr(layer, mark, False) for layer in stack.layers] for mark in (dead_input._OFFERS, dead_input._KNOWN)]
 
 
 def test_layers_that_offer_are_chosen_when_the_model_is_built():
-    """Neither dense layers, nor other backends, nor the first layer of a pipeline stage, whose input is not ours."""
+    """Neither dense layers, nor the first layer of a pipeline stage, nor another stage's, nor where the engine does."""
+    kinds = (True, True, True, None, False, True, True)
+    known = [False, False, True, False, True, True, False]
+    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6) == [known, known]
+    by_us = [False, False, True, False, False, True, False]
+    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6, engine_offers=[Layer]) == [by_us, known]
 
-    def layer(kind):
-        method = ModelOptNvFp4FusedMoEMethod(kind == "trtllm")
-        experts = {} if kind == "dense" else {"experts": SimpleNamespace(quant_method=method)}
-        return SimpleNamespace(mlp=SimpleNamespace(**experts))
 
-    class Model:
-        def __init__(self):
-            kinds = ["trtllm", "trtllm", "trtllm", "dense", "trtllm", "cutlass", "trtllm"]
-            self.layers = [layer(kind) for kind in kinds]
-            self.start_layer, self.end_layer = 1, 6  # this stage's; the others are place holders
+def test_a_model_or_layer_that_was_not_looked_at_offers_nothing():
+    assert marked(Stack, [Layer(True), Layer(True)])[0] == [False, True]
+    assert marked(OtherStack, [Layer(True), Layer(True)])[0] == [False, False]
+    assert marked(Stack, [Layer(True), OtherLayer(True)])[0] == [False, False]
 
-    Model.__init__ = lend._make_model_init(Model.__init__)
-    offers = [getattr(layer, lend._OFFERS, False) for layer in Model().layers]
-    assert offers == [False, False, True, False, True, False, False]
+
+class Layers:
+    """Runs a layer's wrapped forward once, and says what was on offer meanwhile, by us and by the engine."""
+
+    def __init__(self, engine_offers):
+        self.engines = dead_input._make_engine_offer(moe_output_buffer_ctx)
+
+        def forward(layer, positions, hidden_states, forward_batch, residual):
+            self.ours = handoff.offered()
+            with self.engines(hidden_states):
+                self.engine_s = handoff.offered()
+
+        self.forward = dead_input._make_layer_forward(forward, lambda: False, engine_offers=engine_offers)
+
+    def offers(self, layer, residual=True, idle=False, hidden=None):
+        hidden = torch.empty(2, 3) if hidden is None else hidden
+        batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
+        self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
+        assert handoff.offered() is None
+        return [buffer is not None and shares_storage(buffer, hidden) for buffer in (self.ours, self.engine_s)]
+
+
+def a_layer(known=False, offers=False, trtllm=False):
+    layer = SimpleNamespace(mlp=SimpleNamespace(experts=SimpleNamespace(use_flashinfer_trtllm_moe=trtllm)))
+    setattr(layer, dead_input._KNOWN, known)
+    setattr(layer, dead_input._OFFERS, offers)
+    return layer
+
+
+def test_a_layer_offers_its_input_where_it_is_dead():
+    run = Layers(engine_offers=False)
+    layer = a_layer(known=True, offers=True)
+    assert run.offers(layer)[0]
+    assert not run.offers(layer, residual=False)[0]
+    assert not run.offers(layer, idle=True)[0]
+    assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])[0]
+    assert not run.offers(layer, hidden=torch.empty(3, 2).T)[0]
+    assert not run.offers(a_layer(known=True))[0]
+
+
+def test_what_is_offered_carries_no_marks_and_ends_with_the_layer():
+    run, hidden = Layers(engine_offers=False), torch.empty(2, 3)
+    hidden._sglang_needs_allreduce_fusion = True
+    run.offers(a_layer(known=True, offers=True), hidden=hidden)
+    assert not hasattr(run.ours, "_sglang_needs_allreduce_fusion")
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (a_layer(known=True), True),
+        (a_layer(trtllm=True), True),  # the engine's own way, to its own runner
+        (a_layer(), False),  # to whom it may go, and who else has this tensor, is not known
+    ],
+    ids=["known", "not known, TRT-LLM", "not known"],
+)
+def test_what_the_engine_offers_is_withheld_where_it_is_not_dead(layer, expected):
+    run = Layers(engine_offers=True)
+    assert run.offers(layer) == [False, expected]
+    assert run.offers(layer, residual=False) == [False, False]
+
+
+# --- Looking ---------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Functions to look at; they never run."""
+
+    def rebinds(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        return self.mlp(hidden_states), residual
+
+    def keeps_it_before(self: Any, positions, hidden_states, forward_batch, residual):
+        shortcut = hidden_states
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        return self.mlp(hidden_states) + shortcut, residual
+
+    def keeps_a_view(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states[1:], residual, forward_batch)
+        return self.mlp(hidden_states), residual
+
+    def calls_it_otherwise(self: Any, positions, hidden_states, forward_batch, residual):
+        normed, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        return self.mlp(normed) + hidden_states, residual
+
+    def asks_somebody_else(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.remember(hidden_states, residual, forward_batch)
+        return self.mlp(hidden_states), residual
+
+
+def test_a_layer_that_may_still_use_its_input_is_noticed():
+    names = [name for name in vars(Source) if not name.startswith("_")]
+    assert [name for name in names if dead_input.input_dies(getattr(Source, name))] == ["rebinds"]
+
+
+class Loops:
+    """Loops to look at; they never run."""
+
+    def plain(self: Any, hidden_states, residual, batch):
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, batch, residual=residual)
+        return hidden_states
+
+    def captures_sums(self: Any, hidden_states, residual, batch):
+        for i, layer in enumerate(self.layers):
+            if i in self.layers_to_capture:
+                self.captured.append(hidden_states + residual)
+            hidden_states = layer(hidden_states=hidden_states, batch=batch)
+        return hidden_states
+
+    def captures_inputs(self: Any, hidden_states, residual, batch):
+        for layer in self.layers:
+            self.captured.append(hidden_states)
+            hidden_states, residual = layer(hidden_states, batch, residual)
+        return hidden_states
+
+    def adds_the_input_again(self: Any, hidden_states, residual, batch):
+        for layer in self.layers:
+            output, residual = layer(hidden_states, batch, residual)
+            hidden_states = output + hidden_states
+        return hidden_states
+
+    def has_no_loop(self: Any, hidden_states, residual, batch):
+        return self.run(self.layers, hidden_states)
+
+
+def test_a_loop_that_may_keep_an_input_is_noticed():
+    names = [name for name in vars(Loops) if not name.startswith("_")]
+    keeping_nothing = [name for name in names if dead_input.loop_keeps_nothing(getattr(Loops, name))]
+    assert keeping_nothing == ["plain", "captures_sums"]

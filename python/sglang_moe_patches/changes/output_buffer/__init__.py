@@ -6,43 +6,50 @@ Why
     attention inputs (another one, and the q/kv latents) stay referenced until the next layer replaces them.
 
 How
-    ``lend``, where the engine has no buffer: the decoder layer offers its input (:mod:`sglang_moe_patches.handoff`);
-    the NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits. The attention inputs are
-    dropped when ``self_attn`` returns. The TRT-LLM runners are marked as not mutating their input, which they never
-    did.
+    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.dead_input`: the families of models, and
+    when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL runner
+    does so through cutedsl-sizing.
 
-    ``withhold``, where the engine has all this built in: it offers the input of every MoE layer, also of one that
-    starts without a residual, whose input *becomes* the residual: every answer is wrong. There, and only there, the
-    offer is withdrawn. Everything else stays the engine's.
+    ``lend``, where the engine has no buffer: its TRT-LLM runner is made to take the offered one, and marked as not
+    mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns, whatever the
+    runner.
+
+    Where the engine has all this built in, our offers go its way. It offers the input of every DeepSeek MoE layer, also
+    of one that starts without a residual, whose input *becomes* the residual: every answer is wrong. There the offer is
+    withdrawn.
 
 Upstream
-    sgl-project/sglang#25379, in releases from 0.5.13; the hole is in each of them.
+    sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models; the hole is in each of them.
 
 Remove when
-    0.5.12.post1 is no longer supported, and the engine looks at the residual before it offers.
+    0.5.12.post1 is no longer supported, the engine looks at the residual before it offers, and other families offer.
 """
 
 from __future__ import annotations
 
-from sglang_moe_patches import engine, runners
-from sglang_moe_patches.patch import Change, Plan
-
-ENGINE_OFFER = "moe_output_buffer_ctx"
-"""The engine's own hand-off, in ``moe_runner.base`` where there is one."""
+from sglang_moe_patches import dead_input, engine
+from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.patch import Change, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.output_buffer import lend, withhold
+    offers = dead_input.look()
+    if dead_input.engine_has_a_hand_off():
+        return Plan(Status.HARDENED, offers.note, offers.install)
+    installs = [lend.attention_inputs()]
+    if engine.has_module("flashinfer"):
+        installs += [lend.trtllm(), offers.install]
 
-    if absent := runners.without_flashinfer():
-        return absent
-    base = engine.module("sglang.srt.layers.moe.moe_runner.base")
-    return withhold.plan(base) if hasattr(base, ENGINE_OFFER) else lend.plan()
+    def install(patcher: Patcher) -> None:
+        for part in installs:
+            part(patcher)
+
+    return Plan(Status.APPLIED, offers.note, install)
 
 
 CHANGE = Change(
     name="output-buffer",
-    summary="the routed experts write into the decoder layer's dead input",
+    summary="the routed experts write into the decoder layer's dead input: "
+    f"{', '.join(family.models for family in dead_input.FAMILIES)}; other models are left alone",
     plan=_plan,
-    unneeded=runners.unneeded_without(*runners.TRTLLM, runners.CUTEDSL),
 )

@@ -1,0 +1,177 @@
+"""The dead input of other families' layers, on the engine's own models: same answers, one buffer, each guard seen to
+matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import installed, without_buffer
+from harness import Kernels
+from sglang_moe_patches import dead_input, engine, handoff
+from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
+from sglang_moe_patches.patch import Status, look
+
+pytestmark = pytest.mark.every_release
+
+PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
+STEPS = 4
+FAMILIES = ["qwen3-moe", "glm4-moe", "minimax-m2"]
+CLASSES = {
+    "qwen3-moe": ("qwen3_moe", "Qwen3MoeDecoderLayer"),
+    "glm4-moe": ("glm4_moe", "Glm4MoeDecoderLayer"),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2DecoderLayer"),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    return Kernels(monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def path(family, checkpoint):
+    """A model of which every layer is MoE, the first one too."""
+    return checkpoint(family=family, **({"dense_layers": 0} if family == "glm4-moe" else {}))
+
+
+@pytest.fixture
+def run(engine):
+    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
+
+    def run(path, *changes):
+        with installed(*changes) if changes else without_buffer():
+            return engine.generate(engine.load(path), PROMPTS, STEPS)
+
+    return run
+
+
+def same(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def test_the_change_knows_every_family_on_this_engine():
+    plan = look(output_buffer.CHANGE)
+    assert plan.status in (Status.APPLIED, Status.HARDENED)
+    offers = dead_input.look()
+    assert offers.changed == ()
+    assert set(offers.families) == {family.name for family in dead_input.FAMILIES}
+
+
+def test_a_family_that_changed_is_left_out_with_the_reason(monkeypatch):
+    dies = dead_input.input_dies
+    monkeypatch.setattr(dead_input, "input_dies", lambda forward: "Qwen3" not in forward.__qualname__ and dies(forward))
+    plan = look(output_buffer.CHANGE)
+    assert plan.install is not None
+    assert plan.reason == "some models are left alone: Qwen3MoeDecoderLayer may still use its input"
+    assert set(dead_input.look().families) == {family.name for family in dead_input.FAMILIES} - {"qwen3_moe"}
+
+
+def written_over(engine, model, kernels):
+    """Of each MoE kernel of one forward, whether it writes its output over its layer's input."""
+    inputs = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.append(
+                kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+            ),
+            with_kwargs=True,
+        )
+        for layer in model.model.layers
+    ]
+    kernels.calls.clear()
+    engine.generate(model, PROMPTS[:1], 0)
+    for hook in hooks:
+        hook.remove()
+    return [one.untyped_storage().data_ptr() == output for one, output in zip(inputs, kernels.calls, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm_routed", "flashinfer_trtllm"])
+def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_input(
+    backend, engine, family, path, kernels, run
+):
+    """Every output is NaN before its kernel writes it, so that whoever still reads the dead input answers NaN."""
+    if backend == "flashinfer_trtllm" and family == "minimax-m2":
+        pytest.skip("the reference kernel does not route as this model does")
+    with engine.arguments(moe_runner_backend=backend):
+        stock = run(path)
+        assert stock[1].isfinite().all()
+        assert same(run(path, output_buffer.CHANGE), stock)
+        with without_buffer():
+            assert written_over(engine, engine.load(path), kernels) == [False] * 4
+        with installed(output_buffer.CHANGE):
+            # The first layer's input becomes the residual.
+            assert written_over(engine, engine.load(path), kernels) == [False, True, True, True]
+
+
+def test_another_seed_has_the_stock_bits(family, checkpoint, run):
+    path = checkpoint(family=family, seed=1)
+    assert same(run(path, output_buffer.CHANGE), run(path))
+
+
+def layer_class(family):
+    module, name = CLASSES[family]
+    return getattr(engine.module(f"sglang.srt.models.{module}"), name)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatch):
+    """The guard removed: the first layer offers its input, which becomes the residual."""
+    stock = run(path)
+    assert same(run(path, output_buffer.CHANGE), stock)
+    monkeypatch.setattr(layer_class(family), dead_input._OFFERS, True, raising=False)
+    assert same(run(path, output_buffer.CHANGE), stock)  # the residual is looked at in every forward
+    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
+    assert not same(run(path, output_buffer.CHANGE), stock)
+
+
+def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine, family, path, monkeypatch):
+    def captured():
+        model = engine.load(path)
+        model.set_eagle3_layers_to_capture([1, 2])
+        stack = type(model.model)
+        original, found = stack.forward, []
+
+        def capturing(self, *args, **kwargs):
+            hidden, aux = original(self, *args, **kwargs)
+            found.append((hidden.clone(), torch.cat(list(aux), dim=-1) if isinstance(aux, list | tuple) else aux))
+            return hidden, aux
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stack, "forward", capturing)
+            engine.generate(model, PROMPTS[:1], 0)
+        return found[0]
+
+    with without_buffer():
+        stock = captured()
+    with installed(output_buffer.CHANGE):
+        patched = captured()
+    assert stock[1].shape[-1] == 2 * stock[0].shape[-1]
+    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+
+
+def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
+    if look(cutedsl_sizing.CHANGE).install is None:
+        pytest.skip("the engine's CuteDSL wrapper allocates its own output")
+    taken, take = [], handoff.take
+    monkeypatch.setattr(handoff, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
+        stock = run(path)
+        assert taken == []
+        assert same(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
+    forwards = len(taken) // 4
+    assert forwards == STEPS + 1
+    assert [buffer is None for buffer in taken] == [True, False, False, False] * forwards
+
+
+def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, family, path, kernels, monkeypatch):
+    """A model with a loop of its own around the same layers: it may keep what it likes."""
+    with installed(output_buffer.CHANGE):
+        stack = type(engine.load(path).model)
+        loop = stack.forward
+        monkeypatch.setattr(stack, "forward", lambda self, *args, **kwargs: loop(self, *args, **kwargs))
+        assert written_over(engine, engine.load(path), kernels) == [False] * 4
