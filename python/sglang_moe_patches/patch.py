@@ -86,13 +86,20 @@ class Patcher:
                 setattr(owner, name, original)
 
 
+def _unused(module: ModuleType, name: str) -> str:
+    """``name``, or one like it that the module does not have: several changes may replace the same one."""
+    while hasattr(module, name):
+        name += "_"
+    return name
+
+
 def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
     """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
 
     The replacements get names of their own in the module, and the function's code is made to ask for those: looking
     a name up costs what it did.
     """
-    new = {name: f"_moe_patches_{name}" for name in replaced}
+    new = {name: _unused(module, f"_moe_patches_{name}") for name in replaced}
     code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
     for name, value in replaced.items():
         patcher.add(module, new[name], value)

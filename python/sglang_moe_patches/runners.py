@@ -9,10 +9,15 @@ from typing import Any
 from sglang_moe_patches import engine
 from sglang_moe_patches.patch import Patcher, Plan
 
+TRITON_SEQUENCE = ("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", "_fused_moe_kernel_sequence")
+"""Module and function of the Triton runner's sequence of kernels."""
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of ``--moe-runner-backend`` for the TRT-LLM kernels, which never write into their input. The last one, in
 releases from 0.5.13, has kernels of its own for LoRA adapters alone."""
 CUTEDSL = "flashinfer_cutedsl"
+OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
+"""Runners that leave their input alone if ``inplace`` is off: Triton, and those that never ask. The engine leaves it on
+for all of them."""
 
 
 def unneeded_without(*runners: str) -> Callable[[Any], str | None]:
@@ -28,6 +33,52 @@ def unneeded_without(*runners: str) -> Callable[[Any], str | None]:
         return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
 
     return unneeded
+
+
+def runner_of(experts: Any) -> str | None:
+    """The runner of a ``FusedMoE`` layer, by its name for ``--moe-runner-backend``; ``None`` where it is not known.
+
+    Its quantization method has it, or the method's scheme or kernel. Some methods have none and call the kernel that
+    the server asks for.
+    """
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    method, scheme = experts.quant_method, getattr(experts, "scheme", None)
+    for holder in (method, scheme, getattr(scheme, "kernel", None)):
+        runner = getattr(holder, "runner", None)
+        if runner is not None:
+            return str(runner.runner_backend.value)
+    if type(method).__name__ not in ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod"):
+        return None
+    asked = str(get_moe_runner_backend().value)
+    return asked if asked in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
+
+
+def leaves_its_input_alone(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
+
+    Others do whatever they are told (DeepGEMM frees it), or are not known.
+    """
+    import torch
+
+    if type(experts.quant_method).__name__ == "KTEPWrapperMethod":  # some experts run on the CPU at the same time
+        return False
+    runner = runner_of(experts)
+    if runner == "triton" and torch.version.hip:  # not tried there
+        return False
+    return experts.use_flashinfer_trtllm_moe or runner in OUT_OF_PLACE
+
+
+def serves_lora() -> bool:
+    """Whether this server may run LoRA adapters, whose runners are others and honour ``inplace``."""
+    try:
+        from sglang.srt.runtime_context import get_lora
+    except ImportError:
+        from sglang.srt.server_args import get_global_server_args
+
+        server_args = get_global_server_args()
+        return bool(server_args.enable_lora or server_args.lora_paths)
+    return bool(get_lora().enable_lora)
 
 
 def without_flashinfer() -> Plan | None:

@@ -60,7 +60,7 @@ def test_a_runner_that_mutates_its_input_keeps_the_order(engine, checkpoint, ord
     path = checkpoint(layers=2, dense_layers=0)
     decide = deferred_shared_experts.may_defer
     monkeypatch.setattr(
-        deferred_shared_experts, "may_defer", lambda **facts: decide(**{**facts, "runner_is_trtllm": False})
+        deferred_shared_experts, "may_defer", lambda **facts: decide(**{**facts, "leaves_input_alone": False})
     )
     with installed(CHANGE):
         engine.generate(engine.load(path), PROMPTS, 0)

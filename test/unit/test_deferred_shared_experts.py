@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang_moe_patches import handoff, runners
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
+from sglang_moe_patches.handoff import moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.patch import Patcher, with_globals
 
-FACTS = ("inplace", "runner_is_trtllm", "overlapped", "fused", "present")
+FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
 
 
-@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=5)))
+@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=7)))
 def test_may_defer(values):
     facts = dict(zip(FACTS, values, strict=True))
     reasons_not_to = [
         not facts["present"],
         facts["fused"],
         facts["overlapped"],
-        facts["inplace"] and not facts["runner_is_trtllm"],
+        facts["all_to_all"],
+        facts["inplace"] and (facts["lora"] or not facts["leaves_input_alone"]),
     ]
     assert may_defer(**facts) == (not any(reasons_not_to))
 
@@ -84,17 +90,155 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
     assert torch.equal(compiled(hidden), layer(hidden))
 
 
-@pytest.mark.parametrize("trtllm", [True, False])
-def test_where_shared_experts_wait_no_kernel_writes_over_their_input(trtllm):
+@pytest.mark.parametrize("leaves_it_alone", [True, False])
+def test_where_shared_experts_wait_no_kernel_writes_over_their_input(leaves_it_alone, monkeypatch):
     class Layer:
         def __init__(self):
-            self.experts = SimpleNamespace(
-                moe_runner_config=SimpleNamespace(inplace=True), use_flashinfer_trtllm_moe=trtllm
-            )
-            self._fuse_shared_experts_inside_sbo, self.num_fused_shared_experts = False, 0
-            self.shared_experts = None
+            self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
+            self._fuse_shared_experts_inside_sbo = self._enable_a2a_moe = False
+            self.num_fused_shared_experts, self.shared_experts = 0, object()
 
+    monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
+    monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = Layer.__new__(Layer)
     deferred_shared_experts._make_init(Layer.__init__)(layer)
-    assert getattr(layer, deferred_shared_experts._DEFERS) == trtllm
-    assert layer.experts.moe_runner_config.inplace == (not trtllm)
+    assert getattr(layer, deferred_shared_experts._DEFERS) == leaves_it_alone
+    assert layer.experts.moe_runner_config.inplace == (not leaves_it_alone)
+
+
+# --- Triton's output -------------------------------------------------------------------------------------------------
+
+torch_of_the_sequence = torch  # stands in for the engine module's name `torch`
+
+
+def sequence_of_the_engine(hidden_states, weight, *, inplace, hooks=None):
+    """What the engine's function does, in small: choose an output, write into it."""
+    output = hidden_states if inplace else torch_of_the_sequence.empty_like(hidden_states)
+    activations = torch_of_the_sequence.mul(hidden_states, weight)
+    output.copy_(activations + hidden_states)
+    return output
+
+
+@pytest.fixture
+def sequence():
+    patcher = Patcher()
+    memory = SimpleNamespace(_active_symmetric_memory_context=None, is_tensor_in_symmetric_mempool=lambda tensor: False)
+    function: Any = sequence_of_the_engine
+    into_buffer = with_globals(
+        function, sys.modules[__name__], patcher, torch_of_the_sequence=handoff.OutputTorch(torch, memory)
+    )
+    yield deferred_shared_experts._make_sequence(function, into_buffer, torch.compiler.is_compiling)
+    patcher.undo()
+
+
+def test_tritons_output_goes_into_the_dead_input(sequence):
+    hidden, dead = torch.ones(2, 3), torch.full((2, 3), float("nan"))
+    dead.mark = True
+    with moe_output_buffer_ctx(dead):
+        output = sequence(hidden, 2, inplace=False)
+        again = sequence(hidden, 3, inplace=False)
+    assert shares_storage(output, dead)
+    assert not hasattr(output, "mark")
+    assert torch.equal(output, torch.full((2, 3), 3.0))
+    assert not shares_storage(again, dead)
+    assert torch.equal(hidden, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda hidden: torch.full((2, 3), 7.0), {"inplace": True}),
+        (lambda hidden: torch.full((2, 3), 7.0), {"inplace": False, "hooks": object()}),
+        (lambda hidden: hidden, {"inplace": False}),
+        (lambda hidden: hidden.view(3, 2), {"inplace": False}),
+        (lambda hidden: torch.full((3, 3), 7.0), {"inplace": False}),
+        (lambda hidden: None, {"inplace": False}),
+    ],
+    ids=["in place", "LoRA's hooks", "the MoE input", "its storage", "other shape", "none offered"],
+)
+def test_anything_else_is_the_engines(sequence, make, how):
+    hidden = torch.ones(2, 3)
+    dead = make(hidden)
+    before = None if dead is None else dead.clone()
+    with moe_output_buffer_ctx(dead):
+        output = sequence(hidden, 2, **how)
+    assert torch.equal(output, torch.full((2, 3), 3.0))
+    assert shares_storage(output, hidden) == how["inplace"]
+    assert dead is None or torch.equal(dead, before)
+
+
+def test_of_the_moe_input_nothing_is_lost_that_is_read_after_it(sequence, monkeypatch):
+    """The check removed: shared experts that run last would read what the routed ones have written."""
+    hidden = torch.ones(2, 3)
+    monkeypatch.setattr(deferred_shared_experts, "shares_storage", lambda a, b: False)
+    with moe_output_buffer_ctx(hidden):
+        sequence(hidden, 2, inplace=False)
+    assert not torch.equal(hidden, torch.ones(2, 3))
+
+
+# --- Which runners ---------------------------------------------------------------------------------------------------
+
+
+class UnknownMethod(SimpleNamespace):
+    """A quantization method."""
+
+
+class KTEPWrapperMethod(UnknownMethod):
+    """The engine's, whose experts run on GPU and CPU."""
+
+
+class Fp8MoEMethod(UnknownMethod):
+    """The engine's, which calls CUTLASS without a runner."""
+
+
+def experts(method, trtllm=False, **more):
+    return SimpleNamespace(quant_method=method, use_flashinfer_trtllm_moe=trtllm, **more)
+
+
+def with_runner(name):
+    return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
+
+
+@pytest.mark.parametrize(
+    ("layer", "asked", "expected"),
+    [
+        (experts(UnknownMethod(runner=with_runner("triton"))), "auto", True),
+        (experts(UnknownMethod(runner=with_runner("marlin"))), "auto", True),
+        (experts(UnknownMethod(runner=with_runner("flashinfer_cutlass"))), "auto", True),
+        (experts(UnknownMethod(runner=with_runner("deep_gemm"))), "auto", False),
+        (experts(UnknownMethod(runner=with_runner("aiter"))), "auto", False),
+        (experts(UnknownMethod(), scheme=UnknownMethod(runner=with_runner("marlin"))), "auto", True),
+        (
+            experts(UnknownMethod(), scheme=UnknownMethod(kernel=UnknownMethod(runner=with_runner("marlin")))),
+            "auto",
+            True,
+        ),
+        (experts(UnknownMethod()), "triton", False),
+        (experts(UnknownMethod()), "cutlass", False),
+        (experts(Fp8MoEMethod(runner=None)), "cutlass", True),
+        (experts(Fp8MoEMethod(runner=None)), "triton", False),
+        (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
+        (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
+        (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
+    ],
+)
+def test_runners_that_leave_their_input_alone(layer, asked, expected, monkeypatch):
+    moe = SimpleNamespace(get_moe_runner_backend=lambda: SimpleNamespace(value=asked))
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe", moe)
+    assert runners.leaves_its_input_alone(layer) == expected
+
+
+def test_on_amd_triton_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7")
+    monkeypatch.setattr(runners, "runner_of", lambda experts: "triton")
+    assert not runners.leaves_its_input_alone(experts(UnknownMethod()))
+
+
+@pytest.mark.parametrize(
+    ("runner", "reason"),
+    [("triton", None), ("auto", None), ("marlin", None), ("deep_gemm", "--moe-runner-backend is deep_gemm")],
+)
+def test_a_runner_that_is_not_on_the_list_is_left_alone(runner, reason):
+    assert deferred_shared_experts.CHANGE.unneeded(SimpleNamespace(moe_runner_backend=runner)) == reason

@@ -5,46 +5,69 @@ Why
     the routed kernel has its workspace: 235 MB at a 16K-token prefill of Kimi-K2.5.
 
 How
-    During ``forward_normal`` of a layer whose routed experts leave their input alone, ``_forward_shared_experts``
-    returns a promise. The engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place
-    where the engine adds it: after the routed experts and their scaling, before the all-reduce.
+    The runners that leave their input alone are marked as what they are (``inplace`` off), layer by layer: the TRT-LLM
+    kernels, Marlin, CUTLASS, FlashInfer CUTLASS. Triton can be told to; its output then goes into the layer's dead
+    input (:mod:`sglang_moe_patches.dead_input`), so that it costs nothing. Not in a server with LoRA adapters, and
+    Triton not on AMD.
 
-    Releases 0.5.12 and 0.5.12.post1 defer by themselves, for runners that are not in place, and take every runner for
-    one that is: there the TRT-LLM runners are marked as what they are, and the rest is the engine's.
+    Releases from 0.5.12 defer by themselves where ``inplace`` is off, and the rest is theirs; from 0.5.13 on it is off
+    for the TRT-LLM runners.
+
+    In 0.5.11, ``_forward_shared_experts`` returns a promise during ``forward_normal`` of a layer that defers. The
+    engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds
+    it: after the routed experts and their scaling, before the all-reduce.
 
 Upstream
-    sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13.
+    sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13, for TRT-LLM alone.
 
 Remove when
-    0.5.12.post1 is no longer supported.
+    the engine defers behind every runner that leaves its input alone.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import engine, runners
-from sglang_moe_patches.patch import Change, Patcher, Plan
+from sglang_moe_patches import dead_input, engine, handoff, runners
+from sglang_moe_patches.handoff import shares_storage
+from sglang_moe_patches.patch import Change, Install, Patcher, Plan, with_globals
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
 _deferring: ContextVar[bool] = ContextVar("moe_deferring_shared_experts", default=False)
 
 
-def may_defer(*, inplace: bool, runner_is_trtllm: bool, overlapped: bool, fused: bool, present: bool) -> bool:
+def may_defer(
+    *,
+    inplace: bool,
+    leaves_input_alone: bool,
+    overlapped: bool,
+    fused: bool,
+    present: bool,
+    lora: bool,
+    all_to_all: bool,
+) -> bool:
     """Whether a layer's shared experts may run after its routed experts.
 
-    :param inplace: the runner may write its output over its input.
-    :param runner_is_trtllm: the runner is ``flashinfer_trtllm`` or ``flashinfer_trtllm_routed``, which never mutate
-        their input, whatever the engine's default for ``inplace`` says.
+    :param inplace: the runner is told to write its output over its input.
+    :param leaves_input_alone: it does not, whatever it is told, or can be told not to.
     :param overlapped: single-batch overlap already runs the shared experts elsewhere.
     :param fused: the shared experts are fused into the routed ones.
     :param present: the layer has shared experts of its own.
+    :param lora: the server may run LoRA adapters, by other runners.
+    :param all_to_all: tokens travel to their experts, and the layer runs another way.
     """
-    return present and not fused and not overlapped and (runner_is_trtllm or not inplace)
+    return (
+        present
+        and not fused
+        and not overlapped
+        and not all_to_all
+        and (not inplace or (leaves_input_alone and not lora))
+    )
 
 
 class SharedExpertsLater:
@@ -98,18 +121,69 @@ def _make_init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         defers = may_defer(
             inplace=self.experts.moe_runner_config.inplace,
-            runner_is_trtllm=self.experts.use_flashinfer_trtllm_moe,
+            leaves_input_alone=runners.leaves_its_input_alone(self.experts),
             overlapped=self._fuse_shared_experts_inside_sbo,
             fused=self.num_fused_shared_experts > 0,
-            present=hasattr(self, "shared_experts"),
+            present=getattr(self, "shared_experts", None) is not None,
+            lora=runners.serves_lora(),
+            all_to_all=self._enable_a2a_moe,
         )
         setattr(self, _DEFERS, defers)
         if defers:
-            # The choice of runner is a flag of the server; a quantization may bring another kernel, which then must
-            # leave its input alone, too.
             self.experts.moe_runner_config.inplace = False
 
     return __init__
+
+
+# --- Triton's output -------------------------------------------------------------------------------------------------
+
+
+def _make_sequence(original: Callable[..., Any], into_buffer: Any, is_compiling: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def sequence(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["inplace"] or kwargs.get("hooks") or is_compiling():
+            return original(hidden_states, *args, **kwargs)
+        buffer = handoff.offered()
+        # The kernels still read the MoE input while the output is being written, and the shared experts after that.
+        if buffer is None or shares_storage(buffer, hidden_states):
+            return original(hidden_states, *args, **kwargs)
+        return into_buffer(hidden_states, *args, **kwargs)
+
+    return sequence
+
+
+def triton() -> Install:
+    """The Triton runner writes into the offered buffer where it is not in place.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    name, function = runners.TRITON_SEQUENCE
+    module = engine.module(name)
+    allocator = engine.module("sglang.srt.distributed.device_communicators.pynccl_allocator")
+    sequence = engine.own(module, function)
+    outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
+    engine.require(
+        outputs == ["torch.empty_like(hidden_states)"], f"{function} allocates {', '.join(outputs) or 'no output'}"
+    )
+    engine.require(engine.only_a_global(sequence, "torch"), f"in {function}, torch is not only the module's global")
+    engine.require_parameters(sequence, ["hidden_states"])
+    engine.require(
+        {"inplace", "hooks"} <= set(engine.parameters(sequence)), f"{function} takes no inplace, or no hooks"
+    )
+    for attribute in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool"):
+        engine.get(allocator, attribute)
+    is_compiling = torch.compiler.is_compiling
+
+    def install(patcher: Patcher) -> None:
+        into_buffer = with_globals(sequence, module, patcher, torch=handoff.OutputTorch(torch, allocator))
+        patcher.wrap(module, function, lambda original: _make_sequence(original, into_buffer, is_compiling))
+
+    return install
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
 
 
 def _plan() -> Plan:
@@ -120,35 +194,42 @@ def _plan() -> Plan:
     moe = engine.own(deepseek, "DeepseekV2MoE")
     init = engine.own(moe, "__init__")
     forward = engine.own(moe, "forward_normal")
-    if engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared"):
-        experts = runners.look_at_inplace(fused_moe)
-        if engine.sets(engine.own(experts, "__init__"), "inplace"):
-            return Plan.native()
-        return Plan.hardened(
-            functools.partial(runners.clear_inplace, experts), "the engine defers, and takes every runner for in place"
-        )
-    shared = engine.own(moe, "_forward_shared_experts")
-    engine.require_parameters(forward, ["self", "hidden_states"])
-    engine.require_parameters(shared, ["self", "hidden_states"])
-    engine.require(
-        "final_hidden_states += shared_output" in engine.source(forward),
-        "forward_normal does not add the shared experts' output in place",
+    experts = runners.look_at_inplace(fused_moe)
+    engine.require_mentions(
+        init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
-    engine.require_mentions(init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts")
+    offers, into_buffer = dead_input.look(), triton()
+    defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
+    if not defers_itself:
+        shared = engine.own(moe, "_forward_shared_experts")
+        engine.require_parameters(forward, ["self", "hidden_states"])
+        engine.require_parameters(shared, ["self", "hidden_states"])
+        engine.require(
+            "final_hidden_states += shared_output" in engine.source(forward),
+            "forward_normal does not add the shared experts' output in place",
+        )
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(moe, "forward_normal", lambda original: _make_forward_normal(original, is_compiling))
-        patcher.wrap(
-            moe, "_forward_shared_experts", lambda original: _make_forward_shared_experts(original, is_compiling)
-        )
         patcher.wrap(moe, "__init__", _make_init)
+        offers.install(patcher)
+        into_buffer(patcher)
+        if not defers_itself:
+            patcher.wrap(moe, "forward_normal", lambda original: _make_forward_normal(original, is_compiling))
+            patcher.wrap(
+                moe, "_forward_shared_experts", lambda original: _make_forward_shared_experts(original, is_compiling)
+            )
 
-    return Plan.applied(install)
+    if not defers_itself:
+        return Plan.applied(install)
+    if engine.sets(engine.own(experts, "__init__"), "inplace"):
+        return Plan.hardened(install, "the engine defers behind TRT-LLM's kernels alone")
+    return Plan.hardened(install, "the engine defers, and takes every runner for in place")
 
 
 CHANGE = Change(
     name="deferred-shared-experts",
     summary="the shared experts run after the routed ones when those leave their input alone",
     plan=_plan,
+    unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
 )
