@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import installed, without_buffer
-from harness import Kernels
+from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
+from harness import Kernels, triton_runner
 from sglang_moe_patches import dead_input, engine, handoff
-from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
+from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
+from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.patch import Status, look
+from sglang_moe_patches.reference.model import ModelSpec, make_model
 
 pytestmark = pytest.mark.every_release
 
@@ -17,6 +19,7 @@ PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 4
 FAMILIES = ["qwen3-moe", "glm4-moe", "minimax-m2"]
 CLASSES = {
+    "deepseek-v3": ("deepseek_v2", "DeepseekV2DecoderLayer"),
     "qwen3-moe": ("qwen3_moe", "Qwen3MoeDecoderLayer"),
     "glm4-moe": ("glm4_moe", "Glm4MoeDecoderLayer"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2DecoderLayer"),
@@ -37,6 +40,21 @@ def family(request):
 def path(family, checkpoint):
     """A model of which every layer is MoE, the first one too."""
     return checkpoint(family=family, **({"dense_layers": 0} if family == "glm4-moe" else {}))
+
+
+@pytest.fixture(scope="session")
+def bf16(tmp_path_factory):
+    """Writes a checkpoint of a family without quantization, all layers MoE."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("bf16") / "tiny"
+            first = {"dense_layers": 0} if family in ("deepseek-v3", "glm4-moe") else {}
+            make_model(made[family], ModelSpec(family=family, top_k=3, hidden=512, **first), quantized=False)
+        return made[family]
+
+    return make
 
 
 @pytest.fixture
@@ -175,3 +193,94 @@ def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, family, path, ke
         loop = stack.forward
         monkeypatch.setattr(stack, "forward", lambda self, *args, **kwargs: loop(self, *args, **kwargs))
         assert written_over(engine, engine.load(path), kernels) == [False] * 4
+
+
+# --- The Triton runner -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton(engine, monkeypatch):
+    """BF16 models run the engine's Triton sequence, in columns whatever its size."""
+    triton_runner(monkeypatch)
+    for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("ALIGNMENT", 64)):
+        monkeypatch.setattr(columns, name, value)
+    with engine.arguments(quantization=None, moe_runner_backend="triton"):
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What runners took for their output or as scratch memory, in order; it is NaN before it is written."""
+    found = []
+
+    def watch(name, label):
+        original = getattr(handoff, name)
+
+        def poisoned(*args, **kwargs):
+            memory = original(*args, **kwargs)
+            if memory is not None:
+                found.append(label)
+                memory.fill_(float("nan"))
+            return memory
+
+        monkeypatch.setattr(handoff, name, poisoned)
+
+    watch("take", "output")
+    watch("take_memory", "scratch")
+    return found
+
+
+TRITON = {
+    "all": (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE),
+    "output-buffer": (output_buffer.CHANGE,),
+    "deferred-shared-experts": (deferred_shared_experts.CHANGE,),
+    "moe-workspace": (moe_workspace.CHANGE,),
+}
+#: What the last three of four layers take: an output in every forward; scratch memory in the prefill alone, since
+#: decodes are left alone.
+OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("family", "selected", "expected"),
+    [
+        ("deepseek-v3", "all", OUTPUT),
+        ("deepseek-v3", "output-buffer", []),
+        ("deepseek-v3", "deferred-shared-experts", OUTPUT),
+        ("deepseek-v3", "moe-workspace", SCRATCH),
+        ("qwen3-moe", "all", SCRATCH),
+        ("qwen3-moe", "deferred-shared-experts", []),
+        ("glm4-moe", "all", SCRATCH),
+        ("minimax-m2", "all", SCRATCH),
+    ],
+)
+def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, selected, expected, bf16, run, taken):
+    path = bf16(family)
+    stock = run(path)
+    assert stock[1].isfinite().all()
+    assert taken == []
+    assert same(run(path, *TRITON[selected]), stock)
+    assert taken == expected
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton", "taken")
+@pytest.mark.parametrize(("family", "selected"), [("deepseek-v3", "deferred-shared-experts"), ("qwen3-moe", "all")])
+def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, monkeypatch):
+    path = bf16(family)
+    stock = run(path)
+    monkeypatch.setattr(layer_class(family), dead_input._OFFERS, True, raising=False)
+    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
+    assert not same(run(path, *TRITON[selected]), stock)
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken, monkeypatch):
+    path = bf16("deepseek-v3")
+    stock = run(path)
+    monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
+    assert same(run(path, *TRITON["all"]), stock)
+    assert taken == SCRATCH

@@ -26,6 +26,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
+from sglang_moe_patches import handoff  # noqa: E402
+from sglang_moe_patches.changes import deferred_shared_experts  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import columns, seams  # noqa: E402
 from sglang_moe_patches.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.patch import Patcher  # noqa: E402
@@ -348,6 +350,105 @@ def test_forwards_in_two_threads_have_nothing_in_common(modules, ran):
             thread.join()
     assert all(map(same_bits, stock, ours))
     assert set(ran) == {2, 4}
+
+
+# --- In the layer's dead input ---------------------------------------------------------------------------------------
+
+
+def with_dead_input(modules, given, dead, hidden=None):
+    """The output of the sequence as the module has it now, with ``dead`` on offer."""
+    hidden = given["hidden_states"].clone() if hidden is None else hidden
+    given = {**given, "hidden_states": SimpleNamespace(clone=lambda: hidden)}
+    with handoff.moe_output_buffer_ctx(dead):
+        return run(modules, given)
+
+
+def nans(*shape):
+    return torch.full(shape, math.nan, device=DEVICE, dtype=DTYPE)
+
+
+@contextlib.contextmanager
+def output_into_dead_input():
+    """What deferred-shared-experts does to the sequence."""
+    patcher = Patcher()
+    deferred_shared_experts.triton()(patcher)
+    try:
+        yield
+    finally:
+        patcher.undo()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["bf16", "fp8-block", "int8-channel"])
+def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modules, ran, kind):
+    given = layer(kind=kind, inplace=True)
+    stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()
+    with patched(), Allocations() as made:
+        ours = with_dead_input(modules, given, dead, hidden)
+    assert ran[0] > 1
+    assert same_bits(stock, ours)
+    assert handoff.shares_storage(ours, hidden)
+    assert kind != "bf16" or (120, 32) not in made.sizes  # else the quantized activations have that size
+    assert not dead.view(-1)[: 120 * 32].isnan().any()
+    assert dead.view(-1)[120 * 32 :].isnan().all()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("changes", [(patched,), (output_into_dead_input,), (output_into_dead_input, patched)])
+def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modules, changes):
+    given = layer()
+    stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change())
+        ours = with_dead_input(modules, given, dead, hidden)
+    assert handoff.shares_storage(ours, dead)
+    assert same_bits(stock, ours)
+    assert torch.equal(hidden, given["hidden_states"])  # the shared experts read it now
+
+
+def test_the_output_of_a_small_sequence_lies_in_the_dead_input(modules, ran):
+    """Beside moe-workspace, which leaves it alone."""
+    given, dead = layer(), nans(40, 256)
+    stock = run(modules, given)
+    with output_into_dead_input(), patched():
+        ours = with_dead_input(modules, given, dead)
+    assert ran == []
+    assert handoff.shares_storage(ours, dead)
+    assert same_bits(stock, ours)
+
+
+UNUSABLE = {
+    "too small": lambda hidden: nans(120 * 32 // 256 - 1, 256),
+    "a view": lambda hidden: nans(80, 256)[:40],
+    "the MoE input": lambda hidden: hidden,
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("unusable", UNUSABLE)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_memory_that_is_not_a_dead_input_is_left_alone(modules, ran, unusable, inplace):
+    given = layer(inplace=inplace)
+    stock, hidden = run(modules, given), given["hidden_states"].clone()
+    dead = UNUSABLE[unusable](hidden)
+    with output_into_dead_input(), patched():
+        ours = with_dead_input(modules, given, dead, hidden)
+    assert ran == [4]
+    assert same_bits(stock, ours)
+    assert dead is hidden or dead.isnan().all()
+    assert inplace or torch.equal(hidden, given["hidden_states"])
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch):
+    given = layer(inplace=inplace)
+    stock, hidden = run(modules, given), given["hidden_states"].clone()
+    monkeypatch.setattr(handoff, "withdraw_if_shared", lambda moe_input: None)
+    with patched():
+        ours = with_dead_input(modules, given, hidden, hidden)
+    assert not (same_bits(stock, ours) if inplace else torch.equal(hidden, given["hidden_states"]))
 
 
 # --- These tests can fail --------------------------------------------------------------------------------------------

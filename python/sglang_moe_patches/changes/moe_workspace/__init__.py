@@ -18,6 +18,9 @@ How
     The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
     not allocated.
 
+    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.dead_input`) is memory for the
+    activation's output, if it is large enough: the peak is then the first GEMM's output alone, or a slice.
+
     On request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``) no routed-experts kernel of any runner behind
     ``FusedMoE.run_moe_core`` sees more than so many tokens at once (:mod:`.token_slices`).
 
@@ -32,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import runners
+from sglang_moe_patches import dead_input, runners
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.patch import Change, Patcher, Plan
 
@@ -50,14 +53,15 @@ def _plan() -> Plan:
 
     by_columns = seams.plan()
     most = MAX_MOE_TOKENS.read()
-    if most is None:
+    if most is None and by_columns.install is None:
         return by_columns
-    by_tokens = token_slices.plan(most)
+    parts = [by_columns.install and dead_input.look().install, by_columns.install]
+    if most is not None:
+        parts.append(token_slices.plan(most).install)
 
     def install(patcher: Patcher) -> None:
-        for plan in (by_columns, by_tokens):
-            if plan.install is not None:
-                plan.install(patcher)
+        for part in filter(None, parts):
+            part(patcher)
 
     return Plan.applied(install)
 

@@ -22,6 +22,7 @@ def slice_width(
     itemsize: int,
     *,
     activation_itemsize: int | None = None,
+    activation_elsewhere: bool = False,
     block_columns: int = 1,
     scale_columns: int = 1,
     scale_bytes: int = OPERAND_BYTES,
@@ -33,6 +34,7 @@ def slice_width(
     - Around the activation the runner holds the outputs of the first GEMM and of the activation, [tokens x top-k,
       2 x ``intermediate``] and [tokens x top-k, ``intermediate``]. Slices that fit into that beside the second GEMM's
       input (2 x ``intermediate`` columns, or 2.5 where it is quantized to one byte) save nothing more if narrower.
+      Where the activation's output lies in memory that is there anyway, it is 2 x ``intermediate`` columns, or 1.5.
     - ``n`` slices hold 1/n of the tensor, and one more saves 1/n - 1/(n + 1), or about 1/n^2, of it. So the number at
       which one more is still worth it is the square root of the tensor's bytes over :data:`WORTH_A_SLICE_BYTES`.
 
@@ -42,6 +44,7 @@ def slice_width(
     :param intermediate: the experts' intermediate size on this rank.
     :param itemsize: bytes of an output element.
     :param activation_itemsize: bytes of an element of the second GEMM's input; the same without quantization.
+    :param activation_elsewhere: the activation's output lies in memory that is there anyway.
     :param block_columns: columns of a tile of the second GEMM (``BLOCK_SIZE_N``); no slice cuts one.
     :param scale_columns: columns that share a scale of the weights (block quantization), or 1.
     :param scale_bytes: from the scale of one column, or block of columns, to the next one's.
@@ -49,7 +52,10 @@ def slice_width(
     tensor_bytes = tokens * top_k * hidden * itemsize
     if tensor_bytes < SMALLEST_TENSOR_BYTES:
         return hidden
-    free = 3 * intermediate - intermediate * (activation_itemsize or itemsize) // itemsize
+    quantized = activation_itemsize is not None and activation_itemsize < itemsize
+    free = (2 if activation_elsewhere else 3) * intermediate
+    if quantized or not activation_elsewhere:
+        free -= intermediate * (activation_itemsize or itemsize) // itemsize
     slices = min(-(-hidden // free), isqrt(tensor_bytes // WORTH_A_SLICE_BYTES))
     if slices < 2:
         return hidden

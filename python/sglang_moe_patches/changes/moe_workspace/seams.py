@@ -8,18 +8,19 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, handoff, runners
 from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.engine import require
 from sglang_moe_patches.patch import Patcher, Plan, with_globals
 
 logger = logging.getLogger(__name__)
 
-SEQUENCE_MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
-SEQUENCE = "_fused_moe_kernel_sequence"
+SEQUENCE_MODULE, SEQUENCE = runners.TRITON_SEQUENCE
+_ALLOCATOR_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
@@ -79,7 +80,7 @@ class Promise:
         return self.made.unsqueeze(dim)
 
     def make(self, shape: tuple[int, ...]) -> Any:
-        """Memory of this dtype and device. (The place where a layer's dead input could be taken instead.)"""
+        """Memory of this dtype and device."""
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -109,20 +110,37 @@ class Quantized:
         return self._result
 
 
-class _Torch:
-    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are promised."""
+class Activation:
+    """The activation's output in a sequence that is in place: it may lie in the layer's dead input.
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    :param columns: of that output.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._torch, name)
-        setattr(self, name, value)
-        return value
+    __slots__ = ("columns", "in_dead_input")
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.in_dead_input = columns, False
+
+
+_activation: ContextVar[Activation | None] = ContextVar("moe_workspace_activation", default=None)
+
+
+class _Torch(handoff.OutputTorch):
+    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are promised.
+
+    The layer's dead input, where it is on offer, becomes the output of a sequence that is not in place. In one that is,
+    the activation's output lies in it: at the runner's peak that is the first GEMM's output and this one.
+    """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         if len(size) == 3:
             return Promise(size, device, dtype)
+        activation = _activation.get()
+        if activation is not None and size[1] == activation.columns:
+            memory = handoff.take_memory(size, dtype, device)
+            if memory is not None:
+                activation.in_dead_input = True
+                return memory
         return self._torch.empty(size, device=device, dtype=dtype)
 
 
@@ -169,6 +187,7 @@ def slices(promise: Promise, output: Any) -> list[tuple[int, int]]:
         if not fits:
             _say_once(reason)
             return [(0, hidden)]
+    activation = _activation.get()
     width = columns.slice_width(
         tokens,
         top_k,
@@ -176,6 +195,7 @@ def slices(promise: Promise, output: Any) -> list[tuple[int, int]]:
         activations.shape[1],
         promise.dtype.itemsize,
         activation_itemsize=1 if _quantizes(kwargs) else promise.dtype.itemsize,
+        activation_elsewhere=activation is not None and activation.in_dead_input,
         block_columns=args[_CONFIG]["BLOCK_SIZE_N"],
         **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
     )
@@ -295,8 +315,9 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         else:
             whole_sum(experts_output, output, scale)
 
-    original: FunctionType = getattr(module, SEQUENCE)
-    stand_ins = {"torch": _Torch(torch), INVOKE: invoke}
+    original: FunctionType = engine.own(module, SEQUENCE)
+    unchanged = getattr(module, SEQUENCE)  # another change of ours may be around it
+    stand_ins = {"torch": _Torch(torch, engine.module(_ALLOCATOR_MODULE)), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     else:
@@ -304,8 +325,13 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
     is_compiling = torch.compiler.is_compiling
 
-    def with_columns(*args: Any, **kwargs: Any) -> Any:
-        output = by_columns(*args, **kwargs)
+    def with_columns(hidden_states: Any, w1: Any, *args: Any, **kwargs: Any) -> Any:
+        handoff.withdraw_if_shared(hidden_states)
+        token = _activation.set(Activation(w1.shape[1] // 2) if kwargs["inplace"] else None)
+        try:
+            output = by_columns(hidden_states, w1, *args, **kwargs)
+        finally:
+            _activation.reset(token)
         return output.made if isinstance(output, Promise) else output
 
     def choose(hidden_states: Any, topk_ids: Any, hooks: Any, defer_sum: Any) -> Callable[..., Any]:
@@ -314,7 +340,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             or is_compiling()
             or not acts(topk_ids.shape[0], topk_ids.shape[1], hooks, defer_sum)
         ):
-            return original
+            return unchanged
         return with_columns
 
     patcher.replace(
@@ -386,6 +412,7 @@ def plan() -> Plan:
     kernels = engine.module(gemm.__module__)
     require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
     engine.require_parameters(sequence, ("hidden_states", "w1", "w2", "topk_weights", "topk_ids"))
+    require("inplace" in engine.parameters(sequence), f"{SEQUENCE} takes no inplace")
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     require(engine.parameters(gemm)[_CONFIG] == "config", f"parameter {_CONFIG} of {INVOKE} is not its config")
     kinds = {p.kind for p in inspect.signature(sequence).parameters.values()}
@@ -403,9 +430,11 @@ def plan() -> Plan:
     uses = _uses(sequence, "intermediate_cache3") | _uses(summing, "intermediate_cache3")
     require(uses <= _KNOWN_USES, f"{SEQUENCE} has another use for its tensor: {', '.join(sorted(uses - _KNOWN_USES))}")
     allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]
+    require("(total_tokens, N // 2)" in allocated, f"{SEQUENCE} allocates {', '.join(allocated)}")
     promised = [size for size in allocated if size == "(num_tokens, topk, w2.shape[1])"]
     require(
         len(promised) == 2 and len({size for size in allocated if size.count(",") > 1}) == 1,
         f"{SEQUENCE} allocates {', '.join(allocated)}",
     )
+    engine.module(_ALLOCATOR_MODULE)
     return Plan.applied(functools.partial(install, module=module, kernels=kernels))
