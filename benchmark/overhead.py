@@ -17,6 +17,7 @@ Quantization before the kernel and the kernel itself return at once: their time 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -132,7 +133,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang_moe_patches.changes import output_buffer
     from sglang_moe_patches.changes.output_buffer import lend
-    from sglang_moe_patches.patch import Patcher, look
+    from sglang_moe_patches.patch import SELECT_VARIABLE, Patcher, look
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
     model_folder = work / "model"
@@ -144,6 +145,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "mem_fraction_static": 0.9,
         "disable_piecewise_cuda_graph": True,
     }
+    os.environ[SELECT_VARIABLE] = "none"  # what is timed is put in and taken out below
     engine = InProcess(model_folder, **(gpu if torch.cuda.is_available() else {}))
 
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
