@@ -130,6 +130,7 @@ HookRegistry.register(
 """
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_strict_ends_the_start_up_beside_a_plugin_that_has_wrapped_a_seam(checkpoint, tmp_path):
     path = on_path(plugin(tmp_path, ANOTHER_PLUGIN))

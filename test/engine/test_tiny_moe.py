@@ -20,6 +20,7 @@ SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 QUESTIONS = 24
 LONGEST = 113
+FURTHER = {"one expert's scales swapped"}  # of the weights, as a misplaced row is
 
 
 def ask(engine, model, questions=QUESTIONS) -> Run:
@@ -60,7 +61,10 @@ def test_the_patched_engine_gives_the_same_answers(engine, stock):
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize("name", mutations.MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.product if name in FURTHER else ()) for name in mutations.MUTATIONS],
+)
 def test_a_broken_patch_is_called_worse(engine, stock, name):
     patcher = Patcher()
     try:
