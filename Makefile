@@ -81,13 +81,17 @@ engine-tests: env ## tests on the real engine, on the CPU
 
 test: lint types unit engine-tests ## lint, types and all tests, on one release
 
-# $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time; then their logs one by one, so
-# that the last line is the test runner's.
+# $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time, the longer ones first; then their
+# logs release by release, so that the last line is the test runner's.
 LOGS ?= build
 on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
-  printf '%s\n' $(1) | xargs -P $(JOBS) -I{} sh -c 'echo "== SGLang {}: started; log: $(LOGS)/test-{}.log"; \
-    $(MAKE) --no-print-directory --keep-going unit engine-tests ENGINE={} $(2) > $(LOGS)/test-{}.log 2>&1'; status=$$?; \
-  for release in $(1); do echo "== SGLang $$release"; cat $(LOGS)/test-$$release.log; done; exit $$status
+  for release in $(1); do \
+    $(MAKE) --no-print-directory env ENGINE=$$release > $(LOGS)/test-$$release-env.log 2>&1; done; \
+  for tests in engine-tests unit; do printf "$$tests %s\n" $(1); done | xargs -P $(JOBS) -L 1 sh -c \
+    'echo "== SGLang $$1: $$0 started; log: $(LOGS)/test-$$1-$$0.log"; \
+    $(MAKE) --no-print-directory $$0 ENGINE=$$1 $(2) > $(LOGS)/test-$$1-$$0.log 2>&1'; status=$$?; \
+  for release in $(1); do echo "== SGLang $$release"; \
+    cat $(LOGS)/test-$$release-*.log | tee $(LOGS)/test-$$release.log; done; exit $$status
 
 test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
 	@$(call on-each,$(shell $(PYTHON) test/releases.py others),WORKERS=0 MARKS="every_release and not product")

@@ -15,9 +15,11 @@ EVERY_RELEASE = (
     "test_reference_kernels.py",
 )
 """They look at the engine's functions or FlashInfer's, or ask its torch to compile something."""
+ONCE = ("test_the_triton_kernels_in_the_interpreter",)
+"""Of those: half a minute of kernels of our own, the same on every release."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in EVERY_RELEASE:
+        if item.path.name in EVERY_RELEASE and item.name not in ONCE:
             item.add_marker(pytest.mark.every_release)
