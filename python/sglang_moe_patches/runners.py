@@ -88,6 +88,17 @@ def without_flashinfer() -> Plan | None:
     return Plan.not_needed("FlashInfer is not installed, so none of its kernels runs")
 
 
+def symmetric_memory() -> Any:
+    """The engine's module of NCCL symmetric memory: whether it is on, and whether a tensor lies in its pool.
+
+    :raises engine.Unsupported: it does not say so in the expected names.
+    """
+    module = engine.module("sglang.srt.distributed.device_communicators.pynccl_allocator")
+    for name in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool"):
+        engine.get(module, name)
+    return module
+
+
 def look_at_inplace(fused_moe: Any) -> Any:
     """The engine's ``FusedMoE``, whose layers say whether their runner may write its output over its input.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 EVERY_RELEASE = (
@@ -23,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in EVERY_RELEASE and item.name not in ONCE:
             item.add_marker(pytest.mark.every_release)
+
+
+@pytest.fixture
+def symmetric_memory() -> SimpleNamespace:
+    """In the place of the engine's module of NCCL symmetric memory: off, with nothing in its pool."""
+    return SimpleNamespace(_active_symmetric_memory_context=None, is_tensor_in_symmetric_mempool=lambda tensor: False)

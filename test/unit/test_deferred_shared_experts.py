@@ -120,12 +120,11 @@ def sequence_of_the_engine(hidden_states, weight, *, inplace, hooks=None):
 
 
 @pytest.fixture
-def sequence():
+def sequence(symmetric_memory):
     patcher = Patcher()
-    memory = SimpleNamespace(_active_symmetric_memory_context=None, is_tensor_in_symmetric_mempool=lambda tensor: False)
     function: Any = sequence_of_the_engine
     into_buffer = with_globals(
-        function, sys.modules[__name__], patcher, torch_of_the_sequence=handoff.OutputTorch(torch, memory)
+        function, sys.modules[__name__], patcher, torch_of_the_sequence=handoff.OutputTorch(torch, symmetric_memory)
     )
     yield deferred_shared_experts._make_sequence(function, into_buffer, torch.compiler.is_compiling)
     patcher.undo()

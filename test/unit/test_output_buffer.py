@@ -87,11 +87,6 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 
 
 @pytest.fixture
-def symmetric_memory():
-    return SimpleNamespace(_active_symmetric_memory_context=None, is_tensor_in_symmetric_mempool=lambda tensor: False)
-
-
-@pytest.fixture
 def run(symmetric_memory):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     patcher = Patcher()

@@ -161,7 +161,7 @@ def triton() -> Install:
 
     name, function = runners.TRITON_SEQUENCE
     module = engine.module(name)
-    allocator = engine.module("sglang.srt.distributed.device_communicators.pynccl_allocator")
+    symmetric_memory = runners.symmetric_memory()
     sequence = engine.own(module, function)
     outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
     engine.require(
@@ -172,12 +172,10 @@ def triton() -> Install:
     engine.require(
         {"inplace", "hooks"} <= set(engine.parameters(sequence)), f"{function} takes no inplace, or no hooks"
     )
-    for attribute in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool"):
-        engine.get(allocator, attribute)
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(sequence, module, patcher, torch=handoff.OutputTorch(torch, allocator))
+        into_buffer = with_globals(sequence, module, patcher, torch=handoff.OutputTorch(torch, symmetric_memory))
         patcher.wrap(module, function, lambda original: _make_sequence(original, into_buffer, is_compiling))
 
     return install

@@ -20,7 +20,6 @@ from sglang_moe_patches.patch import Patcher, Plan, with_globals
 logger = logging.getLogger(__name__)
 
 SEQUENCE_MODULE, SEQUENCE = runners.TRITON_SEQUENCE
-_ALLOCATOR_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
@@ -317,7 +316,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
     original: FunctionType = engine.own(module, SEQUENCE)
     unchanged = getattr(module, SEQUENCE)  # another change of ours may be around it
-    stand_ins = {"torch": _Torch(torch, engine.module(_ALLOCATOR_MODULE)), INVOKE: invoke}
+    stand_ins = {"torch": _Torch(torch, runners.symmetric_memory()), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     else:
@@ -436,5 +435,5 @@ def plan() -> Plan:
         len(promised) == 2 and len({size for size in allocated if size.count(",") > 1}) == 1,
         f"{SEQUENCE} allocates {', '.join(allocated)}",
     )
-    engine.module(_ALLOCATOR_MODULE)
+    runners.symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, kernels=kernels))

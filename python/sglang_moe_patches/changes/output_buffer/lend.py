@@ -95,7 +95,7 @@ def trtllm() -> Install:
     """
     import torch
 
-    allocator = engine.module("sglang.srt.distributed.device_communicators.pynccl_allocator")
+    symmetric_memory = runners.symmetric_memory()
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
@@ -110,13 +110,11 @@ def trtllm() -> Install:
         "device=)",
     )
     engine.require(engine.only_a_global(function, "torch"), f"in {_RUNNER}, torch is not only the module's global")
-    for name in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool"):
-        engine.get(allocator, name)
     experts = runners.look_at_inplace(fused_moe)
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(function, runner, patcher, torch=_OutputAllocator(torch, allocator))
+        into_buffer = with_globals(function, runner, patcher, torch=_OutputAllocator(torch, symmetric_memory))
         patcher.wrap(runner, _RUNNER, lambda original: _make_runner(original, into_buffer, is_compiling))
         runners.clear_inplace(experts, patcher)
 
