@@ -3,12 +3,13 @@
     python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
     python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
     python benchmark/peak_memory.py --runner triton --shard 4          # BF16, one rank's share of four on one GPU
+    python benchmark/peak_memory.py --runner triton --shard 4 --fp8
     python benchmark/peak_memory.py --runner marlin --shard 4 --model qwen3-235b
     python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
-computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 and marlin AWQ (4 bits), on the
-engine's own kernels. What each server should need is written down first, from the sizes (common/prediction.py).
+computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin AWQ (4 bits),
+on the engine's own kernels. What each server should need is written down first, from the sizes (common/prediction.py).
 
 Both are asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result
 (each server is asked twice: answers that a server itself does not repeat are named in that case). The second
@@ -183,6 +184,7 @@ def tables(result: output.Result) -> str:
     found = result["figures"]
     memory = [found["memory"][name] for name in servers.SERVERS]
     served = found["served"]
+    runner = f"{served['runner']}{' with FP8 experts' if served.get('fp8') else ''}"
     rows = []
     for title, key in (
         ("live when the routed kernel starts", "live_at_kernel_bytes"),
@@ -195,7 +197,8 @@ def tables(result: output.Result) -> str:
     parts = [
         prediction_table(found["predicted"]),
         f"{found['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
-        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), {served['runner']}, TP={found['tp']}"
+        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), {runner}, "
+        f"TP={found['tp']}"
         f"{' with the shares of TP=' + str(found['shard']) if found['shard'] > 1 else ''}, "
         f"{found['tokens']:,} tokens, kernel workspace {found['workspace_mb']} MiB"
         f"{', --enable-symm-mem' if found['symm_mem'] else ''}. Answers equal: "
@@ -307,6 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed", help="default: %(default)s"
     )
+    parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--shard", type=int, default=1, help="give each rank its share of so many times more ranks")
     parser.add_argument("--tokens", type=int, default=16384, help="prompt length, prefilled in one forward")
@@ -329,7 +333,7 @@ def main() -> int:
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:
         whole = weights.SERVABLE[options.model].shard(options.shard)
-        served = weights.Served(whole, options.dense_layers, options.moe_layers, options.runner)
+        served = weights.Served(whole, options.dense_layers, options.moe_layers, options.runner, options.fp8)
         weights.config(served)
         whole.per_rank(Layout(tp=options.tp))
     except ValueError as error:

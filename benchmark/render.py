@@ -23,10 +23,10 @@ from pathlib import Path
 import cutedsl_memory
 import launcher_cost
 import moe_workspace
-import moe_workspace_server
 import mori_rows
 import overhead
 import peak_memory
+import triton_server
 import weight_shuffle
 from common import machine, output
 
@@ -85,9 +85,9 @@ SECTIONS = {
     "moe-workspace-captured": one("moe-workspace-h200-captured", moe_workspace.captured),
     "moe-workspace-h100": Section(("moe-workspace-h100",), moe_workspace.in_short),
     "moe-workspace-captured-h100": one("moe-workspace-h100-captured", moe_workspace.captured),
-    "moe-workspace-server-h100": Section(("moe-workspace-server-h100",), moe_workspace_server.tables),
+    "moe-workspace-server-h100": Section(("moe-workspace-server-h100",), triton_server.tables),
     "moe-workspace-servers": Section(
-        ("moe-workspace-server-eager", "moe-workspace-server-graphs"), moe_workspace_server.tables
+        ("moe-workspace-server-eager", "moe-workspace-server-graphs"), triton_server.tables
     ),
 }
 #: image: (result, what draws it)

@@ -48,6 +48,7 @@ class Setup:
     :param observe: have the servers record their memory; costs time in every forward.
     :param history: record the allocator's history of one forward too.
     :param variables: more environment variables.
+    :param changes: ``SGLANG_MOE_PATCHES`` of a patched server.
     """
 
     served: Served
@@ -59,6 +60,7 @@ class Setup:
     observe: bool = True
     history: bool = False
     variables: tuple[tuple[str, str], ...] = ()
+    changes: str = "all"
 
     def command(self) -> list[str]:
         given = ["--model-path", str(self.work / "model"), *RUNNER_ARGUMENTS[self.served.runner]]
@@ -79,7 +81,7 @@ class Setup:
         own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
         paths = [str(self.work / "plugin"), str(Path(__file__).parents[1]), *filter(None, [own.get("PYTHONPATH")])]
         own |= environment.variables(own) | {
-            SELECT_VARIABLE: "none" if name.startswith("stock") else "all",
+            SELECT_VARIABLE: "none" if name.startswith("stock") else self.changes,
             **dict(self.variables),
             weights.RUNNER: self.served.runner,
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),

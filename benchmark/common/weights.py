@@ -1,4 +1,4 @@
-"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16, with NVFP4 or AWQ experts.
+"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16; NVFP4, AWQ or FP8 experts.
 
 A checkpoint of a few layers of Kimi-K2.5 would be 10 GB a layer to write and read. So the folder holds the
 configuration and the tokenizer alone, and this module is also a plugin of the engine (``register``) that stands where
@@ -31,6 +31,8 @@ SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not
 #: The runners, and how the routed experts are quantized for them; None: not.
 RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "awq"}
 AWQ_GROUP = 128
+#: Rows and columns of FP8 weights that share a scale, as in DeepSeek-V3's and Qwen3's checkpoints.
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,25 @@ class Served:
 
     :param dense_layers: none where the model has none.
     :param runner: one of ``RUNNERS``.
+    :param fp8: the routed experts are FP8 in blocks, where the runner has them unquantized.
     """
 
     model: Model
     dense_layers: int = 1
     moe_layers: int = 3
     runner: str = "flashinfer_trtllm_routed"
+    fp8: bool = False
 
     def __post_init__(self) -> None:
+        if self.fp8 and self.quantization != "fp8":
+            raise ValueError(f"{self.runner} has {self.quantization} experts, not FP8 ones")
         if not self.model.dense_layers:
             object.__setattr__(self, "dense_layers", 0)
+
+    @property
+    def quantization(self) -> str | None:
+        """Of the routed experts; the rest is bfloat16."""
+        return RUNNERS[self.runner] or ("fp8" if self.fp8 else None)
 
     @property
     def layers(self) -> int:
@@ -73,20 +84,17 @@ def config(served: Served) -> dict[str, Any]:
         q_lora_rank=whole.q_lora_rank or model.ModelSpec.q_lora_rank,
         max_position=65536,
     )
-    quantization = RUNNERS[served.runner]
-    values = model.config(spec, quantized=quantization == "nvfp4")
+    values = model.config(spec, quantized=served.quantization == "nvfp4")
     if "n_group" in values:
         values |= {"n_group": whole.groups[0], "topk_group": whole.groups[1]}
-    if quantization == "awq":
-        dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
-        values["quantization_config"] = {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": AWQ_GROUP,
-            "zero_point": True,
-            "version": "gemm",
-            "modules_to_not_convert": ["self_attn", "shared_experts", "lm_head", *dense],
-        }
+    dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
+    experts_alone = {"modules_to_not_convert": ["self_attn", "shared_experts", "lm_head", *dense]}
+    if served.quantization == "awq":
+        scheme = {"bits": 4, "group_size": AWQ_GROUP, "zero_point": True, "version": "gemm"}
+        values["quantization_config"] = {"quant_method": "awq", **scheme, **experts_alone}
+    elif served.quantization == "fp8":
+        scheme = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+        values["quantization_config"] = {"quant_method": "fp8", **scheme, **experts_alone}
     return values
 
 
@@ -143,9 +151,16 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         scale = 1 / (4.64 * math.sqrt(columns))
         yield f"{name}.scales", torch.full((groups, rows), scale, dtype=torch.bfloat16, device=device)
 
+    def fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
+        normal = torch.randn(rows, columns, device=device, generator=generator(name))
+        yield f"{name}.weight", normal.to(torch.float8_e4m3fn)
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        yield f"{name}.weight_scale_inv", torch.full(blocks, columns**-0.5, device=device)
+
+    quantized = {"awq": awq, "fp8": fp8}.get(quantization, nvfp4)
     for tensor in families.tensors(spec, c["vocab_size"]):
         if tensor.expert and quantization:
-            yield from (awq if quantization == "awq" else nvfp4)(tensor.name, *tensor.shape)
+            yield from quantized(tensor.name, *tensor.shape)
         else:
             normal = torch.randn(tensor.shape, device=device, generator=generator(tensor.key))
             yield tensor.key, model.scaled(tensor, normal)
@@ -172,12 +187,19 @@ def register() -> None:
 
 
 def _replace_reader(loader: Any) -> None:
-    def weights(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    read = loader.DefaultModelLoader._get_all_weights
+
+    @functools.wraps(read)
+    def weights(self: Any, model_config: Any, model_: Any) -> Iterator[tuple[str, Any]]:
         import torch
 
+        described = json.loads((Path(model_config.model_path) / "config.json").read_text())
+        if model.MARKER not in described:  # a draft model on disk
+            yield from read(self, model_config, model_)
+            return
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         with device:
-            yield from tensors(json.loads((Path(model_config.model_path) / "config.json").read_text()), device)
+            yield from tensors(described, device)
 
     loader.DefaultModelLoader._get_all_weights = weights
 

@@ -51,6 +51,24 @@ def test_awq_experts_are_packed_as_the_engine_reads_them(tmp_path):
     assert not any(name in "model.layers.1.mlp.experts" for name in kept)
 
 
+def test_fp8_experts_have_a_scale_for_each_block():
+    """As DeepSeek-V3's checkpoint: e4m3 weights, float32 scales of 128 x 128 blocks, everything else as it is."""
+    config = weights.config(weights.Served(TINY, runner="triton", fp8=True))
+    made = dict(weights.tensors(config, torch.device("cpu")))
+    expert = {name.rsplit("experts.7.")[-1]: t for name, t in made.items() if "layers.3.mlp.experts.7." in name}
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name} == {
+        f"{part}_proj.{kind}": (dtype, shape)
+        for part in ("gate", "up")
+        for kind, dtype, shape in (
+            ("weight", torch.float8_e4m3fn, (256, 256)),
+            ("weight_scale_inv", torch.float32, (2, 2)),
+        )
+    }
+    assert {t.dtype for name, t in made.items() if ".experts." not in name} == {torch.bfloat16, torch.float32}
+    with pytest.raises(ValueError, match="marlin has awq experts"):
+        weights.Served(TINY, runner="marlin", fp8=True)
+
+
 def test_every_expert_has_its_own_weights_and_each_process_the_same(tmp_path):
     config = weights.config(SERVED)
     first, again = (dict(weights.tensors(config, torch.device("cpu"))) for _ in range(2))

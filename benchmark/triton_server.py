@@ -1,0 +1,184 @@
+"""Whole servers with the Triton runner, stock against patched: memory and time of a prefill, time of decode steps.
+
+    python benchmark/triton_server.py --json server.json
+    python benchmark/triton_server.py --fp8                                # FP8 experts in blocks
+    python benchmark/triton_server.py --model qwen3-235b --changes moe-workspace
+    python benchmark/triton_server.py --graphs --json graphs.json          # with the engine's default graphs
+    python benchmark/triton_server.py --quick                              # a tiny model, CPU: does it run at all?
+
+Three real servers at the same time on one GPU, stock, patched and stock again: a few layers of the model's widths at
+one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures
+are of one forward: of --tokens tokens, of one token, and of a batch of --batch requests; the second stock server shows
+how much two processes differ that run the same. Each server's first two rounds do not count, they pay for libraries'
+workspaces. Answers must be equal, token by token and log-probability by log-probability, or the result says which are
+not; the batch's are not compared, because servers may batch otherwise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+from common import forwards, machine, output, plugins, servers, timing, weights
+from common.forwards import Forward
+from common.shapes import MODELS, TINY
+from sglang_moe_patches.reference import environment
+
+MB = 1e6
+SERVERS = (*servers.SERVERS, timing.CONTROL)
+WARM_UP = 2
+#: A decode step's request: long enough a prompt to be no decode.
+SHORT = 48
+
+
+def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
+    """Requests that decode together."""
+    body = {
+        "input_ids": [servers.prompt(SHORT, seed + at) for at in range(requests)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    }
+    httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
+
+
+def measure(options: Any, work: Path) -> dict[str, Any]:
+    whole = TINY if options.quick else MODELS[options.model].shard(options.shard)
+    served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
+    arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
+    if environment.has_gpu():
+        arguments += ["--mem-fraction-static", "0.9"]
+    setups = {
+        name: servers.Setup(
+            served,
+            work,
+            tokens=options.tokens,
+            arguments=(*(() if options.graphs else servers.EAGER), *arguments),
+            observe=False,
+            variables=((forwards.VARIABLE, str(work / f"{name}.jsonl")),),
+            changes=options.changes,
+        )
+        for name in SERVERS
+    }
+    setups["stock"].prepare()
+    plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
+    answers: dict[str, list[Any]] = {name: [] for name in SERVERS}
+    try:
+        with servers.running(setups, at_once=True) as running:
+            print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
+            for round_ in range(WARM_UP + options.rounds):
+                for name in list(running)[:: -1 if round_ % 2 else 1]:
+                    ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
+                    answers[name].append(servers.generate(running[name], ids, options.new_tokens))
+                    ask_batch(running[name], options.batch, options.new_tokens, round_)
+            logs = {name: server.log_text().splitlines() for name, server in running.items()}
+    finally:
+        output.keep_logs(options, work)
+
+    def median_ms(steps: list[Forward]) -> float | None:
+        return statistics.median(step.ms for step in steps) if steps else None
+
+    def figures(name: str) -> dict[str, Any]:
+        lines = forwards.read(work / f"{name}.jsonl")
+        whole = [one for one in lines if one.tokens == options.tokens][WARM_UP:]
+        decode = [one for one in lines if one.tokens == 1]
+        batch = [one for one in lines if one.tokens == options.batch]
+        return {
+            "forwards": len(whole),
+            "peak": max(one.peak for one in whole),
+            "reserved": whole[-1].reserved,
+            "before": whole[-1].before,
+            "ms": median_ms(whole),
+            "all_ms": [round(one.ms, 2) for one in whole],
+            # The first rounds warm.
+            "decode_ms": median_ms(decode[len(decode) // 4 :]),
+            "batch_ms": median_ms(batch[len(batch) // 4 :]),
+            "slices": whole[-1].seen.slices,
+            "outputs": whole[-1].seen.outputs,
+            "scratch": whole[-1].seen.scratch,
+            "captured_outputs": sum(one.seen.outputs for one in lines if one.tokens is None),
+            "log": [line for line in logs[name] if "moe-patches" in line or "graph" in line.lower()][:16],
+        }
+
+    found: dict[str, Any] = {name: figures(name) for name in SERVERS}
+    found["batch"] = options.batch
+    for name in SERVERS[1:]:
+        found[name]["equal"] = list(map(servers.same, answers["stock"], answers[name]))
+        pairs = zip(found["stock"]["all_ms"], found[name]["all_ms"], strict=True)
+        found[name]["time"] = statistics.median(other / stock for stock, other in pairs)
+        for key in ("decode_ms", "batch_ms"):
+            if found["stock"][key] and found[name][key]:
+                found[name][f"{key}_ratio"] = found[name][key] / found["stock"][key]
+    return found
+
+
+def tables(results: list[output.Result]) -> str:
+    """A row for each server of each run."""
+
+    def step(one: dict[str, Any], key: str) -> str:
+        ratio = f" ({one[f'{key}_ratio']:.3f})" if f"{key}_ratio" in one else ""
+        return f"{one[key]:.2f}{ratio}" if one.get(key) else ""
+
+    rows = []
+    for result in results:
+        found = result["figures"]
+        for name in SERVERS:
+            if name not in found:
+                continue
+            one = found[name]
+            rows.append(
+                [
+                    f"{name}, {run_of(result)}",
+                    f"{one['peak'] / MB:,.0f}",
+                    f"{one['before'] / MB:,.0f}",
+                    f"{one['reserved'] / MB:,.0f}",
+                    f"{one['ms']:.1f}",
+                    f"{one['time']:.3f}" if "time" in one else "",
+                    step(one, "decode_ms"),
+                    step(one, "batch_ms"),
+                    ", ".join(map(str, one["slices"])) or "-",
+                    f"{sum(one['equal'])} of {len(one['equal'])}" if "equal" in one else "",
+                ]
+            )
+    header = (
+        *("server", "peak MB", "held before MB", "reserved MB", "prefill ms", "time", "decode ms", "batch ms"),
+        *("slices", "equal answers"),
+    )
+    return output.table(header, rows)
+
+
+def run_of(result: output.Result) -> str:
+    """What sets a run apart, from its command."""
+    words = result["command"].split()
+    named = dict(zip(words, [*words[1:], ""], strict=True))
+    parts = [named.get("--model", "kimi-k2.5"), "FP8" if "--fp8" in named else "BF16"]
+    parts.append("default graphs" if "--graphs" in named else "eager")
+    return ", ".join([*parts, *([named["--changes"]] if "--changes" in named else [])])
+
+
+def main() -> None:
+    parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1, "batch": 2}, logs=True)
+    parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
+    parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
+    parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
+    parser.add_argument("--shard", type=int, default=4, help="the TP whose shard sizes one GPU gets")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
+    parser.add_argument("--dense-layers", type=int, default=1)
+    parser.add_argument("--moe-layers", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
+    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
+    options = output.parse(parser)
+    if not options.quick:
+        machine.require_gpu("triton_server", "--quick runs without one")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options, Path(folder) / "run")
+    result = output.result("triton_server", found)
+    output.finish(options, result, tables([result]))
+
+
+if __name__ == "__main__":
+    main()

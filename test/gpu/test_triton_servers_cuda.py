@@ -1,0 +1,272 @@
+"""Real servers with the Triton runner on a GPU, beside what else a server may have on: the answers of the stock server.
+
+Each case starts a stock and a patched server of a few layers of a model's widths, random weights, and asks both the
+same prompts. It counts only if the patched one was seen to act: to run in more than one slice, and where a layer has a
+dead input to write its output, or its activation's, over it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
+
+import httpx  # noqa: E402
+from common import forwards, plugins  # noqa: E402
+from common.servers import EAGER, Setup, prompt, running  # noqa: E402
+from common.shapes import MODELS  # noqa: E402
+from common.weights import Served  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
+from sglang_moe_patches.regression.server import Server  # noqa: E402
+
+#: A rank's share, of TP=4; of DeepSeek-V3's, of TP=8.
+SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}
+QWEN, DEEPSEEK = "qwen3-235b", "deepseek-v3"
+LAYERS = 3
+#: Its [tokens, top-k, hidden] tensor is of 384 MiB in the narrowest model.
+TOKENS = 8192
+CAPTURED_TOKENS = 4096
+RANK = 8
+ATTENTION = {"q_proj": (4096, 2048), "v_proj": (4096, 128)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of server, and how it is asked."""
+
+    arguments: tuple[str, ...] = EAGER
+    model: str = QWEN
+    gpus: int = 1
+    before: str = ""
+    """An endpoint to call before the prompts."""
+    lora: str = ""
+    """Target: ``attention`` or ``experts``."""
+    variables: tuple[tuple[str, str], ...] = ()
+    whole: bool = False
+    """The tensor stays whole, because somebody reads it."""
+    ranks: int = 1
+    """Which write what their forwards do."""
+    scattered: bool = False
+    """The experts get other tokens than the layer has, or a part of them at a time."""
+    draft: bool = False
+    """EAGLE-3's draft model reads hidden states of the model's layers."""
+    request: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> bool:
+        """The engine's default graphs, of decodes and of prompts up to ``CAPTURED_TOKENS``."""
+        return "--cuda-graph-max-bs" in self.arguments
+
+
+RECORDER = ("--expert-distribution-recorder-mode", "stat")
+GRAPHS = ("--cuda-graph-max-bs", "2", "--piecewise-cuda-graph-tokens", str(CAPTURED_TOKENS))
+TWO_RANKS = (*EAGER, "--tp", "2")
+EAGLE = (
+    *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
+)
+#: No multiple of 128, and no divisor of the prompts.
+MOST = 5000
+CASES = {
+    "Qwen3-MoE": Case(GRAPHS),
+    "GLM-4-MoE": Case(GRAPHS, "glm-4.5"),
+    "MiniMax-M2": Case(GRAPHS, "minimax-m2"),
+    "DeepSeek-V3": Case((*GRAPHS, "--disable-shared-experts-fusion"), DEEPSEEK),
+    "fused shared experts": Case(model=DEEPSEEK),
+    "EAGLE-3": Case((*EAGER, *EAGLE), draft=True),
+    "EPLB recorder": Case((*EAGER, *RECORDER), before="start_expert_distribution_record"),
+    "LoRA on attention": Case(lora="attention", request={"lora_path": "adapter"}),
+    "LoRA on experts": Case(lora="experts", whole=True, request={"lora_path": "adapter"}),
+    "token slices": Case(variables=((MAX_MOE_TOKENS.name, str(MOST)),), scattered=True),
+    "two ranks": Case(TWO_RANKS, gpus=2, ranks=2),
+    "two ranks of DeepSeek-V3": Case((*TWO_RANKS, "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2),
+    "two ranks of GLM-4-MoE": Case(TWO_RANKS, "glm-4.5", gpus=2, ranks=2),
+    "two ranks of MiniMax-M2": Case(TWO_RANKS, "minimax-m2", gpus=2, ranks=2),
+    "expert parallelism": Case((*TWO_RANKS, "--ep-size", "2"), gpus=2, ranks=2),
+    "data-parallel attention": Case((*TWO_RANKS, "--dp", "2", "--enable-dp-attention"), gpus=2, scattered=True),
+    "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2),
+    "pipeline stages of DeepSeek-V3": Case(
+        (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2
+    ),
+}
+
+#: In every process of the servers: what EAGLE-3's draft model reads of the model's layers, as sums of its bits.
+DRAFT = """
+import functools, os
+import wrapt
+
+def register():
+    wrapt.register_post_import_hook(_read, "sglang.srt.models.llama_eagle3")
+
+def _read(module):
+    import torch
+    original = module.LlamaModel.forward
+
+    @functools.wraps(original)
+    def forward(self, input_ids, positions, forward_batch, *args, **kwargs):
+        hidden = forward_batch.spec_info.hidden_states
+        bits = int(hidden.contiguous().view(torch.int16).long().sum())
+        with open(os.environ["DRAFT_READ"], "a") as lines:
+            print(tuple(hidden.shape), bits, file=lines)
+        return original(self, input_ids, positions, forward_batch, *args, **kwargs)
+
+    module.LlamaModel.forward = forward
+"""
+
+
+def write_draft(folder: Path) -> Path:
+    """EAGLE-3's draft model for ``QWEN``, of random weights. It reads what enters the model's last two layers."""
+    from safetensors.torch import save_file
+    from sglang_moe_patches.reference.model import vocab_size
+
+    folder.mkdir()
+    hidden, heads, size = MODELS[QWEN].hidden, 16, 128
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
+              "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": heads, "head_dim": size,
+              "num_key_value_heads": 4, "vocab_size": vocab_size(), "draft_vocab_size": None, "hidden_act": "silu",
+              "rms_norm_eps": 1e-6, "max_position_embeddings": 65536, "tie_word_embeddings": False,
+              "torch_dtype": "bfloat16", "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}  # fmt: skip
+    shapes = {"fc": (hidden, 2 * hidden), "midlayer.self_attn.q_proj": (heads * size, 2 * hidden),
+              "midlayer.self_attn.k_proj": (4 * size, 2 * hidden), "midlayer.self_attn.v_proj": (4 * size, 2 * hidden),
+              "midlayer.self_attn.o_proj": (hidden, heads * size), "midlayer.mlp.gate_proj": (512, hidden),
+              "midlayer.mlp.up_proj": (512, hidden), "midlayer.mlp.down_proj": (hidden, 512)}  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).bfloat16()
+        for name, shape in shapes.items()
+    }
+    norms = ("norm", *(f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_adapter(folder: Path, target: str) -> Path:
+    """A LoRA adapter for ``QWEN``, of random weights, large enough to change answers."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    qwen = MODELS[QWEN].shard(SHARES[QWEN])
+    hidden, intermediate = qwen.hidden, qwen.moe_intermediate
+    shapes = {f"self_attn.{name}": shape for name, shape in ATTENTION.items()}
+    if target == "experts":
+        sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate)}
+        sizes["down_proj"] = (intermediate, hidden)
+        shapes = {f"mlp.experts.{e}.{name}": shape for e in range(qwen.experts) for name, shape in sizes.items()}
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, (columns, rows) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            a, b = (torch.randn(*shape, generator=generator) for shape in ((RANK, columns), (rows, RANK)))
+            tensors[f"{prefix}.lora_A.weight"] = (a / columns**0.5).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = b.bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "base_model_name_or_path": "",
+              "target_modules": sorted({name.rsplit(".", 1)[1] for name in shapes})}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ask(server: Server, case: Case) -> list[Any]:
+    """Tokens and their log-probabilities, of prompts that are asked one after the other."""
+
+    def one(tokens: int) -> Any:
+        body = {
+            "input_ids": prompt(tokens, tokens),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+            "return_logprob": True,
+            **case.request,
+        }
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status().json()
+        return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+
+    if case.before:
+        httpx.post(f"{server.url}/{case.before}", timeout=60).raise_for_status()
+    lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
+    return [one(tokens) for tokens in [*lengths, *((CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ())]]
+
+
+def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Variables of each server."""
+    return {
+        name: (*case.variables, (forwards.VARIABLE, str(folder / name)), ("DRAFT_READ", str(folder / f"{name}-draft")))
+        for name in ("stock", "patched")
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
+    case = CASES[name]
+    if torch.cuda.device_count() < case.gpus:
+        pytest.skip(f"needs {case.gpus} GPUs")
+    arguments = [*case.arguments, "--max-running-requests", "8", "--max-total-tokens", str(4 * TOKENS)]
+    arguments += ["--mem-fraction-static", "0.9"]
+    if case.lora:
+        adapter = write_adapter(tmp_path / "adapter", case.lora)
+        arguments += ["--enable-lora", "--lora-paths", f"adapter={adapter}", "--max-loras-per-batch", "2"]
+    if case.draft:
+        arguments += ["--speculative-draft-model-path", str(write_draft(tmp_path / "draft"))]
+        folder = plugins.write_module(tmp_path / "reader", "draft_reader", DRAFT)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    served = Served(MODELS[case.model].shard(SHARES[case.model]), moe_layers=LAYERS, runner="triton")
+    setups = {
+        name: Setup(
+            served, tmp_path / "servers", tokens=TOKENS, arguments=tuple(arguments), observe=False, variables=variables
+        )
+        for name, variables in environments(case, tmp_path).items()
+    }
+    setups["stock"].prepare()
+    plugins.write(tmp_path / "servers" / "plugin", "benchmark_forwards", "common.forwards:register")
+    with running(setups, at_once=True) as servers, ThreadPoolExecutor(2) as pool:
+        stock, patched = pool.map(lambda server: ask(server, case), servers.values())
+        log = servers["patched"].log_text()
+    print(name, *(line for line in log.splitlines() if "moe-patches" in line), sep="\n")
+    assert patched == stock
+    if case.draft:
+        read = [(tmp_path / f"{name}-draft").read_text() for name in ("stock", "patched")]
+        assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
+        assert read[0] == read[1]
+    assert all(one.seen == forwards.Seen() for one in forwards.read(tmp_path / "stock"))
+    check_what_was_seen(case, forwards.read(tmp_path / "patched"))
+
+
+def check_what_was_seen(case: Case, lines: list[forwards.Forward]) -> None:
+    last = case.model == DEEPSEEK and "--disable-shared-experts-fusion" in case.arguments
+    captured = [one for one in lines if one.tokens is None]
+    prefills = [one for one in lines if (one.tokens or 0) > CAPTURED_TOKENS // 2]
+    decodes = [one for one in lines if one.tokens == 1 and not case.draft]
+    print(*captured, *prefills, *decodes[:1], sep="\n")
+    if case.whole:
+        assert all(one.seen.slices == [] for one in lines)
+        return
+    replayed = [one for one in prefills if case.graphs and one.tokens <= CAPTURED_TOKENS]
+    assert len(replayed) == (2 if case.graphs else 0)
+    assert all(one.seen == forwards.Seen() for one in replayed)
+    # EAGLE-3's own layer has no experts.
+    ran = [one for one in prefills if one not in replayed and (one.seen.slices or not case.draft)]
+    assert len(ran) == 3 * case.ranks
+    assert all(max(one.seen.slices) > 1 for one in ran)
+    if case.scattered:
+        return
+    # The first layer of the model, and of a pipeline's second stage, has no dead input.
+    dying = LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1 - ("--pp-size" in case.arguments)
+    acted = [one.seen.outputs if last else one.seen.scratch for one in ran]
+    assert sum(acted) == 3 * dying * (case.ranks if "--tp" in case.arguments else 1)
+    # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
+    assert decodes
+    if case.graphs:
+        assert all(one.seen == forwards.Seen() for one in decodes)
+        assert (sum(one.seen.outputs for one in captured) > 0) == last
+    elif "--pp-size" not in case.arguments:
+        assert {one.seen.outputs for one in decodes} <= {dying if last else 0}
