@@ -67,10 +67,14 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     try:
         with servers.running(setups, at_once=True) as running:
             print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
-            for round_ in range(WARM_UP + options.rounds):
-                for name in list(running)[:: -1 if round_ % 2 else 1]:
+            rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
+            for round_, names in rounds:
+                for name in names:
                     ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
                     answers[name].append(servers.generate(running[name], ids, options.new_tokens))
+            # Not between the prompts: what a batch's last step leaves behind would count as held before them.
+            for round_, names in rounds:
+                for name in names:
                     ask_batch(running[name], options.batch, options.new_tokens, round_)
             logs = {name: server.log_text().splitlines() for name, server in running.items()}
     finally:
@@ -98,7 +102,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "outputs": whole[-1].seen.outputs,
             "scratch": whole[-1].seen.scratch,
             "captured_outputs": sum(one.seen.outputs for one in lines if one.tokens is None),
-            "log": [line for line in logs[name] if "moe-patches" in line or "graph" in line.lower()][:16],
+            "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
 
     found: dict[str, Any] = {name: figures(name) for name in SERVERS}
