@@ -28,10 +28,16 @@ from common.shapes import MODELS, TINY
 from sglang_moe_patches.reference import environment
 
 MB = 1e6
-SERVERS = (*servers.SERVERS, timing.CONTROL)
+SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
 WARM_UP = 2
 #: A decode step's request: long enough a prompt to be no decode.
 SHORT = 48
+
+
+def names_of(copies: int) -> list[str]:
+    """Stock, patched, stock again; with more than one copy of each as many of both."""
+    more = [f"{name}-{copy}" for copy in range(3, copies + 1) for name in servers.SERVERS]
+    return [*SERVERS[: 3 if copies == 1 else 4], *more]
 
 
 def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
@@ -59,11 +65,11 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             variables=((forwards.VARIABLE, str(work / f"{name}.jsonl")),),
             changes=options.changes,
         )
-        for name in SERVERS
+        for name in names_of(options.copies)
     }
     setups["stock"].prepare()
     plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
-    answers: dict[str, list[Any]] = {name: [] for name in SERVERS}
+    answers: dict[str, list[Any]] = {name: [] for name in setups}
     try:
         with servers.running(setups, at_once=True) as running:
             print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
@@ -105,9 +111,8 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
 
-    found: dict[str, Any] = {name: figures(name) for name in SERVERS}
-    found["batch"] = options.batch
-    for name in SERVERS[1:]:
+    found: dict[str, Any] = {name: figures(name) for name in setups}
+    for name in list(found)[1:]:
         found[name]["equal"] = list(map(servers.same, answers["stock"], answers[name]))
         pairs = zip(found["stock"]["all_ms"], found[name]["all_ms"], strict=True)
         found[name]["time"] = statistics.median(other / stock for stock, other in pairs)
@@ -127,10 +132,7 @@ def tables(results: list[output.Result]) -> str:
     rows = []
     for result in results:
         found = result["figures"]
-        for name in SERVERS:
-            if name not in found:
-                continue
-            one = found[name]
+        for name, one in found.items():
             rows.append(
                 [
                     f"{name}, {run_of(result)}",
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, default=1)
     parser.add_argument("--moe-layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--copies", type=int, default=1, help="of each server: decode steps differ between processes")
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
