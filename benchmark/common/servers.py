@@ -89,6 +89,9 @@ class Setup:
             # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             "TMPDIR": str(self.temporary(name)),
+            # Some models are routed by code that PyTorch compiles; it chooses kernels by their time, and those round
+            # otherwise. Servers that choose by themselves give different answers, stock ones as well.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "compiled"),
         }
         if self.workspace_mb:
             own[WORKSPACE_VARIABLE] = str(self.workspace_mb)

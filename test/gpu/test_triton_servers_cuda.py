@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,8 +227,9 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     }
     setups["stock"].prepare()
     plugins.write(tmp_path / "servers" / "plugin", "benchmark_forwards", "common.forwards:register")
-    with running(setups, at_once=True) as servers, ThreadPoolExecutor(2) as pool:
-        stock, patched = pool.map(lambda server: ask(server, case), servers.values())
+    with running(setups, at_once=True) as servers:
+        # One after the other: the first one's choices of compiled kernels are the second one's, too.
+        stock, patched = (ask(server, case) for server in servers.values())
         log = servers["patched"].log_text()
     print(name, *(line for line in log.splitlines() if "moe-patches" in line), sep="\n")
     assert patched == stock
@@ -238,10 +238,11 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
         assert read[0] == read[1]
     assert all(one.seen == forwards.Seen() for one in forwards.read(tmp_path / "stock"))
-    check_what_was_seen(case, forwards.read(tmp_path / "patched"))
+    captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log  # some releases do not with MLA
+    check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
 
-def check_what_was_seen(case: Case, lines: list[forwards.Forward]) -> None:
+def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_tokens: int) -> None:
     last = case.model == DEEPSEEK and "--disable-shared-experts-fusion" in case.arguments
     captured = [one for one in lines if one.tokens is None]
     prefills = [one for one in lines if (one.tokens or 0) > CAPTURED_TOKENS // 2]
@@ -250,8 +251,8 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward]) -> None:
     if case.whole:
         assert all(one.seen.slices == [] for one in lines)
         return
-    replayed = [one for one in prefills if case.graphs and one.tokens <= CAPTURED_TOKENS]
-    assert len(replayed) == (2 if case.graphs else 0)
+    replayed = [one for one in prefills if one.tokens <= captured_tokens]
+    assert len(replayed) == (2 if captured_tokens else 0)
     assert all(one.seen == forwards.Seen() for one in replayed)
     # EAGLE-3's own layer has no experts.
     ran = [one for one in prefills if one not in replayed and (one.seen.slices or not case.draft)]
@@ -259,11 +260,12 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward]) -> None:
     assert all(max(one.seen.slices) > 1 for one in ran)
     if case.scattered:
         return
-    assert len(ran) == 3 * case.ranks
+    prompts = len(ran) // case.ranks
+    assert prompts == 3 + (case.graphs and not captured_tokens) * 2
     # The first layer of the model, and of a pipeline's second stage, has no dead input.
     dying = LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1 - ("--pp-size" in case.arguments)
     acted = [one.seen.outputs if last else one.seen.scratch for one in ran]
-    assert sum(acted) == 3 * dying * (case.ranks if "--tp" in case.arguments else 1)
+    assert sum(acted) == prompts * dying * (case.ranks if "--tp" in case.arguments else 1)
     # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
     assert decodes or case.draft
     if case.graphs:
