@@ -55,6 +55,7 @@ def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, A
             options.tokens,
             patched=name == "patched",
             workspace=options.workspace_mb * 2**20,
+            quantization=served.quantization,
         )
         found[name] = asdict(made) | {"live_at_kernel_bytes": made.live, "peak_forward_bytes": made.peak}
     return found
@@ -171,12 +172,15 @@ def difference(found: dict[str, Any], key: str) -> str:
 
 def prediction_table(predicted: dict[str, Any]) -> str:
     """What each server should need, part by part."""
-    stock, patched = (predicted[name] for name in servers.SERVERS)
-    rows = [(text, *(in_mb(one["parts"][part]) for one in (stock, patched))) for part, text in prediction.PARTS.items()]
-    sums = [f"**{in_mb(one['peak_forward_bytes'])}**" for one in (stock, patched)]
-    hidden = f"{stock['hidden_tensors']} and {patched['hidden_tensors']} hidden-size tensors"
-    return f"Predicted, with {hidden}:\n\n" + output.table(
-        ("MB, in a MoE layer, one rank", "stock", "patched"), [*rows, ("**sum**", *sums)]
+    both = [predicted[name] for name in servers.SERVERS]
+    parts = {part: text for part, text in prediction.PARTS.items() if part in both[0]["parts"]}
+    rows = [(text, *(in_mb(one["parts"][part]) for one in both)) for part, text in parts.items()]
+    rows.append(("**sum**", *(f"**{in_mb(sum(one['parts'].values()))}**" for one in both)))
+    for place in both[0].get("elsewhere", {}):
+        rows.append((f"at another place: {place}", *(in_mb(one["elsewhere"][place]) for one in both)))
+    hidden = " and ".join(str(one["hidden_tensors"]) for one in both)
+    return f"Predicted, with {hidden} hidden-size tensors:\n\n" + output.table(
+        ("MB, in a MoE layer, one rank", "stock", "patched"), rows
     )
 
 
@@ -240,9 +244,9 @@ def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> s
                 for patched in (False, True)
             ]
             figures = [f"{value / MB:,.0f}" for value in (*(one.live for one in both), *(one.peak for one in both))]
-            rows.append((name, runner, *figures))
-    header = ("MB, widths", "runner", "live when the runner starts: stock", "patched", "peak of a MoE layer: stock")
-    return output.table((*header, "patched"), rows, left=2)
+            rows.append((name, runner, *figures, both[1].where))
+    header = ("MB, widths", "runner", "live when the runner starts: stock", "patched", "peak of a forward: stock")
+    return output.table((*header, "patched", "where, patched"), rows, left=2)
 
 
 def alive(result: output.Result, moment: str) -> str:
