@@ -12,6 +12,7 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     variables                       a table of the environment variables that this package and its changes read
     statuses                        a line for each release, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
+    families                        a line for each family of models, a column for each kind of MoE runner
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
 
@@ -133,6 +134,56 @@ def reasons(found: dict[str, Any]) -> str:
     return "\n".join(lines) or "None."
 
 
+def families(found: dict[str, Any]) -> str:
+    """A table with a line for each family of models and whether its shared experts run by themselves, and a column for
+    each kind of runner: what becomes of a layer there."""
+    package()
+    from sglang_moe_patches import dead_input, runners
+    from sglang_moe_patches.changes.deferred_shared_experts import may_defer
+
+    def among(change: str, *told: str) -> str:
+        return span([name for name, facts in found.items() if facts["changes"][change][0] in told], list(found))
+
+    into_input = "output in the dead input"
+    kinds = {
+        runners.TRTLLM: f"{into_input} (NVFP4)",
+        (runners.CUTEDSL,): f"{into_input} {among('cutedsl-sizing', 'applied', 'hardened')}",
+        ("triton",): "in place, the dead input is scratch",
+        tuple(name for name in runners.OUT_OF_PLACE if name != "triton"): "",
+        ("any other",): "",
+    }
+
+    def cell(names: tuple[str, ...], dead: str, known: bool, own: bool) -> str:
+        last = own and may_defer(
+            inplace=names != runners.TRTLLM,
+            leaves_input_alone=set(names) <= {*runners.TRTLLM, *runners.OUT_OF_PLACE},
+            overlapped=False,
+            fused=False,
+            present=True,
+            lora=False,
+            all_to_all=False,
+        )
+        facts = ["shared experts last"] if last else []
+        if known and dead:
+            facts.append(into_input if last and names == ("triton",) else dead)
+        if names == ("triton",):
+            facts.append("columns")
+        return "; ".join(facts) or "untouched"
+
+    header = [", ".join(f"`{name}`" if name != "any other" else name for name in names) for names in kinds]
+    lines = [f"| family | {' | '.join(header)} | attention inputs |", "| --- " * (len(kinds) + 2) + "|"]
+    rows = []
+    for family in dead_input.FAMILIES:
+        deepseek = family.name == dead_input.DEEPSEEK
+        parts = {", shared experts of its own": True, ", shared experts fused or none": False}
+        for part, own in parts.items() if deepseek else [("", False)]:
+            rows.append((family.models + part, True, own, f"dropped {among('output-buffer', 'applied')}" * deepseek))
+    for name, known, own, attention in [*rows, ("any other", False, False, "")]:
+        cells = [cell(names, dead, known, own) for names, dead in kinds.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {attention or 'untouched'} |")
+    return "\n".join(lines)
+
+
 def whole(outcomes: dict[str, Any]) -> str:
     """A table of the last runs of all tests."""
     lines = ["| SGLang | all tests, on | outcome |", "| --- | --- | --- |"]
@@ -158,6 +209,7 @@ def generated(name: str) -> str:
         "variables": variables,
         "statuses": lambda: statuses(found),
         "reasons": lambda: reasons(found),
+        "families": lambda: families(found),
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }
     if name not in makers:

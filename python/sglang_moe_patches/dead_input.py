@@ -50,8 +50,10 @@ class Family:
     block: str = "mlp"
 
 
+DEEPSEEK = "deepseek_v2"
+"""The family whose shared experts can run last, and whose attention inputs are held."""
 FAMILIES = (
-    Family("DeepSeek-V2/V3", "deepseek_v2", "DeepseekV2DecoderLayer", ("deepseek_v2", "DeepseekV2Model")),
+    Family("DeepSeek-V2/V3", DEEPSEEK, "DeepseekV2DecoderLayer", (DEEPSEEK, "DeepseekV2Model")),
     Family("Qwen2-MoE", "qwen2_moe", "Qwen2MoeDecoderLayer", ("qwen2_moe", "Qwen2MoeModel")),
     Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeDecoderLayer", ("qwen2_moe", "Qwen2MoeModel")),
     Family("GLM-4-MoE", "glm4_moe", "Glm4MoeDecoderLayer", ("glm4_moe", "Glm4MoeModel")),

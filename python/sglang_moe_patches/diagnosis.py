@@ -94,11 +94,13 @@ def show(found: dict[str, Any]) -> None:
         f"sglang-moe-patches {found['package']}"
     )
     console.print(f"GPU: {', '.join(found['gpus']) or 'none'}")
-    table = Table("change", "status", "what it does, or why it does not apply")
+    table = Table("change", "status", "what it does, and why, or why it does not apply")
     colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
     for change in found["changes"]:
         colour = colours.get(change["status"], "dim")
-        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", change["reason"] or change["summary"])
+        does = change["summary"] if change["status"] in ("applied", "hardened") else ""
+        told = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
+        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", told)
     console.print(table)
     if found["variables"]:
         console.print("Variables in force:")

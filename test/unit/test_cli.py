@@ -12,7 +12,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli
+from sglang_moe_patches import __version__, cli, dead_input, diagnosis, runners
+from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.regression import arguments, regress
 from typer.testing import CliRunner
@@ -410,6 +411,24 @@ def test_doctor_reports_every_change_as_json():
     assert statuses.pop("output-buffer") in ("applied", "hardened")
     assert set(statuses.values()) == {"not selected"}
     assert found["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
+
+
+def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others_alone(monkeypatch, capsys):
+    """Also where it has a reason to give."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    by_name = {change.name: change for change in CHANGES}
+    asked = ("output-buffer", "deferred-shared-experts", "moe-workspace")
+    told = [{"name": n, "summary": by_name[n].summary, "status": "hardened", "reason": "the why"} for n in asked]
+    facts = {"engine": "1", "torch": "2", "python": "3", "package": "4", "gpus": [], "variables": {}}
+    diagnosis.show({**facts, "changes": told})
+    lines = capsys.readouterr().out.splitlines()
+    said = {name: next(line for line in lines if f" {name} " in line) for name in asked}
+    assert all("left alone; the why" in line for line in said.values())
+    for family in dead_input.FAMILIES:
+        assert family.models in said["output-buffer"]
+    for runner in (*runners.TRTLLM, *runners.OUT_OF_PLACE):
+        assert runner in said["deferred-shared-experts"]
+    assert "Triton" in said["moe-workspace"]
 
 
 def test_doctor_exits_with_1_when_a_seam_has_changed(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pages
 import pytest
 import releases
+from sglang_moe_patches import dead_input, runners
 from sglang_moe_patches.changes import CHANGES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -139,3 +141,38 @@ def test_a_change_that_a_release_was_not_asked_about_is_shown_as_such():
         "| 1 | 2.0 | applied | not asked | 3 passed |",
         "| 2 | 2.0 | applied | native | 3 passed |",
     ]
+
+
+def cells(row: str) -> dict[str, str]:
+    """What stands in the line of a family, by the runner."""
+    lines = [line.strip("| ").split(" | ") for line in pages.generated("families").splitlines()]
+    (found,) = [line for line in lines if line[0] == row]
+    return {name: cell for names, cell in zip(lines[0], found, strict=True) for name in names.split(", ")}
+
+
+def test_a_family_or_runner_that_is_not_listed_is_untouched():
+    assert set(list(cells("any other").values())[1:]) == {"untouched", "columns"}
+    for family in dead_input.FAMILIES:
+        for part in (", shared experts of its own", ", shared experts fused or none"):
+            line = cells(family.models + part * (family.name == dead_input.DEEPSEEK))
+            assert line["any other"] == "untouched"
+            assert all(line[f"`{name}`"].endswith("output in the dead input (NVFP4)") for name in runners.TRTLLM)
+
+
+def test_a_familys_line_says_what_its_layers_do():
+    """As `test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits` finds it."""
+    own = cells("DeepSeek-V2/V3, shared experts of its own")
+    assert own["`triton`"] == "shared experts last; output in the dead input; columns"
+    assert own["`marlin`"] == own["`cutlass`"] == "shared experts last"
+    assert own["attention inputs"] == "dropped up to 0.5.12.post1"
+    for other in ("DeepSeek-V2/V3, shared experts fused or none", "Qwen3-MoE", "GLM-4-MoE", "MiniMax-M2"):
+        assert cells(other)["`triton`"] == "in place, the dead input is scratch; columns"
+        assert cells(other)["`marlin`"] == "untouched"
+
+
+def test_another_family_has_its_line_and_another_runner_its_word(monkeypatch: pytest.MonkeyPatch):
+    another = dataclasses.replace(dead_input.FAMILIES[-1], models="Another")
+    monkeypatch.setattr(dead_input, "FAMILIES", (*dead_input.FAMILIES, another))
+    monkeypatch.setattr(runners, "OUT_OF_PLACE", ("triton", "another"))
+    assert cells("Another")["`triton`"] == "in place, the dead input is scratch; columns"
+    assert cells("DeepSeek-V2/V3, shared experts of its own")["`another`"] == "shared experts last"

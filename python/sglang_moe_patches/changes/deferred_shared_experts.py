@@ -187,7 +187,7 @@ def triton() -> Install:
 def _plan() -> Plan:
     import torch
 
-    deepseek = engine.module("sglang.srt.models.deepseek_v2")
+    deepseek = engine.module(f"sglang.srt.models.{dead_input.DEEPSEEK}")
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
     moe = engine.own(deepseek, "DeepseekV2MoE")
     init = engine.own(moe, "__init__")
@@ -227,7 +227,8 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="deferred-shared-experts",
-    summary="the shared experts run after the routed ones when those leave their input alone",
+    summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
+    f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
 )

@@ -68,7 +68,7 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="moe-workspace",
-    summary="the Triton runner sums over the top-k in columns, in a fifth of its memory",
+    summary="the Triton runner sums over the top-k in columns, in a fifth of its memory; other runners are left alone",
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS,),

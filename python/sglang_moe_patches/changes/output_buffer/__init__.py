@@ -49,7 +49,7 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="output-buffer",
-    summary="the routed experts write into the decoder layer's dead input: "
-    f"{', '.join(family.models for family in dead_input.FAMILIES)}; other models are left alone",
+    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
+    f"{', '.join(family.models for family in dead_input.FAMILIES)}; other models and runners are left alone",
     plan=_plan,
 )
