@@ -7,6 +7,7 @@ attribute.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import patch, plugin
+from sglang_moe_patches import dead_input, patch, plugin
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.patch import Patcher, Status
 from snapshot import contents, differences, put_back
@@ -25,6 +26,12 @@ PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
 """A second name for a function of the engine's: the change may go on under the first one, and leave this to whoever has
 replaced it."""
+OFFERING = {
+    *(name for family in dead_input.FAMILIES for name in (family.layer, family.model[1])),
+    *(layer for _, layer in dead_input._OFFERING_LAYERS),
+    dead_input.ENGINE_OFFER,
+}
+"""What offers dead inputs: a change may do without that of one family, or without any."""
 LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}
 Seam = tuple[Any, str]
 
@@ -128,7 +135,8 @@ def another_plugin(way: Callable[[Any, str], None], *seams: Seam) -> Iterator[No
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
-    """Seam by seam: one of them is enough for the change to do nothing at all, rather than half of it."""
+    """Seam by seam: one of them is enough for the change to do nothing at all, rather than half of it. Where dead
+    inputs are offered, what the change does without is named."""
     seams = seams_of(change)
     if way is subclasses:
         seams = [seam for seam in seams if isinstance(seam[0], type)]
@@ -138,15 +146,52 @@ def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
     for owner, name in seams:
         with another_plugin(way, (owner, name)):
             before = contents()
-            outcome = patch.apply([change], {change.name})[change.name]
+            outcome, patcher = patch.look(change), Patcher()
+            if outcome.install is not None:
+                outcome.install(patcher)
             touched = differences(before)
-            left = outcome.status is Status.UNSUPPORTED and outcome.reason and not touched
+            patcher.undo()
+            if outcome.install is not None and {owner.__name__, name} & OFFERING:
+                left = owner.__name__ in outcome.reason and dotted(owner, name) not in touched
+            else:
+                left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and not touched
             if dotted(owner, name).endswith(BY_NAME):
                 left = left or dotted(owner, name) not in touched
             if not left:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {touched}")
         assert patch.look(change).install is not None  # what the other plugin did is undone
     assert taken == []
+
+
+def layer_of(family: str) -> Any:
+    (layer,) = (family_.layer for family_ in dead_input.FAMILIES if family_.name == family)
+    return getattr(importlib.import_module(f"sglang.srt.models.{family}"), layer)
+
+
+def plans(*names: str) -> dict[str, patch.Plan]:
+    return {change.name: patch.look(change) for change in CHANGES if change.name in names}
+
+
+def test_a_family_that_is_somebody_elses_is_left_out_and_the_others_stand():
+    with another_plugin(replaces, (layer_of("qwen3_moe"), "forward")):
+        assert "qwen3_moe" not in dead_input.look().families
+        assert len(dead_input.look().families) == len(dead_input.FAMILIES) - 1
+        for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
+            assert plan.install is not None, name
+            assert "Qwen3MoeDecoderLayer.forward is wrapped or replaced by" in plan.reason, name
+
+
+@pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)
+def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
+    """Where the engine itself offers in that layer, nobody could withhold what is not dead: no offers at all."""
+    layer = layer_of("deepseek_v2")
+    offers = dead_input.engine_has_a_hand_off()
+    with another_plugin(way, (layer, "forward")):
+        found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
+        assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
+        assert found["output-buffer"].status is (Status.UNSUPPORTED if offers else Status.APPLIED)
+        assert found["moe-workspace"].status is Status.APPLIED
+        assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from typing import Any
 
 from sglang_moe_patches import dead_input, engine, handoff, runners
 from sglang_moe_patches.handoff import shares_storage
-from sglang_moe_patches.patch import Change, Install, Patcher, Plan, with_globals
+from sglang_moe_patches.patch import Change, Install, Patcher, Plan, Status, with_globals
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -197,6 +197,7 @@ def _plan() -> Plan:
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
     offers, into_buffer = dead_input.look(), triton()
+    engine.require(dead_input.DEEPSEEK in offers.families, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:
         shared = engine.own(moe, "_forward_shared_experts")
@@ -219,10 +220,14 @@ def _plan() -> Plan:
             )
 
     if not defers_itself:
-        return Plan.applied(install)
-    if engine.sets(engine.own(experts, "__init__"), "inplace"):
-        return Plan.hardened(install, "the engine defers behind TRT-LLM's kernels alone")
-    return Plan.hardened(install, "the engine defers, and takes every runner for in place")
+        return Plan(Status.APPLIED, offers.note, install)
+    behind_trtllm = engine.sets(engine.own(experts, "__init__"), "inplace")
+    reason = (
+        "the engine defers behind TRT-LLM's kernels alone"
+        if behind_trtllm
+        else "the engine defers, and takes every runner for in place"
+    )
+    return Plan.hardened(install, "; ".join(filter(None, [reason, offers.note])))
 
 
 CHANGE = Change(

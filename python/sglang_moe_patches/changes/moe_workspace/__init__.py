@@ -35,9 +35,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import dead_input, runners
+from sglang_moe_patches import dead_input, engine, runners
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
-from sglang_moe_patches.patch import Change, Patcher, Plan
+from sglang_moe_patches.patch import Change, Install, Patcher, Plan, Status
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -55,7 +55,8 @@ def _plan() -> Plan:
     most = MAX_MOE_TOKENS.read()
     if most is None and by_columns.install is None:
         return by_columns
-    parts = [by_columns.install and dead_input.look().install, by_columns.install]
+    offer, note = _dead_input() if by_columns.install else (None, "")
+    parts = [offer, by_columns.install]
     if most is not None:
         parts.append(token_slices.plan(most).install)
 
@@ -63,7 +64,16 @@ def _plan() -> Plan:
         for part in filter(None, parts):
             part(patcher)
 
-    return Plan.applied(install)
+    return Plan(Status.APPLIED, note, install)
+
+
+def _dead_input() -> tuple[Install | None, str]:
+    """How it is offered, and what of it is left out; columns do without."""
+    try:
+        offers = dead_input.look()
+    except engine.Unsupported as error:
+        return None, f"no dead input is scratch memory: {error}"
+    return offers.install, offers.note
 
 
 CHANGE = Change(
