@@ -232,6 +232,37 @@ def summary(results: list[output.Result]) -> str:
     return output.table((*header, "difference", "peak of the forward: stock", "patched", "difference"), rows, left=3)
 
 
+def by_sizes(result: output.Result, server: str) -> prediction.Prediction:
+    """What a server of a result should have needed, by the prediction of today."""
+    found = result["figures"]
+    runner = found["served"].get("runner", "flashinfer_trtllm_routed")
+    model = prediction.as_the_engine_runs(MODELS[found["model"]].shard(found.get("shard", 1)), runner)
+    return prediction.predicted(
+        model,
+        model.per_rank(Layout(tp=found["tp"])),
+        runner,
+        found["tokens"],
+        patched=server == "patched",
+        workspace=found["workspace_mb"] * 2**20,
+        quantization="fp8" if found["served"].get("fp8") else None,
+    )
+
+
+def against_sizes(results: list[output.Result]) -> str:
+    """The peak of the forward, predicted beside measured, a row a run."""
+    rows = []
+    for result in results:
+        found = result["figures"]
+        cells = []
+        for server in servers.SERVERS:
+            predicted = by_sizes(result, server)
+            cells += [in_mb(predicted.peak), in_mb(found["memory"][server]["peak_forward_bytes"]), predicted.where]
+        experts = "FP8" if found["served"].get("fp8") else "BF16"
+        rows.append((found["model"], experts, *cells))
+    header = ("peak, MB", "experts", "stock: predicted", "measured", "where", "patched: predicted", "measured", "where")
+    return output.table(header, rows, left=2)
+
+
 def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:
     """What has a prediction and waits to be measured: a row a model and runner."""
     rows = []

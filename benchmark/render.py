@@ -64,14 +64,25 @@ PEAKS = tuple(
         *("kimi-k2.5-tp1", "deepseek-v3-tp4", "deepseek-v3-tp1"),
     )
 )
-TRITON_PEAKS = ("peak-memory-triton-kimi-k2.5-shard4", "peak-memory-triton-qwen3-235b-shard4")
+TRITON_PEAKS = tuple(
+    f"peak-memory-triton-{run}-shard4"
+    for run in ("kimi-k2.5", "kimi-k2.5-fp8", "qwen3-235b", "qwen3-235b-fp8", "minimax-m2")
+)
+TRITON_SERVERS = tuple(
+    f"triton-server-{run}"
+    for run in (
+        *("kimi-k2.5", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
+        *("glm-4.5", "glm-4.5-0.5.17"),
+    )
+)
 HOSTS = ("overhead-host-h200", "overhead-host-cpu")
 SECTIONS = {
     "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
     "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "alive-at-the-kernel": one(PEAKS[0], lambda result: peak_memory.alive(result, "at_kernel")),
-    "peak-memory-triton": Section(TRITON_PEAKS, peak_memory.summary),
+    "peak-memory-triton": Section(TRITON_PEAKS, peak_memory.against_sizes),
+    "triton-servers": Section(TRITON_SERVERS, triton_server.tables),
     "alive-at-the-peak-triton": one(TRITON_PEAKS[0], lambda result: peak_memory.alive(result, "at_peak")),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),

@@ -159,7 +159,7 @@ def run_of(result: output.Result) -> str:
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
     parts = [named.get("--model", "kimi-k2.5"), "FP8" if "--fp8" in named else "BF16"]
-    parts.append("default graphs" if "--graphs" in named else "eager")
+    parts += ["default graphs" if "--graphs" in named else "eager", result["conditions"]["engine"]]
     return ", ".join([*parts, *([named["--changes"]] if "--changes" in named else [])])
 
 

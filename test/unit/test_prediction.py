@@ -20,19 +20,9 @@ def test_a_forwards_memory_was_as_its_sizes_say(name):
     """A release from 0.5.13 on drops the attention inputs by itself."""
     result = output.load(name)
     found = result["figures"]
-    runner = found["served"].get("runner", "flashinfer_trtllm_routed")
-    model = prediction.as_the_engine_runs(MODELS[found["model"]].shard(found.get("shard", 1)), runner)
     for server, figures in found["memory"].items():
         if server == "patched" or result["conditions"]["engine"] in WITHOUT_BUFFER:
-            predicted = prediction.predicted(
-                model,
-                model.per_rank(Layout(tp=found["tp"])),
-                runner,
-                found["tokens"],
-                patched=server == "patched",
-                workspace=found["workspace_mb"] * 2**20,
-                quantization="fp8" if found["served"].get("fp8") else None,
-            )
+            predicted = peak_memory.by_sizes(result, server)
             assert predicted.live == pytest.approx(figures["live_at_kernel_bytes"], rel=0.012), server
             assert predicted.peak == pytest.approx(figures["peak_forward_bytes"], rel=0.012), server
 
