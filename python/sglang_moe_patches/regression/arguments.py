@@ -60,10 +60,14 @@ REFUSED: dict[str, Refusal] = {
 """Server arguments that are refused, by name."""
 
 
-def check_server_arguments(arguments: list[str]) -> None:
-    """:raises ValueError: one of them cannot be served; the message says why and what to do instead."""
+def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
+    """Refuse what a command cannot serve.
+
+    :param refused: by that command.
+    :raises ValueError: one of them cannot be served; the message says why and what to do instead.
+    """
     for flag, value in [*_pairs(arguments), *_from_config(arguments)]:
-        refusal = REFUSED.get(flag)
+        refusal = refused.get(flag)
         if refusal and refusal.applies(value):
             raise ValueError(f"{flag}: {refusal.why}; {refusal.instead}")
 

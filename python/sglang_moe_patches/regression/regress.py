@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,11 @@ from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.regression import arguments, gpu, gsm8k, observe, report
 from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
+from sglang_moe_patches.regression.folders import keep, logs_in, scratch
 from sglang_moe_patches.regression.gsm8k import Evaluation
 from sglang_moe_patches.regression.interrupts import Interrupts
 from sglang_moe_patches.regression.keeper import StillRunning
-from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use
+from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use, shown_starting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +125,7 @@ def run(
     """
     check(subject, evaluation, criterion, environment, output)
     runs: list[Run] = []
-    with Interrupts() as interrupts, _scratch() as logs:
+    with Interrupts() as interrupts, scratch() as logs:
         ask = _Asking(evaluation, environment, interrupts.check)
         try:
             for each in ask.servers(subject, logs, console) if isinstance(subject, Servers) else ask.addresses(subject):
@@ -136,34 +136,12 @@ def run(
         except BaseException as error:
             answers = {f"{each.name}.json": json.dumps(asdict(each)).encode() for each in runs}
             if answers or isinstance(error, Exception):
-                kept = _keep({**answers, **_contents(logs)}, output)
+                kept = keep({**answers, **logs_in(logs)}, output)
                 for name in answers:
                     console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
             raise
-        _keep(_contents(logs), output)
+        keep(logs_in(logs), output)
     return comparison
-
-
-def _contents(logs: Path) -> dict[str, bytes]:
-    return {log.name: log.read_bytes() for log in sorted(logs.glob("*.log"))}
-
-
-def _keep(files: Mapping[str, bytes], output: Path) -> Path:
-    """Write the files to ``output``, or where that cannot be, to a new temporary folder.
-
-    :returns: the folder.
-    """
-
-    def write(folder: Path) -> Path:
-        for name, content in files.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        return folder
-
-    try:
-        return write(output)
-    except OSError:
-        return write(Path(tempfile.mkdtemp(prefix="sglang-moe-patches-")))
 
 
 def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
@@ -203,7 +181,7 @@ class _Asking:
         bare = {name: url.rstrip("/") for name, url in urls.items()}
         releases = {name: _release(url) for name, url in bare.items()}
         for name, url in bare.items():
-            with _scratch() as work:
+            with scratch() as work:
                 yield self._evaluate(name, url, work, command=(url,), release=releases[name])
 
     def servers(self, subject: Servers, logs: Path, console: Console) -> Iterator[Run]:
@@ -228,7 +206,7 @@ class _Asking:
         _check_port(subject.port)
         path = Path(subject.model).expanduser()
         given = ["--model-path", str(path) if path.exists() else subject.model, *subject.arguments]
-        with _scratch() as work:
+        with scratch() as work:
             observed = work / "observed"
             observed.mkdir()
             child = {**self.environment, **variables, observe.VARIABLE: str(observed)}
@@ -236,7 +214,7 @@ class _Asking:
             server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
             try:
                 with ExitStack() as stack:
-                    with self._starting(server, console):
+                    with shown_starting(server, console, self.interrupt):
                         stack.enter_context(server)
                     if observe.collect(observed) is None:
                         raise CannotRun(
@@ -274,32 +252,9 @@ class _Asking:
             changes=(),
         )
 
-    @contextmanager
-    def _starting(self, server: Server, console: Console) -> Iterator[None]:
-        """Show how long the server has been starting, and the last line of its log, until it is ready."""
-        said = 0.0
-        with console.status(f"{server.name}: starting", refresh_per_second=4) as status:
-
-            def show(seconds: float, line: str) -> None:
-                nonlocal said
-                self.interrupt()
-                status.update(f"{server.name}: starting, {seconds:.0f} s  [dim]{line[:100].replace('[', '(')}[/]")
-                if not console.is_terminal and seconds - said >= 30:
-                    said = seconds
-                    console.print(f"{server.name}: starting, {seconds:.0f} s")
-
-            server.progress = show
-            yield
-
 
 def _failure(name: str) -> type[CannotRun | PatchedFailed]:
     return CannotRun if name == "stock" else PatchedFailed
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sglang-moe-patches-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 def _with_figures(found: Run, figures: dict[str, Any]) -> Run:

@@ -282,14 +282,19 @@ def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[fl
         axes.set_xticks([])
         axes.tick_params(length=0)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-        buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    svg = buffer.getvalue()
+        return svg(figure, title)
+
+
+def svg(figure: Any, title: str) -> str:
+    """A figure as an SVG element of a page, its text in the page's font. Call it within its ``rc_context``."""
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
+    text = buffer.getvalue()
     # Without the XML declaration and document type, which have no place inside HTML, and without the names of groups,
     # which nothing refers to and which are the same in every plot.
-    return re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :]).replace(
+    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace(
         "<svg", f'<svg role="img" aria-label="{title}"', 1
     )
 

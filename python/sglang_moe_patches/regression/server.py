@@ -8,12 +8,16 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sglang_moe_patches.regression.keeper import Kept
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TAIL_LINES = 30
 
@@ -142,3 +146,24 @@ class Server:
 
     def _message(self, what: str) -> str:
         return f"the {self.name} server {what}. {self.log_tail()}"
+
+
+@contextmanager
+def shown_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
+    """Within the block, show how long the server has been starting, and the last line of its log.
+
+    :param interrupt: called about twice a second; raises when it is time to end.
+    """
+    said = 0.0
+    with console.status(f"{server.name}: starting", refresh_per_second=4) as status:
+
+        def show(seconds: float, line: str) -> None:
+            nonlocal said
+            interrupt()
+            status.update(f"{server.name}: starting, {seconds:.0f} s  [dim]{line[:100].replace('[', '(')}[/]")
+            if not console.is_terminal and seconds - said >= 30:
+                said = seconds
+                console.print(f"{server.name}: starting, {seconds:.0f} s")
+
+        server.progress = show
+        yield
