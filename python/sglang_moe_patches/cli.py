@@ -63,6 +63,7 @@ def require_engine() -> None:
 
 EXTRAS = {
     "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2", "matplotlib")),
+    "plan": ("plan", ("psutil", "httpx", "jinja2", "matplotlib")),
     "make-model": ("model", ("safetensors", "tokenizers")),
 }
 """The extra that a command needs, and the modules that it brings."""
@@ -307,6 +308,68 @@ def regress(
     if not comparison.conclusive:
         fail(f"inconclusive: {report.inconclusive(comparison)}", comparison.exit_code)
     raise typer.Exit(comparison.exit_code)
+
+
+# Hidden until its values have been verified on a GPU.
+@app.command(context_settings=PASS_THROUGH, hidden=True)
+def plan(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or Hugging Face name.")],
+    server_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments, after `--`.")
+    ] = None,
+    margin: Annotated[int, typer.Option(min=0, help="MB that must stay free on every GPU at the worst moment.")] = 1000,
+    only: Annotated[
+        str | None, typer.Option(metavar="stock|patched", help="Plan for one of the two servers. Default: both.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        bool, typer.Option(help="Plan for requests with prompt log-probabilities, too: more servers to start.")
+    ] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Start a server with each value and drive a load of another kind.")
+    ] = False,
+    verify_seconds: Annotated[float, typer.Option(min=1, help="Seconds of that load.")] = 120,
+    json: Annotated[bool, typer.Option("--json", help="Print plan.json instead of the table.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for plan.json, plan.html and the logs.")] = Path("plan-report"),
+    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
+    port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
+) -> None:
+    """Find how far --mem-fraction-static can go up for this model, GPU and these arguments.
+
+    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B --verify -- --chunked-prefill-size 16384
+
+    Serves the model with the engine's own fraction, drives the largest forwards
+    that the configuration allows, and starts further servers until the highest
+    fraction that leaves the margin free is known to 0.3 % of the GPU's memory.
+
+    Exit code: 0 a value for each server, which held where it was verified; 1 a
+    value did not hold; 2 a plan could not be made.
+    """
+    require_extra("plan")
+    from rich.console import Console
+
+    from sglang_moe_patches.planning import plan as planning
+    from sglang_moe_patches.planning import report
+
+    if only not in (None, planning.STOCK, planning.PATCHED):
+        fail(f"--only {only}: give {planning.STOCK} or {planning.PATCHED}")
+    servers = (planning.STOCK, planning.PATCHED) if only is None else (only,)
+    try:
+        found = planning.run(
+            planning.Subject(model, tuple(server_args or ()), startup_timeout, port, servers),
+            planning.Goal(margin * 1_000_000, prompt_logprobs, verify_seconds if verify else 0.0),
+            environment=child_environment(False),
+            output=output,
+            console=Console(stderr=json),
+        )
+    except planning.CannotPlan as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; the servers are stopped and no plan was made", 130)
+    if json:
+        typer.echo(json_module.dumps(report.to_dict(found), indent=2))
+    else:
+        typer.echo(f"Report: {output / 'plan.html'}")
+    raise typer.Exit(found.exit_code)
 
 
 def main() -> None:

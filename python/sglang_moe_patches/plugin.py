@@ -93,5 +93,9 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
         from sglang_moe_patches.regression import observe
 
         observe.install(folder, plans)
+    if folder := os.environ.get("SGLANG_MOE_PATCHES_PLAN"):
+        from sglang_moe_patches.planning import observe as planned
+
+        planned.install(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
     _plans = plans
     return plans

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sglang_moe_patches.planning import need, resolve, rule
+from sglang_moe_patches.planning import bisect, need, resolve, rule
 from sglang_moe_patches.planning.need import Trial
 
 GB = 10**9
@@ -63,7 +63,7 @@ def test_a_need_that_grows_in_proportion_is_met_within_the_tolerance(fixed: int,
     fixed_point = (MEMORY - fixed - MARGIN) / (MEMORY * (1 + slope))
     assume(fixed_point < need.HIGHEST)
     found = need.proven(search(needed, MARGIN, default), MARGIN)
-    assert fixed_point - need.TOLERANCE - 2 * need.STEP <= found <= fixed_point
+    assert fixed_point - need.TOLERANCE - 2 * need.STEP <= found <= fixed_point + 1e-6
 
 
 @given(needed=NEEDS, margin=st.integers(0, 3 * GB), more=st.integers(0, 3 * GB))
@@ -90,6 +90,11 @@ def test_a_server_that_runs_out_of_memory_proves_nothing_and_a_lower_fraction_is
 
 def test_a_trial_that_leaves_less_than_the_margin_proves_only_what_leaves_it() -> None:
     assert need.proven([Trial(0.9, 100 * GB, GB // 2)], MARGIN) == pytest.approx(0.895)
+
+
+def test_of_several_trials_the_one_that_allows_least_is_the_ceiling() -> None:
+    assert need.ceiling([Trial(0.8, 100 * GB, 12 * GB), Trial(0.9, 100 * GB, 0)], MARGIN) == pytest.approx(0.9)
+    assert need.ceiling([Trial(0.8, 100 * GB, 12 * GB), Trial(0.85, 100 * GB, None)], MARGIN) == pytest.approx(0.849)
 
 
 @given(fraction=st.floats(0.001, 0.999))
@@ -150,3 +155,20 @@ def test_a_flag_is_taken_out_with_its_values(without: list[str], left: list[str]
         "--speculative-num-steps=3",
     ]
     assert resolve.changed_arguments(given_arguments, without, ["--x"]) == [*left, "--x"]
+
+
+# --- the bisection ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(500, 980), st.integers(1, 200), st.integers(1, 200))
+def test_a_bisection_ends_a_step_around_the_highest_that_survives(best: int, below: int, above: int) -> None:
+    low, high = max(best - below, 100) / 1000, min(best + above, 990) / 1000
+    found = bisect.highest(lambda fraction: round(fraction * 1000) <= best, low, high)
+    assert [round(each * 1000) for each in found] == [best, best + 1]
+
+
+def test_a_bisection_refuses_ends_that_do_not_hold_the_answer() -> None:
+    with pytest.raises(ValueError, match=r"0\.900 does not survive"):
+        bisect.highest(lambda fraction: False, 0.9, 0.95)
+    with pytest.raises(ValueError, match=r"0\.950 survives"):
+        bisect.highest(lambda fraction: True, 0.9, 0.95)

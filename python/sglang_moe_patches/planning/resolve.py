@@ -75,9 +75,9 @@ def _capacity(given: float | None) -> Callable[[Any], float | None]:
     def told(device: Any = None) -> float:
         return given
 
-    for module in list(sys.modules.values()):
-        # vars(), not getattr(): some modules of the engine's dependencies make up any attribute.
-        if module.__name__.startswith("sglang") and "get_device_memory_capacity" in vars(module):
+    for name, module in list(sys.modules.items()):
+        # By name, and by vars(): among the engine's dependencies are modules that are none, or make up any attribute.
+        if name.startswith("sglang") and "get_device_memory_capacity" in vars(module):
             module.get_device_memory_capacity = told  # type: ignore[attr-defined]
     return told
 

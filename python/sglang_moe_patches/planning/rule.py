@@ -98,9 +98,9 @@ def resolve(
         check=False,
         timeout=timeout,
     )
-    found = json.loads(done.stdout) if done.stdout else {"base": {"error": f"exit code {done.returncode}"}}
+    found = json.loads(done.stdout) if done.stdout else {"base": {"error": ""}}
     if "error" in found["base"]:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         raise NotResolved(f"the engine refuses the server arguments: {found['base']['error'] or said[-1]}")
     return read(found)
 

@@ -1,0 +1,78 @@
+"""Requests to a server on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LONGEST_S = 900.0
+"""Seconds that an answer may take: a prefill of the longest context is slow."""
+
+
+class Unanswered(RuntimeError):
+    """No answer came; ``lost``: not because it took too long, the connection ended."""
+
+    def __init__(self, error: Exception, lost: bool) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.lost = lost
+
+
+class Client:
+    """One connection pool for as many threads as want it, without the look for proxies that a library begins with."""
+
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=url, trust_env=False, timeout=LONGEST_S, limits=limits)
+
+    def info(self) -> Mapping[str, Any]:
+        """What the server resolved: ``/get_server_info``.
+
+        :raises Unanswered: it does not say.
+        """
+        import httpx
+
+        try:
+            found = self._http.get("/get_server_info", timeout=60).raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise Unanswered(error, True) from None
+        assert isinstance(found, dict)
+        return found
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        logprobs: bool = False,
+        patience_s: float = LONGEST_S,
+    ) -> str:
+        """Ask for all prompts in one request.
+
+        :param logprobs: with the log-probabilities of every prompt token.
+        :param patience_s: seconds after which we go away, and the server notices.
+        :returns: "", or what the server had against it.
+        :raises Unanswered: no answer came.
+        """
+        import httpx
+
+        sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
+        if logprobs:
+            body |= {"return_logprob": True, "logprob_start_len": 0}
+        try:
+            answer = self._http.post("/generate", json=body, timeout=patience_s)
+        except httpx.HTTPError as error:
+            raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None
+        return "" if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
+
+    def abort_all(self) -> None:
+        """Abort what was asked for; nothing happens where the server is gone: whoever watches it says so."""
+        import httpx
+
+        try:
+            self._http.post("/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
+        except httpx.HTTPError:
+            return

@@ -1,0 +1,330 @@
+"""The largest forwards that a server's configuration allows: derived from it, driven over HTTP, and checked.
+
+A phase counts only when every rank has seen its batch at its bound, as the engine's own ``ForwardBatch`` says it
+(:mod:`observe`): a scheduler may always decide otherwise than one thinks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
+from sglang_moe_patches.planning.observe import Watch
+
+DECODES = ("DECODE", "TARGET_VERIFY")
+PREFILLS = ("EXTEND",)
+SHARING = 8
+"""Requests that share the longest prefix in one forward."""
+MIXED_DECODES = 32
+"""Requests that decode while a mixed chunk arrives."""
+SHORT_PROMPT = 8
+ATTEMPTS = 3
+"""Which requests share a forward depends on when they arrive."""
+LOST = "no answer: "
+ENDING_S = 20.0
+"""Seconds in which a server that stopped answering is expected to end, which whoever watches it then says."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What bounds a forward on one data-parallel rank of a server that runs."""
+
+    chunk: int | None
+    """``--chunked-prefill-size``; ``None`` where chunked prefill is off."""
+    input_tokens: int
+    """The longest prompt."""
+    cache_tokens: int
+    """Tokens of the KV cache."""
+    requests: int
+    """Requests that can run at once."""
+    captured: int
+    """The largest captured decode batch; 0 without graphs."""
+    page: int = 1
+    mixed: bool = False
+    radix_cache: bool = True
+    ranks: int = 1
+    """Data-parallel ranks."""
+    gathered: bool = False
+    """Data-parallel attention: the experts see the tokens of all ranks."""
+    vocabulary: int = 1000
+    context: int = 0
+    """The model's context length."""
+    all_to_all: bool = False
+    """Experts get their tokens from an all-to-all backend, whose buffers follow the routing."""
+
+
+def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configuration:
+    """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready.
+
+    :param facts: see :func:`observe.server_facts`.
+    """
+    states = info.get("internal_states") or [{}]
+    chunk = info.get("chunked_prefill_size")
+    return Configuration(
+        chunk=int(chunk) if chunk and chunk > 0 else None,
+        input_tokens=int(info.get("max_req_input_len") or facts["context"] - 6),
+        cache_tokens=int(info.get("max_total_num_tokens") or facts["kv_tokens"]),
+        requests=int(states[0].get("effective_max_running_requests_per_dp") or facts["table_requests"]),
+        captured=_captured(info),
+        page=int(facts["page"]),
+        mixed=bool(info.get("enable_mixed_chunk")),
+        radix_cache=not info.get("disable_radix_cache"),
+        ranks=int(info.get("dp_size") or 1),
+        gathered=bool(info.get("enable_dp_attention")),
+        vocabulary=int(facts["vocabulary"]),
+        context=int(facts["context"]),
+        all_to_all=info.get("moe_a2a_backend") not in (None, "none"),
+    )
+
+
+def _captured(info: Mapping[str, Any]) -> int:
+    graphs = info.get("cuda_graph_config")  # from 0.5.15 on
+    if isinstance(graphs, Mapping):
+        decode = graphs.get("decode") or {}
+        return 0 if str(decode.get("backend")).endswith("disabled") else int(decode.get("max_bs") or 0)
+    off = info.get("disable_cuda_graph") or info.get("device") == "cpu"
+    return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least that a batch must be; every field must hold in one forward."""
+
+    modes: tuple[str, ...]
+    tokens: int = 0
+    requests: int = 0
+    prefix: int = 0
+    longest_prefix: int = 0
+    logprobs: int = 0
+    all_ranks: int = 0
+    graph: bool | None = None
+
+    def met(self, seen: Mapping[str, Any]) -> bool:
+        """:param seen: a ``forward`` event, see :func:`observe.batch_facts`."""
+        least = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
+        return (
+            seen["mode"] in self.modes
+            and all(seen[name] >= getattr(self, name) for name in least)
+            and (self.graph is None or seen["graph"] is self.graph)
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of largest forward, and the requests that bring it about.
+
+    :param prompts: of one data-parallel rank, from a source of fresh tokens.
+    :param background: requests that decode meanwhile.
+    """
+
+    name: str
+    bound: Bound
+    prompts: Callable[[Tokens], list[list[int]]]
+    new_tokens: int = 1
+    logprobs: bool = False
+    background: int = 0
+
+
+class Tokens:
+    """Random tokens, alike for the same seed."""
+
+    def __init__(self, seed: str, vocabulary: int) -> None:
+        self._random = random.Random(seed)
+        self._vocabulary = vocabulary
+
+    def some(self, count: int) -> list[int]:
+        # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
+        return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What can be driven, and what cannot, each with the reason."""
+
+    phases: tuple[Phase, ...]
+    not_driven: tuple[str, ...]
+
+
+LOGPROBS = "prompt log-probabilities"
+
+
+def derive(c: Configuration, *, logprobs: bool) -> Load:
+    """The phases of a configuration, that of prompt log-probabilities last: what it allocates stays reserved.
+
+    :param logprobs: whether to drive that one.
+    """
+    phases: list[Phase] = []
+    missing: list[str] = []
+    chunk = min(c.chunk or c.input_tokens, c.input_tokens)
+    whole = chunk // c.page * c.page
+    gathered = whole * c.ranks if c.gathered else 0
+    prefill = Bound(PREFILLS, tokens=whole, all_ranks=gathered)
+    phases.append(Phase("longest prefill" if c.chunk is None else "prefill chunk", prefill, _fresh(chunk)))
+
+    longest = min(c.input_tokens, c.cache_tokens - chunk - 2 * c.page) // chunk * chunk
+    if c.chunk is None:
+        missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
+    elif longest < 2 * chunk:
+        missing.append("a long cached prefix: the longest request is less than two chunks")
+    else:
+        before = longest - chunk
+        behind = replace(prefill, longest_prefix=before // c.page * c.page)
+        phases.append(Phase("prefill chunk behind the longest prefix", behind, _beginning(longest, before, c)))
+        part = chunk // SHARING // c.page * c.page
+        if c.radix_cache and part and before + 3 * chunk + SHARING * c.page <= c.cache_tokens:
+            # The filler runs while the others arrive, so that they share the next forward.
+            sharing = Bound(
+                PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * (before // c.page * c.page)
+            )
+            phases.append(Phase(f"{SHARING} requests behind one prefix", sharing, _sharing(chunk, before, part, c)))
+        else:
+            missing.append("several requests behind the longest prefix: no radix cache, or the KV cache is too small")
+    if c.mixed and c.chunk is not None:
+        decodes = min(MIXED_DECODES, c.requests - 1)
+        mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes, all_ranks=0)
+        phases.append(Phase("mixed chunk", mixed, _fresh(chunk), background=decodes))
+
+    captured = min(c.captured, c.requests)
+    if captured:
+        phases.append(_decode(f"captured decode of {captured} requests", captured, c, graph=True))
+    if c.requests > captured:
+        phases.append(_decode(f"eager decode of {c.requests} requests", c.requests, c, graph=False))
+    if logprobs:
+        phases.append(Phase(LOGPROBS, Bound(PREFILLS, logprobs=whole), _fresh(chunk), logprobs=True))
+    if c.all_to_all:
+        missing.append("tokens that all go to the experts of one rank")
+    return Load(tuple(phases), tuple(missing))
+
+
+def _fresh(count: int) -> Callable[[Tokens], list[list[int]]]:
+    return lambda tokens: [tokens.some(count)]
+
+
+def _beginning(count: int, shared: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    """A prompt of ``count`` tokens, the first ``shared`` of which later phases ask for again."""
+    return lambda tokens: [Tokens("prefix", c.vocabulary).some(shared) + tokens.some(count - shared)]
+
+
+def _sharing(filler: int, shared: int, part: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        prefix = Tokens("prefix", c.vocabulary).some(shared)
+        return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(SHARING))]
+
+    return prompts
+
+
+def _decode(name: str, requests: int, c: Configuration, *, graph: bool) -> Phase:
+    # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
+    return Phase(
+        name,
+        Bound(DECODES, requests=requests, graph=graph),
+        lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(requests)],
+        new_tokens=_room(requests, c, most=1024),
+    )
+
+
+def _room(requests: int, c: Configuration, most: int) -> int:
+    """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
+    cache = c.cache_tokens - 2 * min(c.chunk or c.input_tokens, c.input_tokens)
+    return max(2, min(most, int(0.9 * cache) // requests - SHORT_PROMPT - 2 * c.page, c.input_tokens - SHORT_PROMPT))
+
+
+@dataclass
+class Outcome:
+    """What came of a phase.
+
+    :param events: of each process, from the phase's begin to its end.
+    :param seen: whether every rank has seen the batch at its bound.
+    """
+
+    phase: Phase
+    seen: bool = False
+    said: str = ""
+    events: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+
+
+class Driver:
+    """Sends requests to a server and watches what its ranks see.
+
+    :param watching: called about five times a second while waiting; what it raises ends the driving.
+    :param ranks: names of the processes that run the model.
+    """
+
+    def __init__(
+        self, client: Client, watch: Watch, ranks: set[str], c: Configuration, watching: Callable[[], None]
+    ) -> None:
+        self.client, self.watch, self.ranks, self.c, self.watching = client, watch, ranks, c, watching
+        # Not waited for when driving ends early: the server's end ends what it was asked.
+        self._pool = ThreadPoolExecutor(2)
+
+    def drive(self, phase: Phase) -> Outcome:
+        """Bring a phase about, in up to ``ATTEMPTS`` attempts."""
+        outcome = Outcome(phase)
+        for attempt in range(ATTEMPTS):
+            self._attempt(outcome, Tokens(f"{phase.name} {attempt}", self.c.vocabulary))
+            if outcome.seen:
+                break
+        return outcome
+
+    def _attempt(self, outcome: Outcome, tokens: Tokens) -> None:
+        phase, reached = outcome.phase, set[str]()
+
+        def look() -> bool:
+            self.watching()
+            for rank, events in self.watch.new().items():
+                outcome.events.setdefault(rank, []).extend(events)
+                if any(event["event"] == "forward" and phase.bound.met(event) for event in events):
+                    reached.add(rank)
+            return reached >= self.ranks
+
+        pending: list[Future[str]] = []
+        try:
+            if phase.background:
+                others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background * self.c.ranks)]
+                new = _room(phase.background, self.c, most=4096)
+                pending.append(self._pool.submit(self._ask, others, new, False))
+                self._until(lambda: look() or self._decoding(outcome, phase.background), pending)
+            prompts = [prompt for _ in range(self.c.ranks) for prompt in phase.prompts(tokens)]
+            pending.append(self._pool.submit(self._ask, prompts, phase.new_tokens, phase.logprobs))
+            outcome.seen = self._until(look, pending[-1:])
+        finally:
+            if not all(future.done() for future in pending):
+                self.client.abort_all()
+        said = [future.result() for future in pending]
+        if any(each.startswith(LOST) for each in said):
+            self._until(self._never, [], ENDING_S)
+        outcome.said = outcome.said or next(filter(None, said), "")
+        # Sampling comes after a forward and is seen when the next begins.
+        self._ask([tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)], 2, False)
+        outcome.seen = look() or outcome.seen
+
+    def _until(self, done: Callable[[], bool], pending: list[Future[str]], patience_s: float = LONGEST_S) -> bool:
+        deadline = time.monotonic() + patience_s
+        while not done():
+            if (pending and all(future.done() for future in pending)) or time.monotonic() > deadline:
+                return done()
+            time.sleep(0.2)
+        return True
+
+    def _never(self) -> bool:
+        self.watching()
+        return False
+
+    def _decoding(self, outcome: Outcome, requests: int) -> bool:
+        return any(
+            event["event"] == "forward" and event["mode"] in DECODES and event["requests"] >= requests
+            for events in outcome.events.values()
+            for event in events[-50:]
+        )
+
+    def _ask(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> str:
+        """:returns: "", or what the server had against it."""
+        try:
+            return self.client.generate(prompts, new_tokens, logprobs=logprobs)
+        except Unanswered as error:
+            return f"{LOST}{error}"

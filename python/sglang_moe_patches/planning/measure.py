@@ -1,0 +1,238 @@
+"""What a driven server has shown: pure functions of the events that its processes recorded (:mod:`observe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_moe_patches.planning.need import Trial
+
+Event = Mapping[str, Any]
+
+
+class NotObserved(RuntimeError):
+    """The server did not record what a plan needs. The message says what."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One GPU's memory in bytes, from empty to the worst moment.
+
+    The parts add up: ``before`` (the driver's, the process's and whatever else was there), ``weights``, ``cache``,
+    ``after_cache`` (request table, workspaces, graphs, a draft model), ``forwards`` and ``lowest_free`` make ``total``.
+    ``tensors``, ``slack`` and ``outside`` are what ``forwards`` consists of: the largest beyond what was allocated
+    before the first, what PyTorch's allocator keeps beyond that, and what other libraries took from the driver.
+    """
+
+    name: str
+    total: int
+    before: int
+    weights: int
+    cache: int
+    after_cache: int
+    forwards: int
+    tensors: int
+    slack: int
+    outside: int
+    lowest_free: int
+    capture_peak: int
+    pools: Mapping[str, int]
+    retries: int
+
+
+@dataclass(frozen=True)
+class PhaseNeed:
+    """What a phase needed on the rank where that was most, in bytes; see :class:`Rank`.
+
+    :param seen: whether every rank saw it at its bound; if not, ``largest`` is the largest batch that was seen.
+    :param grown: what the free memory fell by in it: the rest was taken by an earlier phase.
+    """
+
+    name: str
+    seen: bool
+    largest: str
+    tensors: int
+    grown: int
+    lowest_free: int
+    rank: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A server that was started and driven.
+
+    :param before_load: free before loading, on the rank that had least: what the fraction is of.
+    :param logprobs_free: as ``lowest_free``, with prompt log-probabilities; ``None``: as there, or not driven.
+    :param lowest_free: of the worst rank, without them; ``None``: it ran out of memory, or the allocator had to give
+        memory back and try again.
+    :param ran_out: the phase in which that happened, or "".
+    :param cache_bytes: of the KV cache on the rank where it is largest.
+    """
+
+    server: str
+    fraction: float
+    before_load: int
+    cache_tokens: int = 0
+    cache_bytes: int = 0
+    page: int = 1
+    context: int = 0
+    requests: int = 0
+    table_bytes: int = 0
+    table_requests: int = 0
+    lowest_free: int | None = None
+    logprobs_free: int | None = None
+    logprobs_driven: bool = False
+    ran_out: str = ""
+    ranks: tuple[Rank, ...] = ()
+    phases: tuple[PhaseNeed, ...] = ()
+    not_driven: tuple[str, ...] = ()
+    allocator: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    changes: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def trial(self) -> Trial:
+        return Trial(self.fraction, self.before_load, self.lowest_free)
+
+    @property
+    def logprobs_trial(self) -> Trial:
+        return Trial(self.fraction, self.before_load, self.logprobs_free)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token in the KV cache of one rank."""
+        return self.cache_bytes / self.cache_tokens if self.cache_tokens else 0.0
+
+    @property
+    def worst(self) -> Rank:
+        return min(self.ranks, key=lambda rank: rank.lowest_free)
+
+
+def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
+
+
+def before_load(processes: Mapping[str, Sequence[Event]]) -> int:
+    """What the engine's fraction is of, in bytes.
+
+    :raises NotObserved: no process has sized its memory.
+    """
+    found = [int(event["before_load"]) for events in processes.values() for event in of_kind(events, "sized")]
+    if not found:
+        raise NotObserved("no process of the server said how much memory was free before loading")
+    return min(found)
+
+
+def target_ranks(processes: Mapping[str, Sequence[Event]]) -> set[str]:
+    """The processes that run the model itself."""
+    return {name for name, events in processes.items() if any(not event["draft"] for event in of_kind(events, "ready"))}
+
+
+def failure(processes: Mapping[str, Sequence[Event]]) -> str:
+    """Why observing ended early in some process, or ""."""
+    return next((e["reason"] for events in processes.values() for e in of_kind(events, "failure")), "")
+
+
+def memories(events: Iterable[Event]) -> Iterable[Mapping[str, int]]:
+    """Every reading of the device in the events, in order."""
+    for event in events:
+        if "before" in event:
+            yield event["before"]
+        if "memory" in event:
+            yield event["memory"]
+
+
+def lowest_free(events: Sequence[Event]) -> int | None:
+    """Free bytes at the worst moment since the KV cache was sized; ``None``: memory ran out, or was asked for twice."""
+    sized = next((i for i, event in enumerate(events) if event["event"] == "sized"), 0)
+    seen = list(memories(events[sized:]))
+    if retries(events):
+        return None
+    return min(reading["free"] for reading in seen)
+
+
+def retries(events: Sequence[Event]) -> int:
+    """How often the allocator gave memory back and tried again, or gave up, since the first forward."""
+    ready = next((i for i, event in enumerate(events) if event["event"] == "ready"), 0)
+    seen = [reading["retries"] + reading["ooms"] for reading in memories(events[ready:])]
+    return max(seen, default=0) - (seen[0] if seen else 0)
+
+
+def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
+    """One process's memory; see :class:`Rank`.
+
+    :param events: all of the process, from its start.
+    :param cache_bytes: of its KV cache.
+    """
+    ready = next(event for event in of_kind(events, "ready") if not event["draft"])
+    loads = [event for event in of_kind(events, "stage") if event["name"] == "load_model" and not event["draft"]]
+    sized = of_kind(events, "sized")[0]["memory"]
+    at, begin = ready["memory"], (loads[0] if loads else of_kind(events, "sized")[0])["memory"]
+    loaded = loads[1]["memory"] if len(loads) > 1 else sized
+    position = events.index(ready)
+    later = list(memories(events[position:]))
+    free = min((reading["free"] for reading in later), default=at["free"])
+    worst = min(later, key=lambda reading: reading["free"], default=at)
+    # The first two readings, before the first forward, have the peak of what came before it.
+    tensors = max((reading["peak"] for reading in later[2:]), default=at["allocated"]) - at["allocated"]
+    outside = (worst["total"] - worst["free"] - worst["reserved"]) - (at["total"] - at["free"] - at["reserved"])
+    captures = [e for e in of_kind(events, "stage") if "graph" in e["name"] and e["when"] == "after"]
+    pools: Mapping[str, int] = next((e["pools"] for e in reversed(events) if e.get("pools")), {})
+    forwards = at["free"] - free
+    return Rank(
+        name=f"GPU {ready['gpu']}" + (f" (TP rank {ready['tp']})" if ready["tp"] else ""),
+        total=at["total"],
+        before=begin["total"] - begin["free"],
+        # What loading leaves in the allocator and gives back before the sizing is no weight.
+        weights=begin["free"] - max(loaded["free"], sized["free"]),
+        cache=cache_bytes,
+        after_cache=max(loaded["free"], sized["free"]) - cache_bytes - at["free"],
+        forwards=forwards,
+        tensors=tensors,
+        slack=forwards - tensors - outside,
+        outside=outside,
+        lowest_free=free,
+        capture_peak=max((e["memory"]["peak"] - e["memory"]["allocated"] for e in captures), default=0),
+        pools=pools,
+        retries=retries(events),
+    )
+
+
+def phase_need(
+    name: str, seen: bool, during: Mapping[str, Sequence[Event]], processes: Mapping[str, Sequence[Event]]
+) -> PhaseNeed:
+    """What a phase needed on its worst rank.
+
+    :param during: the events of the phase.
+    :param processes: all events until its end.
+    """
+    found = []
+    for process, events in during.items():
+        ready = [e for e in of_kind(processes[process], "ready") if not e["draft"]]
+        readings = list(memories(events))
+        if not ready or not readings:
+            continue
+        at = ready[0]["memory"]
+        largest = max(of_kind(events, "forward"), key=lambda e: (e["tokens"], e["requests"]), default=None)
+        found.append(
+            PhaseNeed(
+                name=name,
+                seen=seen,
+                largest="" if largest is None else described(largest),
+                # The first reading's peak is of what came before the phase.
+                tensors=max(reading["peak"] for reading in readings[1:] or readings) - at["allocated"],
+                grown=readings[0]["free"] - min(reading["free"] for reading in readings),
+                lowest_free=min(reading["free"] for reading in readings),
+                rank=f"GPU {ready[0]['gpu']}",
+            )
+        )
+    if not found:
+        return PhaseNeed(name, False, "", 0, 0, 0, "")
+    return max(found, key=lambda need: (need.tensors, -need.lowest_free))
+
+
+def described(forward: Event) -> str:
+    """A batch in words."""
+    prefix = f", {forward['prefix']:,} of prefix" if forward["prefix"] else ""
+    return f"{forward['mode']}: {forward['tokens']:,} tokens, {forward['requests']:,} requests{prefix}"

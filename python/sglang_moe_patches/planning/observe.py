@@ -1,0 +1,287 @@
+"""What a scheduler process records of its memory and its batches under ``plan``; active only there.
+
+One JSON line for each event, appended to ``<folder>/<pid>.jsonl``, so that nothing is lost with a server that dies:
+
+- ``stage``: ``ModelRunner`` begins or has ended loading, sizing or capturing; the capture's own peak is in the second.
+- ``sized``: the engine has divided the memory; ``before_load`` is what its fraction is of.
+- ``ready``: the first forward is about to start; what the server consists of.
+- ``forward``: before and after each, with the batch as the engine's own ``ForwardBatch`` says it.
+
+Nothing waits for the device: PyTorch's counters are the host's, and the free memory is the driver's. Memory is in
+bytes, and zero where there is no CUDA, so that what a batch is seen to be can be tested anywhere. Observing never ends
+a server: the first thing that goes wrong is written down, and nothing is observed from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "SGLANG_MOE_PATCHES_PLAN"
+"""A folder, which must exist: observe, and write there."""
+STAGES = (
+    "load_model",
+    "init_memory_pool",  # up to 0.5.14, with the sizing
+    "alloc_memory_pool",  # from 0.5.15
+    "init_attention_backend",
+    "init_attention_backends",
+    "kernel_warmup",
+    "init_device_graphs",  # up to 0.5.14
+    "init_piecewise_cuda_graphs",
+    "init_decode_cuda_graph",  # from 0.5.15
+    "init_prefill_cuda_graph",
+)
+"""Methods of ``ModelRunner``, of all releases; those that a release has are recorded."""
+GIB = 1 << 30
+
+
+def read_device() -> dict[str, int]:
+    """Memory of this process and of its GPU, in bytes; ``retries`` and ``ooms`` are counts. Zeros without CUDA."""
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return dict.fromkeys(("allocated", "peak", "reserved", "free", "total", "retries", "ooms"), 0)
+    counted = torch.cuda.memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": counted.get("allocated_bytes.all.current", 0),
+        "peak": counted.get("allocated_bytes.all.peak", 0),
+        "reserved": counted.get("reserved_bytes.all.current", 0),
+        "free": free,
+        "total": total,
+        "retries": counted.get("num_alloc_retries", 0),
+        "ooms": counted.get("num_ooms", 0),
+    }
+
+
+def begin_peak() -> None:
+    """Let ``peak`` begin anew."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def read_pools() -> dict[str, int]:
+    """Reserved bytes of each private pool (a graph's), by PyTorch's name for it, and of the common one: ``0.0``."""
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    found: dict[str, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        name = ".".join(map(str, segment.get("segment_pool_id", (0, 0))))
+        found[name] = found.get(name, 0) + segment["total_size"]
+    return found
+
+
+def batch_facts(batch: Any) -> dict[str, Any]:
+    """What the engine's ``ForwardBatch`` says of itself.
+
+    ``tokens``: rows of its input; ``requests``; ``prefix``: tokens of all requests that are cached already, and
+    ``longest_prefix`` of one; ``logprobs``: prompt tokens whose log-probabilities are asked for; ``all_ranks``: tokens
+    of all data-parallel ranks, where they are gathered.
+    """
+    prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
+    lengths = _numbers(getattr(batch, "extend_seq_lens_cpu", None))
+    starts = _numbers(getattr(batch, "extend_logprob_start_lens_cpu", None))
+    asked = 0
+    if getattr(batch, "return_logprob", False) and starts:
+        asked = sum(max(0, length - start) for length, start in zip(lengths, starts, strict=False))
+    gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
+    return {
+        "mode": batch.forward_mode.name,
+        "tokens": 0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
+        "requests": int(batch.batch_size),
+        "prefix": sum(prefixes),
+        "longest_prefix": max(prefixes, default=0),
+        "logprobs": asked,
+        "all_ranks": sum(gathered),
+    }
+
+
+def _numbers(values: Any) -> list[int]:
+    return [] if values is None else [int(value) for value in values]
+
+
+def server_facts(runner: Any) -> dict[str, Any]:
+    """What a model runner consists of, as far as this release tells: bytes, tokens, counts, and kinds of pools."""
+    pool, table = getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+    config = runner.model_config
+    rows = getattr(table, "req_to_token", None)
+    return {
+        "kv_bytes": round(float(getattr(pool, "mem_usage", 0) or 0) * GIB),
+        "kv_tokens": int(runner.max_total_num_tokens),
+        "page": int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
+        "table_bytes": 0 if rows is None else rows.numel() * rows.element_size(),
+        "table_requests": int(getattr(table, "size", 0) or 0),
+        "context": int(config.context_len),
+        "vocabulary": int(config.vocab_size),
+        "images": bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
+        "hybrid": _hybrid(pool, table),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
+    }
+
+
+def _hybrid(pool: Any, table: Any) -> str:
+    """The kind of pool that is more than one KV cache, or "" for none."""
+    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
+    if any("SWA" in kind for kind in kinds):
+        return "sliding-window"
+    return "Mamba" if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
+
+
+class Observer:
+    """Appends the events of one process; see the module."""
+
+    def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
+        self.path = Path(folder) / f"{os.getpid()}.jsonl"
+        self.file = self.path.open("a", buffering=1)
+        self.failed = False
+        self.ready: set[int] = set()
+        self.reserved = -1
+        self.write("start", changes=changes)
+
+    def write(self, event: str, **facts: Any) -> None:
+        self.file.write(json.dumps({"event": event, **facts}) + "\n")
+
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
+        if self.failed:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            self.failed = True
+            reason = f"observing failed: {type(error).__name__}: {error}"
+            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", reason)
+            try:
+                self.write("failure", reason=reason)
+            except Exception:
+                return  # the folder is gone or full: the warning has to do
+
+    def stage(self, runner: Any, name: str, when: str) -> None:
+        self.write("stage", name=name, when=when, **_rank(runner), memory=read_device())
+        begin_peak()
+
+    def sized(self, before_load_gib: float, kv_bytes: int) -> None:
+        self.write("sized", before_load=int(before_load_gib * GIB), for_kv=int(kv_bytes), memory=read_device())
+
+    def forward_starts(self, runner: Any, batch: Any) -> None:
+        if id(runner) not in self.ready:
+            self.ready.add(id(runner))
+            self.write("ready", **_rank(runner), **server_facts(runner), pools=read_pools(), memory=read_device())
+        # What came between two forwards, sampling above all, is the former's.
+        self.before = read_device()
+        self.facts = batch_facts(batch)
+        begin_peak()
+
+    def forward_ends(self, runner: Any, result: Any) -> None:
+        now = read_device()
+        pools = {}
+        if now["reserved"] != self.reserved:  # a snapshot walks every block
+            self.reserved, pools = now["reserved"], read_pools()
+        graph = bool(getattr(result, "can_run_graph", False))
+        self.write("forward", **_rank(runner), **self.facts, graph=graph, before=self.before, memory=now, pools=pools)
+
+
+def _rank(runner: Any) -> dict[str, Any]:
+    return {
+        "gpu": int(getattr(runner, "gpu_id", 0) or 0),
+        "tp": int(getattr(runner, "tp_rank", 0) or 0),
+        "pp": int(getattr(runner, "pp_rank", 0) or 0),
+        "draft": bool(getattr(runner, "is_draft_worker", False)),
+    }
+
+
+def install(folder: str, changes: Iterable[tuple[str, str, str]]) -> None:
+    """Record this process's memory and batches into ``folder``, which must exist.
+
+    :param changes: (name, status, reason) of each change in this process.
+    """
+    observer = Observer(folder, list(changes))
+    observer.attempt(_observe_stages, observer)
+    observer.attempt(_observe_sizing, observer)
+    observer.attempt(_observe_forwards, observer)
+
+
+def _observe_stages(observer: Observer) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    for name in STAGES:
+        if hasattr(ModelRunner, name):
+            setattr(ModelRunner, name, _observed_stage(observer, name, getattr(ModelRunner, name)))
+
+
+def _observed_stage(observer: Observer, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(observer.stage, self, name, "before")
+        result = original(self, *args, **kwargs)
+        observer.attempt(observer.stage, self, name, "after")
+        return result
+
+    return run
+
+
+def _observe_sizing(observer: Observer) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    owner: Any = ModelRunner
+    if not hasattr(owner, "_profile_available_bytes"):  # from 0.5.18 on
+        from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+        owner = KVCacheConfigurator
+    original = owner._profile_available_bytes
+
+    @functools.wraps(original)
+    def run(self: Any, pre_model_load_memory: float, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, pre_model_load_memory, *args, **kwargs)
+        observer.attempt(observer.sized, pre_model_load_memory, result)
+        return result
+
+    owner._profile_available_bytes = run
+
+
+def _observe_forwards(observer: Observer) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original = ModelRunner.forward
+
+    @functools.wraps(original)
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(observer.forward_starts, self, forward_batch)
+        result = original(self, forward_batch, *args, **kwargs)
+        observer.attempt(observer.forward_ends, self, result)
+        return result
+
+    ModelRunner.forward = run
+
+
+class Watch:
+    """Reads what the processes of a server append.
+
+    :param folder: where :func:`install` wrote; one file a process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> dict[str, list[Mapping[str, Any]]]:
+        """Events since the last call, by the name of the process. A line that is still being written comes later."""
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            if whole:
+                found[path.stem] = [json.loads(line) for line in whole.splitlines()]
+        return found

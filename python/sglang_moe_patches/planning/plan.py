@@ -1,0 +1,499 @@
+"""Serve, drive the largest forwards, and find the highest ``--mem-fraction-static`` that leaves the margin free."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_patches import engine, patch
+from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.planning import load, measure, need, observe, report, rule, verify
+from sglang_moe_patches.planning.client import Client, Unanswered
+from sglang_moe_patches.planning.measure import Measured
+from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
+from sglang_moe_patches.reference import environment as machine
+from sglang_moe_patches.regression import arguments, gpu
+from sglang_moe_patches.regression.arguments import Refusal
+from sglang_moe_patches.regression.folders import keep, logs_in, scratch
+from sglang_moe_patches.regression.interrupts import Interrupts
+from sglang_moe_patches.regression.keeper import StillRunning
+from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use, shown_starting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STOCK, PATCHED = "stock", "patched"
+
+
+class CannotPlan(RuntimeError):
+    """A plan could not be made. The message says what to change, or carries the end of the server's log."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is served.
+
+    :param arguments: of the server, without model, host and port.
+    :param startup_timeout: seconds until a server must answer.
+    :param port: of every server, one after the other; ``None`` for free ones.
+    :param servers: ``STOCK``, ``PATCHED`` or both.
+    """
+
+    model: str
+    arguments: tuple[str, ...]
+    startup_timeout: float = 1800
+    port: int | None = None
+    servers: tuple[str, ...] = (STOCK, PATCHED)
+
+    @property
+    def given(self) -> list[str]:
+        """Server arguments with the model."""
+        path = Path(self.model).expanduser()
+        return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for.
+
+    :param margin: bytes that must stay free at the worst moment.
+    :param logprobs: whether to plan for prompt log-probabilities, too.
+    :param verify_s: seconds of the verification's load; 0: no verification.
+    """
+
+    margin: int
+    logprobs: bool = True
+    verify_s: float = 0.0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _on(value: str) -> bool:
+    return value not in ("", "0", "0.0")
+
+
+_HERE = "start it on one machine; plan starts and ends processes on this one only"
+_OTHER_POOLS = "plan knows one KV cache and what comes after it; set --mem-fraction-static by hand"
+_OWN = Refusal("plan sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1")
+_HTTP = Refusal("the servers are asked over plain HTTP", "leave it out: memory is the same")
+_TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh")
+REFUSED: dict[str, Refusal] = {
+    "--mem-fraction-static": Refusal("this is what plan finds", "leave it out"),
+    **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
+    **dict.fromkeys((*_TLS, "--grpc-mode", "--smg-grpc-mode"), _HTTP),
+    **dict.fromkeys(("--api-key", "--admin-api-key"), Refusal("the load sends no key", "leave it out")),
+    **dict.fromkeys(
+        ("--is-embedding", "--encoder-only"), Refusal("plan drives generation, and this server does none", _OTHER_POOLS)
+    ),
+    "--nnodes": Refusal("the ranks of other machines are not watched", _HERE, lambda n: n != "1"),
+    "--use-ray": Refusal("the ranks of other machines are not watched", _HERE),
+    "--disaggregation-mode": Refusal(
+        "one half of a pair is driven by the other", _OTHER_POOLS, lambda mode: mode != "null"
+    ),
+    "--enable-memory-saver": Refusal("memory comes and goes while it serves", _OTHER_POOLS),
+    "--cpu-offload-gb": Refusal("weights come and go while it serves", _OTHER_POOLS, _on),
+    "--offload-group-size": Refusal(
+        "weights come and go while it serves", _OTHER_POOLS, lambda n: _on(n) and n != "-1"
+    ),
+    **dict.fromkeys(
+        ("--enable-lora", "--lora-paths"), Refusal("adapters that are not loaded yet need memory, too", _OTHER_POOLS)
+    ),
+    "--enable-pdmux": Refusal("prefill and decode run at the same time", _OTHER_POOLS),
+    "--enable-hisparse": Refusal("its KV cache lies on the host as well", _OTHER_POOLS),
+    "--prefill-only-disable-kv-cache": Refusal("there is no KV cache to enlarge", "nothing is to be planned"),
+    "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", _OTHER_POOLS),
+    "--delete-ckpt-after-loading": Refusal("the next server needs the checkpoint, too", "leave it out"),
+}
+"""Server arguments that are refused, by name."""
+POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+
+
+def check(subject: Subject, environment: Mapping[str, str], output: Path) -> None:
+    """Find out what is wrong before a minute is spent on starting a server.
+
+    :raises CannotPlan: one line that names the argument and what to give instead.
+    """
+    if not machine.has_gpu():
+        raise CannotPlan("no NVIDIA GPU here; plan measures on the machine that will serve")
+    try:
+        arguments.check_output(output)
+        arguments.check_server_arguments(list(subject.arguments), REFUSED)
+        arguments.check_model(subject.model)
+        arguments.check_plugins(environment)
+        patch.check_environment(CHANGES, environment)
+    except ValueError as error:
+        raise CannotPlan(str(error)) from None
+    if environment.get(POST_CAPTURE, "").lower() in ("1", "true", "yes"):
+        raise CannotPlan(f"{POST_CAPTURE}: there the engine itself sizes the KV cache by what is left; leave it out")
+    _check_port(subject.port)
+
+
+def _check_port(port: int | None) -> None:
+    if port is not None and port_in_use(port):
+        raise CannotPlan(f"port {port} is in use; choose another --port, or leave it out for a free one")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    subject: Subject,
+    goal: Goal,
+    *,
+    environment: dict[str, str],
+    output: Path,
+    console: Console,
+    gpu_memory_mib: float | None = None,
+) -> Plan:
+    """Find the fraction of each server, print it, and write plan.json, plan.html and the servers' logs.
+
+    :param environment: of the servers.
+    :param gpu_memory_mib: told to the engine's resolver; ``None``: it asks the GPU.
+    :raises CannotPlan: a plan could not be made; logs and records are in ``output`` all the same.
+    :raises KeyboardInterrupt: a signal has come. All servers are ended.
+    """
+    check(subject, environment, output)
+    with Interrupts() as interrupts, scratch() as logs:
+        try:
+            console.print("Asking the engine what it sets aside by its rule")
+            try:
+                ruled = rule.resolve(subject.given, environment, gpu_memory_mib)
+            except rule.NotResolved as error:
+                raise CannotPlan(str(error)) from None
+            interrupts.check()
+            session = Session(subject, goal, environment, logs, console, interrupts.check)
+            servers = tuple(session.plan(name) for name in subject.servers)
+            found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, servers)
+            report.print_table(found, console)
+            report.write(found, output)
+        except (StillRunning, gpu.MemoryHeld, measure.NotObserved) as error:
+            raise CannotPlan(str(error)) from error
+        finally:
+            recorded = {path.name: path.read_bytes() for path in sorted(logs.glob("*.jsonl"))}
+            if files := {**logs_in(logs), **recorded}:
+                keep(files, output)
+    return found
+
+
+class Session:
+    """Starts servers one after the other, and measures each."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        goal: Goal,
+        environment: dict[str, str],
+        logs: Path,
+        console: Console,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.subject, self.goal, self.environment = subject, goal, environment
+        self.logs, self.console, self.interrupt = logs, console, interrupt
+        self.started = 0
+        self.log = logs / "none"
+        """Of the last server."""
+        self.before = gpu.used_mib()
+
+    def plan(self, name: str) -> ServerPlan:
+        """Search, and verify if asked for.
+
+        :raises CannotPlan: a server did not start or died of something else than want of memory.
+        """
+        margin = self.goal.margin
+        trials = search(lambda fraction, logprobs: self.measure(name, fraction, logprobs), self.goal)
+        kinds = (False, True) if self.goal.logprobs else (False,)
+        found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
+        if self.goal.verify_s:
+            found = [
+                each if each.fraction is None else replace(each, verified=self.verify(name, each)) for each in found
+            ]
+        return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials, self.environment)))
+
+    @contextmanager
+    def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, observe.Watch]]:
+        """A server with that fraction, or with the engine's own."""
+        _check_port(self.subject.port)
+        if self.started:
+            gpu.wait_until_free(self.before, self.interrupt, ended="last", following=f"next ({name})")
+        self.started += 1
+        variables = {patch.SELECT_VARIABLE: "none"} if name == STOCK else {}
+        given = self.subject.given
+        if fraction is not None:
+            given = [*given, "--mem-fraction-static", f"{fraction:.3f}"]
+        with scratch() as folder:
+            child = {**self.environment, **variables, observe.VARIABLE: str(folder)}
+            self.log = self.logs / f"{self.started}-{name}.log"
+            server = Server(name, given, child, self.log, timeout=self.subject.startup_timeout, port=self.subject.port)
+            watch = observe.Watch(folder)
+            try:
+                with shown_starting(server, self.console, self.interrupt):
+                    server.__enter__()
+                yield server, watch
+            finally:
+                server.stop()
+                for recorded in folder.glob("*.jsonl"):
+                    shutil.copy(recorded, self.logs / f"{self.log.stem}-{recorded.name}")
+
+    def measure(self, name: str, fraction: float | None, logprobs: bool) -> Measured:
+        """Start a server, drive it, and say what it needed."""
+        said = f"{name}, --mem-fraction-static {'by the engine' if fraction is None else f'{fraction:.3f}'}"
+        try:
+            with self.serving(name, fraction) as (server, watch):
+                self.console.print(f"{said}: ready after {server.startup_s:.0f} s")
+                return self._drive(name, server, watch, logprobs)
+        except ServerFailed as error:
+            if not out_of_memory(self.log.read_text(errors="replace")):
+                raise CannotPlan(str(error)) from error
+            if fraction is None:
+                raise CannotPlan(
+                    f"the {name} server runs out of memory at start-up with the engine's own fraction. {error}"
+                ) from error
+            self.console.print(f"{said}: out of memory at start-up")
+            return Measured(name, fraction, 1, ran_out="start-up")
+
+    def _drive(
+        self,
+        name: str,
+        server: Server,
+        watch: observe.Watch,
+        logprobs: bool,
+    ) -> Measured:
+        processes: dict[str, list[Mapping[str, Any]]] = {}
+
+        def add(events: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+            for process, more in events.items():
+                processes.setdefault(process, []).extend(more)
+
+        def watching() -> None:
+            self.interrupt()
+            server.check()
+
+        client = Client(server.url)
+        info = _first_request(server, client)
+        add(watch.new())
+        ranks = measure.target_ranks(processes)
+        if not ranks:
+            raise CannotPlan(f"the {name} server recorded nothing of itself. {server.log_tail()}")
+        ready = [measure.of_kind(processes[rank], "ready")[0] for rank in sorted(ranks)]
+        if hybrid := next((event["hybrid"] for event in ready if event["hybrid"]), ""):
+            raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
+        limits = load.configuration(info, ready[0])
+        derived = load.derive(limits, logprobs=logprobs)
+        driver = load.Driver(client, watch, ranks, limits, watching)
+        found = Measured(
+            server=name,
+            fraction=float(info["mem_fraction_static"]),
+            before_load=measure.before_load(processes),
+            cache_tokens=limits.cache_tokens,
+            cache_bytes=max(event["kv_bytes"] for event in ready),
+            page=limits.page,
+            context=limits.context,
+            requests=limits.requests,
+            table_bytes=ready[0]["table_bytes"],
+            table_requests=ready[0]["table_requests"],
+            allocator=ready[0]["allocator"],
+            settings=_settings(info),
+            changes=tuple(map(tuple, measure.of_kind(processes[min(ranks)], "start")[0]["changes"])),
+        )
+        needs: list[measure.PhaseNeed] = []
+        missing = list(derived.not_driven)
+        missing += ["images: they are not sent"] if any(event["images"] for event in ready) else []
+        for phase in derived.phases:
+            if phase.name == load.LOGPROBS:
+                found = replace(found, lowest_free=self._lowest(processes, ranks), ranks=_ranks(processes, ranks))
+            try:
+                with self.console.status(f"{name}: {phase.name}"):
+                    outcome = driver.drive(phase)
+            except ServerFailed:
+                if not out_of_memory(server.log_text()):
+                    raise
+                self.console.print(f"{name}: out of memory: {phase.name}")
+                needs.append(measure.PhaseNeed(phase.name, False, "out of memory", 0, 0, 0, ""))
+                found = replace(found, ran_out=phase.name, logprobs_driven=logprobs)
+                return replace(found, phases=tuple(needs), not_driven=tuple(missing))
+            add(outcome.events)
+            if reason := measure.failure(processes):
+                raise CannotPlan(f"the {name} server: {reason}")
+            needs.append(measure.phase_need(phase.name, outcome.seen, outcome.events, processes))
+            if not outcome.seen:
+                said = f" ({outcome.said})" if outcome.said else ""
+                missing.append(f"{phase.name}: seen at most {needs[-1].largest or 'nothing'}{said}")
+            self.console.print(f"{name}: {phase.name}: {'seen' if outcome.seen else 'not seen at its bound'}")
+        lowest = self._lowest(processes, ranks)
+        if logprobs:
+            found = replace(found, logprobs_free=lowest, logprobs_driven=True)
+        else:
+            found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
+        return replace(found, phases=tuple(needs), not_driven=tuple(missing))
+
+    def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> int | None:
+        found = [measure.lowest_free(processes[rank]) for rank in ranks]
+        return None if None in found else min(free for free in found if free is not None)
+
+    def verify(self, name: str, value: Recommendation) -> verify.Verified:
+        """Start the server with the value and drive a load of another kind."""
+        assert value.fraction is not None
+        said = f"{name}: verifying --mem-fraction-static {value.fraction:.3f} for {self.goal.verify_s:.0f} s"
+        try:
+            with self.serving(name, value.fraction) as (server, watch):
+                self.console.print(said)
+
+                def watching() -> None:
+                    self.interrupt()
+                    server.check()
+
+                info = _first_request(server, Client(server.url))
+                processes = watch.new()
+                ranks = measure.target_ranks(processes)
+                limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
+                return verify.verify(
+                    server, watch, processes, limits, self.goal.verify_s, logprobs=value.logprobs, watching=watching
+                )
+        except ServerFailed as error:
+            if not out_of_memory(self.log.read_text(errors="replace")):
+                raise CannotPlan(str(error)) from error
+            return verify.Verified(False, ("the server ran out of memory",))
+
+
+def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> list[Measured]:
+    """Start servers until the fraction is known well enough: without prompt log-probabilities, then with.
+
+    :param measured: starts and drives one, with a fraction or the engine's own, and with or without them.
+    """
+    trials = [measured(None, goal.logprobs)]
+    while (fraction := need.next_fraction([each.trial for each in trials], goal.margin)) is not None:
+        trials.append(_with_base(measured(fraction, False), trials[0]))
+    while goal.logprobs:
+        fraction = need.next_fraction(_logprobs_trials(trials), goal.margin)
+        if fraction is None:
+            break
+        trials.append(_with_base(measured(fraction, True), trials[0]))
+    return trials
+
+
+def _with_base(found: Measured, first: Measured) -> Measured:
+    """A server that died at start-up has not said how much was free before; the first one did."""
+    return found if found.ran_out != "start-up" else replace(found, before_load=first.before_load, logprobs_driven=True)
+
+
+def _logprobs_trials(trials: Sequence[Measured]) -> list[need.Trial]:
+    return [each.logprobs_trial for each in trials if each.logprobs_driven]
+
+
+def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Sequence[str]) -> Recommendation:
+    """The value to set, from the servers that were started.
+
+    :param margin: bytes that must stay free.
+    :param given: server arguments with the model.
+    """
+    used = _logprobs_trials(trials) if logprobs else [each.trial for each in trials]
+    fraction, ceiling = need.proven(used, margin), need.ceiling(used, margin)
+    if fraction is None:
+        return Recommendation(logprobs, None, ceiling)
+    # Of the servers that said how large a token is, the one nearest to it.
+    base = min((t for t in trials if t.cache_tokens), key=lambda t: abs(t.fraction - fraction))
+    tokens = need.kv_tokens(base.trial, base.cache_tokens, base.token_bytes, fraction, base.page)
+    return Recommendation(
+        logprobs=logprobs,
+        fraction=fraction,
+        ceiling=ceiling,
+        tokens=tokens,
+        requests_at_context=tokens / base.context if base.context else 0.0,
+        command=shlex.join(
+            ["python", "-m", "sglang.launch_server", *given, "--mem-fraction-static", f"{fraction:.3f}"]
+        ),
+    )
+
+
+WORTH = 256 * MB
+"""Another knob is named from so many bytes on."""
+
+
+def knobs(trials: Sequence[Measured], environment: Mapping[str, str]) -> Iterator[str]:
+    """Other settings that bind, each with what it would give."""
+    first, last = trials[0], next((t for t in reversed(trials) if t.ranks), trials[0])
+    limit = first.settings.get("max_total_tokens") if first.settings else None
+    if limit and first.cache_tokens >= limit - first.page:
+        yield f"--max-total-tokens {limit}: holds the KV cache there whatever the fraction; leave it out"
+    if last.table_bytes >= WORTH and last.table_requests:
+        each = last.table_bytes / last.table_requests
+        yield (
+            f"--max-running-requests: the request table has {last.table_requests:,} rows of {each / MB:,.2f} MB, "
+            f"{last.table_bytes / MB:,.0f} MB in all; fewer requests give the rest back"
+        )
+    needs = {need.name: need for trial in trials for need in trial.phases if need.seen}
+    plain = needs.get("prefill chunk")
+    behind = max((n.tensors for name, n in needs.items() if "prefix" in name), default=0)
+    if plain and behind - plain.tensors >= WORTH:
+        yield (
+            f"SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs {(behind - plain.tensors) / MB:,.0f} MB "
+            "more than one without; where the model is MLA, a smaller value (131072 by default) takes less of it"
+        )
+    asked = needs.get(load.LOGPROBS)
+    most = max((n.tensors for name, n in needs.items() if name != load.LOGPROBS), default=0)
+    chunked = environment.get("SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "").lower() in ("1", "true")
+    if asked and asked.tensors - most >= WORTH and not chunked:
+        yield (
+            f"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} "
+            "MB more than all else; computed in chunks they need a part of it"
+        )
+
+
+RAN_OUT = re.compile(
+    r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.*out of memory|cudaErrorMemoryAllocation"
+    r"|CUBLAS_STATUS_ALLOC_FAILED"
+)
+
+
+def out_of_memory(log: str) -> bool:
+    """Whether a server that died has run out of the GPU's memory, by its log."""
+    return RAN_OUT.search(log) is not None
+
+
+def _ranks(processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> tuple[measure.Rank, ...]:
+    found = []
+    for name in ranks:
+        ready = next(event for event in measure.of_kind(processes[name], "ready") if not event["draft"])
+        found.append(measure.rank(processes[name], ready["kv_bytes"]))
+    return tuple(sorted(found, key=lambda rank: rank.name))
+
+
+SETTINGS = (
+    *("chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "max_running_requests", "cuda_graph_max_bs"),
+    *("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_overlap_schedule", "enable_mixed_chunk"),
+    *("disable_radix_cache", "attention_backend", "moe_runner_backend", "kv_cache_dtype", "tp_size", "dp_size"),
+    *("pp_size", "enable_dp_attention", "speculative_algorithm", "speculative_num_draft_tokens", "page_size"),
+)
+
+
+def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: info[name] for name in SETTINGS if name in info}
+
+
+def _first_request(server: Server, client: Client) -> Mapping[str, Any]:
+    """What the server resolved, once each data-parallel rank has run a forward.
+
+    With ``--skip-server-warmup`` none has when it is ready.
+
+    :raises ServerFailed: it has ended.
+    """
+    try:
+        info = client.info()
+        said = client.generate([[11, 12, 13]] * int(info.get("dp_size") or 1), 2)
+    except Unanswered as error:
+        deadline = time.monotonic() + load.ENDING_S
+        while time.monotonic() < deadline:
+            server.check()
+            time.sleep(0.5)
+        said = str(error)
+    if said:
+        raise CannotPlan(f"the {server.name} server does not answer: {said}. {server.log_tail()}")
+    return info

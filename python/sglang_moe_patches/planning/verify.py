@@ -1,0 +1,205 @@
+"""A load of another kind than the one that was planned with: what a server with the planned value must survive."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_moe_patches.planning import measure
+from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
+from sglang_moe_patches.planning.load import Configuration, Tokens
+from sglang_moe_patches.planning.observe import Watch
+from sglang_moe_patches.regression.server import Server
+
+CLIENTS = 48
+PREFIXES = 6
+ABORTED = 0.15
+"""Part of the requests whose client goes away."""
+LOGPROBS = 0.2
+FILLERS = 256
+"""Requests that fill the KV cache."""
+FILLED = 0.95
+"""From which token usage on the KV cache counts as full."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of it.
+
+    :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us.
+    :param reasons: why it did not hold.
+    :param lowest_free: bytes by rank.
+    :param requests: answered; ``aborted``: whose client went away.
+    :param retractions: batches from which the scheduler took requests back, by the server's log.
+    :param usage: the highest token usage of the KV cache that the log names; 0 to 1.
+    :param not_seen: what the load was to bring about and did not.
+    """
+
+    held: bool
+    reasons: tuple[str, ...] = ()
+    lowest_free: Mapping[str, int] = field(default_factory=dict)
+    requests: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    usage: float = 0.0
+    cache_tokens: int = 0
+    not_seen: tuple[str, ...] = ()
+
+
+def verify(
+    server: Server,
+    watch: Watch,
+    processes: dict[str, list[Mapping[str, Any]]],
+    c: Configuration,
+    seconds: float,
+    *,
+    logprobs: bool,
+    watching: Callable[[], None],
+) -> Verified:
+    """Half the time random requests, half the time as many long ones as overfill the KV cache.
+
+    :param processes: what was recorded until now; added to.
+    :param watching: called about five times a second; what it raises ends the load.
+    :raises ServerFailed: the server has ended.
+    """
+    load = _Load(Client(server.url), c, logprobs)
+
+    def look() -> None:
+        watching()
+        for process, more in watch.new().items():
+            processes.setdefault(process, []).extend(more)
+
+    for work, clients in ((load.random, CLIENTS), (load.fill, 1)):
+        stop = threading.Event()
+        pool = ThreadPoolExecutor(clients)
+        try:
+            running = [pool.submit(work, number, stop) for number in range(clients)]
+            end = time.monotonic() + seconds / 2
+            while time.monotonic() < end and not all(future.done() for future in running):
+                look()
+                time.sleep(0.2)
+        finally:
+            stop.set()
+            load.client.abort_all()
+            pool.shutdown(wait=False)
+        # What was asked is aborted; clients that already got their answer end by themselves.
+        deadline = time.monotonic() + 60
+        while not all(future.done() for future in running) and time.monotonic() < deadline:
+            look()
+            load.client.abort_all()
+            time.sleep(0.5)
+        for future in running:
+            if future.done():
+                future.result()
+    load.after()
+    look()
+    return judge(processes, server.log_text(), load, c)
+
+
+class _Load:
+    def __init__(self, client: Client, c: Configuration, logprobs: bool) -> None:
+        self.client, self.c, self.logprobs = client, c, logprobs
+        self.answered = self.aborted = 0
+        self.errors: list[str] = []
+        self._prefixes = [Tokens(f"verify {n}", c.vocabulary).some(c.input_tokens // 2) for n in range(PREFIXES)]
+        self._lock = threading.Lock()
+
+    def random(self, number: int, stop: threading.Event) -> None:
+        """One client's requests: lengths over all orders of magnitude, half of them behind a prefix that others use."""
+        draw, tokens = random.Random(number), Tokens(f"client {number}", self.c.vocabulary)
+        while not stop.is_set():
+            prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
+            prompt = prefix[: _length(draw, len(prefix))] + tokens.some(_length(draw, self.c.input_tokens // 2 - 1))
+            new = min(_length(draw, 1024), self.c.input_tokens - len(prompt))
+            asks = self.logprobs and draw.random() < LOGPROBS
+            leaves = 0.05 + 2 * draw.random() if draw.random() < ABORTED else None
+            self.ask([prompt], max(new, 1), stop, logprobs=asks, leaves=leaves)
+
+    def fill(self, number: int, stop: threading.Event) -> None:
+        """As many requests as together want a tenth more than the KV cache has, again and again."""
+        c, tokens = self.c, Tokens("fill", self.c.vocabulary)
+        longest = c.input_tokens // 2
+        count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens // max(longest, 1)))))
+        share = c.cache_tokens // count
+        prompt = max(1, min(longest, int(0.85 * share)))
+        new = max(1, min(c.input_tokens - prompt, int(0.3 * share) + 1))
+        while not stop.is_set():
+            self.ask([tokens.some(prompt) for _ in range(count * c.ranks)], new, stop)
+
+    def ask(
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        stop: threading.Event,
+        *,
+        logprobs: bool = False,
+        leaves: float | None = None,
+    ) -> None:
+        """:param leaves: seconds after which the client goes away."""
+        try:
+            said = self.client.generate(
+                prompts, new_tokens, temperature=0.8, logprobs=logprobs, patience_s=leaves or LONGEST_S
+            )
+        except Unanswered as error:
+            with self._lock:
+                self.aborted += 0 if error.lost else len(prompts)
+                if error.lost and not stop.is_set():
+                    self.errors.append(str(error))
+            if error.lost:
+                stop.wait(1)  # the server may be ending: who watches it says so
+            return
+        with self._lock:
+            if not said:
+                self.answered += len(prompts)
+            elif not stop.is_set():
+                self.errors.append(said)
+
+    def after(self) -> None:
+        """Does it still answer?"""
+        self.ask([Tokens("after", self.c.vocabulary).some(8)], 4, threading.Event())
+
+
+def _length(draw: random.Random, most: int) -> int:
+    """1 to ``most``, each order of magnitude as likely as the other."""
+    return max(1, min(most, round(max(most, 1) ** draw.random())))
+
+
+def judge(processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any, c: Configuration) -> Verified:
+    """What came of a load that the server survived.
+
+    :param log: the server's.
+    :param load: with ``answered``, ``aborted`` and ``errors``.
+    """
+    ranks = measure.target_ranks(processes)
+    lowest = {}
+    reasons = []
+    for name in sorted(ranks):
+        found = measure.rank(processes[name], 0)
+        lowest[found.name] = found.lowest_free
+        if found.retries:
+            reasons.append(f"{found.name}: the allocator gave memory back and tried again {found.retries} times")
+    reasons += [f"a request failed: {error}" for error in load.errors[:3]]
+    retractions = len(re.findall(r"KV cache pool is full\. Retract", log))
+    usage = max((float(value) for value in re.findall(r"token usage: ([0-9.]+\d)", log)), default=0.0)
+    not_seen = []
+    if not retractions:
+        not_seen.append("a retraction")
+    if usage < FILLED and not retractions:
+        not_seen.append(f"a full KV cache (at most {100 * usage:.0f} %)")
+    return Verified(
+        held=not reasons,
+        reasons=tuple(reasons),
+        lowest_free=lowest,
+        requests=load.answered,
+        aborted=load.aborted,
+        retractions=retractions,
+        usage=usage,
+        cache_tokens=c.cache_tokens,
+        not_seen=tuple(not_seen),
+    )

@@ -1,0 +1,51 @@
+"""Stands in for a GPU of 100 GB in what ``plan`` observes, in server processes of tests on the CPU, and nowhere else.
+
+99 GB are free before loading and 30 GB are weights. The KV cache gets what the fraction leaves. A forward keeps
+``STANDIN_TOKEN_MB`` for each of its tokens. Where the file ``STANDIN_RETRY`` is, the allocator tries twice in each.
+"""
+
+import os
+from typing import Any
+
+import wrapt
+
+GB = 10**9
+TOTAL, BEFORE_LOAD, WEIGHTS = 100 * GB, 99 * GB, 30 * GB
+
+
+class Device:
+    used = TOTAL - BEFORE_LOAD
+    forwards = retries = 0
+
+    def read(self) -> dict[str, int]:
+        known = {"allocated": self.used, "peak": self.used + self.forwards, "reserved": self.used + self.forwards}
+        return {**known, "free": TOTAL - self.used - self.forwards, "total": TOTAL, "retries": self.retries, "ooms": 0}
+
+
+def stand_in(observe: Any) -> None:
+    device = Device()
+    token_bytes = float(os.environ["STANDIN_TOKEN_MB"]) * 1e6
+    stage, ends = observe.Observer.stage, observe.Observer.forward_ends
+
+    def loaded(self: Any, runner: Any, name: str, when: str) -> None:
+        if (name, when) == ("load_model", "after"):
+            device.used += WEIGHTS
+        stage(self, runner, name, when)
+
+    def sized(self: Any, before_load_gib: float, kv_bytes: int) -> None:
+        from sglang.srt.server_args import get_global_server_args
+
+        left = BEFORE_LOAD * (1 - get_global_server_args().mem_fraction_static)
+        self.write("sized", before_load=BEFORE_LOAD, for_kv=kv_bytes, memory=device.read())
+        device.used = round(TOTAL - left)
+
+    def ended(self: Any, runner: Any, result: Any) -> None:
+        device.forwards = max(device.forwards, round(self.facts["tokens"] * token_bytes))
+        device.retries += os.path.exists(os.environ.get("STANDIN_RETRY", ""))
+        ends(self, runner, result)
+
+    observe.Observer.stage, observe.Observer.sized, observe.Observer.forward_ends = loaded, sized, ended
+    observe.read_device = device.read
+
+
+wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.planning.observe")

@@ -1,0 +1,137 @@
+"""Stands in for the engine's server in tests of ``plan``: its batches and two GPUs of 100 GB, none of the model.
+
+Of each GPU 99 GB are free before loading and 30 GB are weights. A forward keeps a MB for each of its tokens, on the
+second GPU half a MB more, and 2 MB for each token with log-probabilities. ``STANDIN`` is a comma-separated list of what
+goes wrong.
+"""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from sglang.srt.server_args import prepare_server_args
+
+MB, GB = 10**6, 10**9
+WRONG = os.environ.get("STANDIN", "").split(",")
+ARGS = prepare_server_args(sys.argv[1:])
+CHUNK, REQUESTS, CAPTURED, CONTEXT, TOKEN_BYTES = ARGS.chunked_prefill_size, 40, 16, 20_000, MB
+CACHE = round((69 * GB - 99 * GB * (1 - ARGS.mem_fraction_static)) / TOKEN_BYTES)
+LOCK = Lock()
+
+
+class Gpu:
+    def __init__(self, number):
+        self.number, self.used, self.kept, self.retries = number, 100 * GB - 99 * GB, 0, 0
+        self.file = (Path(os.environ["SGLANG_MOE_PATCHES_PLAN"]) / f"{number}.jsonl").open("a", buffering=1)
+        self.write("start", changes=[["output-buffer", "applied", ""]])
+        self.stage("before")
+        self.used += 30 * GB
+        self.stage("after")
+        self.write("sized", before_load=99 * GB, for_kv=CACHE * TOKEN_BYTES, memory=self.memory())
+        self.used += CACHE * TOKEN_BYTES
+        facts = {"kv_bytes": CACHE * TOKEN_BYTES, "kv_tokens": CACHE, "page": 1, "table_bytes": 8, "table_requests": 40}
+        kind = "Mamba" if "hybrid" in WRONG else ""
+        more = {"context": CONTEXT, "vocabulary": 5000, "images": False, "hybrid": kind, "allocator": ""}
+        self.write("ready", **self.rank(), **facts, **more, pools={}, memory=self.memory())
+
+    def rank(self):
+        return {"gpu": self.number, "tp": self.number, "pp": 0, "draft": False}
+
+    def stage(self, when):
+        self.write("stage", name="load_model", when=when, **self.rank(), memory=self.memory())
+
+    def write(self, event, **facts):
+        self.file.write(json.dumps({"event": event, **facts}) + "\n")
+
+    def memory(self):
+        held = self.used + self.kept
+        free = 100 * GB - held
+        if free < 0:
+            print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", -free, flush=True)
+            os._exit(1)
+        known = {"allocated": self.used, "peak": held, "reserved": held, "free": free, "total": 100 * GB}
+        return {**known, "retries": self.retries, "ooms": 0}
+
+    def forward(self, mode, tokens, requests, prefix=0, logprobs=0, graph=False):
+        before = self.memory()
+        each = MB if self.number == 0 else 1.5 * MB
+        self.kept = max(self.kept, round(tokens * each + logprobs * 2 * MB))
+        self.retries += "retries" in WRONG and requests == 1 and tokens == 77
+        facts = {"mode": mode, "tokens": tokens, "requests": requests, "prefix": prefix, "logprobs": logprobs}
+        more = {"longest_prefix": prefix // requests, "all_ranks": 0, "graph": graph, "pools": {}}
+        self.write("forward", **self.rank(), **facts, **more, before=before, memory=self.memory())
+
+
+def serve(gpus, asked):
+    prompts, logprobs = asked["input_ids"], asked.get("return_logprob", False)
+    new = asked["sampling_params"]["max_new_tokens"]
+    for gpu in gpus:
+        if len(prompts) == 9 and len(prompts[0]) == CHUNK:  # one that others wait behind, and share a prefix
+            gpu.forward("EXTEND", CHUNK, 1)
+            part = CHUNK // 8
+            gpu.forward("EXTEND", 8 * part, 8, prefix=8 * (len(prompts[1]) - part))
+        elif len(prompts) == 1:
+            for start in range(0, len(prompts[0]), CHUNK):
+                tokens = min(CHUNK, len(prompts[0]) - start)
+                gpu.forward("EXTEND", tokens, 1, prefix=start, logprobs=tokens if logprobs else 0)
+        else:
+            gpu.forward("EXTEND", 8 * len(prompts), len(prompts))
+        if new > 1:
+            running = min(len(prompts), REQUESTS if "fewer" not in WRONG else 20)
+            gpu.forward("DECODE", running, running, graph=running <= CAPTURED)
+    if "dies" in WRONG and logprobs:
+        print("ValueError: something else", flush=True)
+        os._exit(3)
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256
+
+
+class Handler(BaseHTTPRequestHandler):
+    gpus: tuple = ()
+
+    def do_GET(self):
+        graphs = {
+            "cuda_graph_max_bs": CAPTURED,
+            "internal_states": [{"effective_max_running_requests_per_dp": REQUESTS}],
+        }
+        limits = {"max_req_input_len": CONTEXT - 6, "max_total_num_tokens": CACHE, "dp_size": 1}
+        self.answer({**vars(ARGS), **graphs, **limits} if "info" in self.path else {})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/generate":
+            with LOCK:
+                serve(self.gpus, asked)
+            time.sleep(0.05)
+        self.answer({})
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def main():
+    if "cannot start" in WRONG:
+        sys.exit("no such model")
+    Handler.gpus = (Gpu(0), Gpu(1))
+    (Path(os.environ["STANDIN_FOLDER"]) / "started").touch()
+    print("Decode batch, token usage: 0.99", "KV cache pool is full. Retract requests.", flush=True)
+    if os.fork() == 0:  # a worker
+        time.sleep(3600)
+    Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""What ``plan`` reads out of what a server's processes recorded, and the phases it derives: no engine."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_events import GB, TOTAL, forward, memory, process
+from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
+from sglang_moe_patches.planning.load import Bound, Configuration
+from sglang_moe_patches.planning.measure import Measured, PhaseNeed
+from sglang_moe_patches.planning.result import MB
+
+CONFIGURATION = Configuration(
+    chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
+)
+
+
+def test_a_gpu_is_divided_into_parts_that_add_up() -> None:
+    found = measure.rank(process(), 40 * GB)
+    parts = (found.before, found.weights, found.cache, found.after_cache, found.forwards, found.lowest_free)
+    assert [part / GB for part in parts] == [1, 30, 40, 4, 5.5, 19.5]
+    assert sum(parts) == found.total
+    # PyTorch keeps 4 GB more than before the first forward; 1.5 GB were taken beside it.
+    assert [part / GB for part in (found.tensors, found.slack, found.outside)] == [4, 0, 1.5]
+    assert found.forwards == found.tensors + found.slack + found.outside
+    assert found.name == "GPU 3 (TP rank 1)"
+    assert found.capture_peak == 2 * GB
+
+
+def test_a_peak_of_the_start_is_no_tensor_of_a_forward() -> None:
+    events = process()
+    events[5]["memory"] = events[6]["before"] = memory(25, 72, 73, 90)
+    assert measure.rank(events, 40 * GB).tensors == 4 * GB
+
+
+def test_the_lowest_free_memory_counts_from_the_sizing_on() -> None:
+    events = process()
+    events[1]["memory"] = memory(2)  # loading may use what the KV cache will take
+    assert measure.lowest_free(events) == round(19.5 * GB)
+
+
+@pytest.mark.parametrize("count", ["retries", "ooms"])
+def test_memory_that_was_asked_for_twice_did_not_suffice(count: str) -> None:
+    events = process()
+    assert measure.lowest_free(events) is not None
+    events[-1]["memory"][count] = 1
+    assert measure.lowest_free(events) is None
+
+
+def test_retries_before_the_first_forward_do_not_count() -> None:
+    events = process()
+    for event in events[4:]:
+        for name in {"memory", "before"} & set(event):
+            event[name]["retries"] = 2
+    assert measure.lowest_free(events) is not None
+
+
+def test_a_phase_is_named_with_the_rank_that_needed_most() -> None:
+    one, other = process(), process()
+    other[5]["gpu"] = 4
+    other[-1] = forward(memory(20, 72, 77, 76), memory(15, 72, 80, 79))
+    found = measure.phase_need("p", True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other})
+    assert (found.rank, found.tensors, found.lowest_free) == ("GPU 4", 7 * GB, 15 * GB)
+    assert found.grown == 10 * GB
+
+
+def test_what_came_before_a_phase_is_not_its_need() -> None:
+    events = process()
+    events[-1]["before"]["peak"] = 90 * GB
+    assert measure.phase_need("p", True, {"1": events[-1:]}, {"1": events}).tensors == 2 * GB
+
+
+def test_what_the_fraction_is_of_is_the_smallest_of_the_ranks() -> None:
+    one, other = process(), process()
+    other[3]["before_load"] = 98 * GB
+    assert measure.before_load({"1": one, "2": other}) == 98 * GB
+    with pytest.raises(measure.NotObserved, match="before loading"):
+        measure.before_load({"1": one[:3]})
+
+
+# --- the observer -----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_described_as_the_engines_forward_batch_says() -> None:
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(name="EXTEND"),
+        input_ids=SimpleNamespace(shape=(12,)),
+        batch_size=2,
+        extend_prefix_lens_cpu=[5, 7],
+        extend_seq_lens_cpu=[4, 8],
+        extend_logprob_start_lens_cpu=[0, 6],
+        return_logprob=True,
+        global_num_tokens_cpu=[12, 3],
+    )
+    found = observe.batch_facts(batch)
+    assert found == {
+        "mode": "EXTEND",
+        "tokens": 12,
+        "requests": 2,
+        "prefix": 12,
+        "longest_prefix": 7,
+        "logprobs": 6,
+        "all_ranks": 15,
+    }
+    batch.return_logprob = False
+    assert observe.batch_facts(batch)["logprobs"] == 0
+
+
+def test_a_failing_observer_says_so_once_and_lets_the_server_go_on(tmp_path) -> None:
+    observer = observe.Observer(str(tmp_path), [])
+    for _ in range(2):
+        observer.attempt(lambda: 1 / 0)
+    events = observe.Watch(tmp_path).new()[observer.path.stem]
+    assert [event["event"] for event in events] == ["start", "failure"]
+    assert "ZeroDivisionError" in measure.failure({"1": events})
+
+
+def test_a_line_that_is_still_being_written_is_read_later(tmp_path) -> None:
+    path, watch = tmp_path / "7.jsonl", observe.Watch(tmp_path)
+    path.write_text('{"event": "start"}\n{"event": "si')
+    assert [event["event"] for event in watch.new()["7"]] == ["start"]
+    assert watch.new() == {}
+    with path.open("a") as file:
+        file.write('zed"}\n')
+    assert [event["event"] for event in watch.new()["7"]] == ["sized"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "table", "kind"),
+    [
+        ("MHATokenToKVPool", "ReqToTokenPool", ""),
+        ("SWAKVPool", "ReqToTokenPool", "sliding-window"),
+        ("HybridLinearKVPool", "HybridReqToTokenPool", "Mamba"),
+    ],
+)
+def test_pools_that_are_more_than_one_kv_cache_are_told_apart(pool: str, table: str, kind: str) -> None:
+    assert observe._hybrid(type(pool, (), {})(), type(table, (), {})()) == kind
+
+
+# --- the load ---------------------------------------------------------------------------------------------------------
+
+
+def names(**changed: Any) -> list[str]:
+    return [phase.name for phase in load.derive(configured(**changed), logprobs=True).phases]
+
+
+def configured(**changed: Any) -> Configuration:
+    return Configuration(**{**vars(CONFIGURATION), **changed})
+
+
+def test_the_phases_follow_from_the_configuration() -> None:
+    always = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
+    decodes = ["captured decode of 64 requests", "eager decode of 300 requests"]
+    assert names() == [*always, *decodes, load.LOGPROBS]
+    assert names(mixed=True) == [*always, "mixed chunk", *decodes, load.LOGPROBS]
+    assert names(captured=0) == [*always, decodes[1], load.LOGPROBS]
+    assert names(requests=64) == [*always, decodes[0], load.LOGPROBS]
+    assert names(requests=40)[3:] == ["captured decode of 40 requests", load.LOGPROBS]
+    assert names(radix_cache=False) == [*always[:2], *decodes, load.LOGPROBS]
+    assert names(chunk=None)[0] == "longest prefill"
+
+
+def test_what_cannot_be_driven_is_said() -> None:
+    assert load.derive(CONFIGURATION, logprobs=False).not_driven == ()
+    assert "less than two chunks" in load.derive(configured(input_tokens=2000), logprobs=False).not_driven[0]
+    assert "no radix cache" in load.derive(configured(radix_cache=False), logprobs=False).not_driven[0]
+    assert "one rank" in load.derive(configured(all_to_all=True), logprobs=False).not_driven[0]
+    assert "chunked prefill is off" in load.derive(configured(chunk=None), logprobs=False).not_driven[0]
+
+
+@given(
+    st.builds(
+        Configuration,
+        chunk=st.none() | st.integers(64, 5000),
+        input_tokens=st.integers(100, 30_000),
+        cache_tokens=st.integers(200, 100_000),
+        requests=st.integers(2, 500),
+        captured=st.integers(0, 300),
+        page=st.sampled_from([1, 16, 64]),
+        mixed=st.booleans(),
+        radix_cache=st.booleans(),
+    )
+)
+def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configuration) -> None:
+    c = Configuration(**{**vars(c), "input_tokens": min(c.input_tokens, c.cache_tokens - 6)})
+    for phase in load.derive(c, logprobs=True).phases:
+        prompts = phase.prompts(load.Tokens("x", c.vocabulary))
+        assert prompts
+        assert all(0 < len(prompt) <= c.input_tokens for prompt in prompts)
+        # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
+        if phase.bound.requests <= 1:
+            assert sum(map(len, prompts)) <= c.cache_tokens
+
+
+@given(st.integers(2, 200_000), st.integers(1, 50))
+def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary: int, count: int) -> None:
+    found = load.Tokens("seed", vocabulary).some(count)
+    assert len(found) == count
+    assert all(0 < token < vocabulary for token in found)
+    assert found == load.Tokens("seed", vocabulary).some(count)
+
+
+@given(st.integers(1, 64), st.integers(0, 7), st.booleans())
+def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int, graph: bool) -> None:
+    fields = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
+    bound = Bound(("EXTEND",), **dict.fromkeys(fields, size), graph=graph)
+    seen = {"mode": "EXTEND", "graph": graph, **dict.fromkeys(fields, size)}
+    assert bound.met(seen)
+    spoilt = [*({name: size - 1} for name in fields), {"mode": "DECODE"}, {"graph": not graph}][which]
+    assert not bound.met({**seen, **spoilt})
+
+
+def test_captured_decodes_are_read_from_every_release_s_words() -> None:
+    assert load._captured({"cuda_graph_max_bs": 256}) == 256
+    assert load._captured({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}) == 0
+    assert load._captured({"cuda_graph_max_bs": 160, "device": "cpu"}) == 0
+    assert load._captured({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}) == 48
+    assert load._captured({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}) == 0
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+class Servers:
+    """Stands in for servers of a model that needs so many GB, and so many more for prompt log-probabilities."""
+
+    def __init__(self, needed: float, logprobs: float) -> None:
+        self.needed, self.logprobs = needed, logprobs
+        self.started: list[tuple[float | None, bool]] = []
+
+    def measure(self, fraction: float | None, logprobs: bool) -> Measured:
+        self.started.append((fraction, logprobs))
+        at = 0.8 if fraction is None else fraction
+        left = 100 * GB * (1 - at) - self.needed * GB
+        found = Measured("stock", at, 100 * GB, 1_000_000, 40 * GB, 1, 10_000, 300)
+        if left < 0:
+            return Measured("stock", at, 1, ran_out="start-up")
+        more = left - self.logprobs * GB
+        values = {"lowest_free": round(left), "logprobs_driven": logprobs}
+        if logprobs and more >= 0:
+            values["logprobs_free"] = round(more)
+        return Measured(**{**vars(found), **values, "ran_out": load.LOGPROBS if logprobs and more < 0 else ""})
+
+
+def test_two_values_are_searched_one_with_and_one_without_prompt_logprobs() -> None:
+    servers = Servers(3, 10)
+    trials = plan.search(servers.measure, plan.Goal(1000 * MB))
+    without, with_them = (plan.recommend(trials, 1000 * MB, kind, ["--model-path", "m"]) for kind in (False, True))
+    assert (without.fraction, with_them.fraction) == (pytest.approx(0.96), pytest.approx(0.86))
+    assert servers.started == [(None, True), (pytest.approx(0.96), False), (pytest.approx(0.86), True)]
+    # 16 of 100 GB more, at 40 kB a token.
+    assert without.tokens == pytest.approx(1_000_000, abs=2)
+    assert without.command.endswith("--mem-fraction-static 0.960")
+    assert without.requests_at_context == pytest.approx(100)
+
+
+def test_a_default_that_cannot_serve_prompt_logprobs_gets_a_lower_value_for_them() -> None:
+    servers = Servers(3, 22)
+    trials = plan.search(servers.measure, plan.Goal(1000 * MB))
+    found = plan.recommend(trials, 1000 * MB, True, [])
+    assert trials[0].ran_out == load.LOGPROBS
+    assert trials[0].lowest_free == 17 * GB  # what came before it was measured all the same
+    assert 0.735 <= found.fraction <= 0.74
+
+
+def test_without_prompt_logprobs_none_are_driven() -> None:
+    servers = Servers(3, 10)
+    plan.search(servers.measure, plan.Goal(1000 * MB, logprobs=False))
+    assert not any(logprobs for _, logprobs in servers.started)
+
+
+def test_kv_tokens_at_a_value_come_from_the_nearest_server() -> None:
+    trials = [
+        Measured("s", 0.5, 100 * GB, 1_000_000, 40 * GB, lowest_free=40 * GB),
+        Measured("s", 0.8, 100 * GB, 1_750_000, 70 * GB, lowest_free=5 * GB),
+    ]
+    assert plan.recommend(trials, 1000 * MB, False, []).tokens == 1_750_000
+    trials[1] = Measured("s", 0.8, 100 * GB, 1_750_000, 70 * GB, lowest_free=0)
+    # 1 GB less, at 40 kB a token.
+    assert plan.recommend(trials, 1000 * MB, False, []).tokens == 1_725_000
+
+
+def test_a_knob_is_named_with_what_it_would_give() -> None:
+    phases = (
+        PhaseNeed("prefill chunk", True, "", 3 * GB, 0, 0, ""),
+        PhaseNeed("prefill chunk behind the longest prefix", True, "", 5 * GB, 0, 0, ""),
+        PhaseNeed(load.LOGPROBS, True, "", 15 * GB, 0, 0, ""),
+    )
+    trial = Measured("s", 0.8, TOTAL, 5000, 1, phases=phases, settings={"max_total_tokens": 5000})
+    said = "\n".join(plan.knobs([trial], {}))
+    assert "--max-total-tokens 5000" in said
+    assert "SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs 2,000 MB more" in said
+    assert "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need 10,000 MB more" in said
+    again = "\n".join(plan.knobs([trial], {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"}))
+    assert "LOGITS_PROCESSER" not in again
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+
+def judged(events: list[dict], log: str = "", errors: tuple[str, ...] = ()) -> verify.Verified:
+    answered = SimpleNamespace(answered=10, aborted=2, errors=list(errors))
+    return verify.judge({"1": events}, log, answered, CONFIGURATION)
+
+
+def test_a_verification_holds_only_without_retries_and_failed_requests() -> None:
+    found = judged(process(), "Decode batch. token usage: 0.99\nKV cache pool is full. Retract requests. #retracted: 1")
+    assert found.held
+    assert found.not_seen == ()
+    assert (found.retractions, found.usage, found.requests, found.aborted) == (1, 0.99, 10, 2)
+    assert found.lowest_free == {"GPU 3 (TP rank 1)": round(19.5 * GB)}
+    retried = process()
+    retried[-1]["memory"]["retries"] = 3
+    assert judged(retried).reasons == ("GPU 3 (TP rank 1): the allocator gave memory back and tried again 3 times",)
+    assert not judged(process(), errors=("HTTP 500: no",)).held
+
+
+def test_what_a_verification_did_not_bring_about_is_said() -> None:
+    assert judged(process(), "token usage: 0.40, token usage: 0.55").not_seen == (
+        "a retraction",
+        "a full KV cache (at most 55 %)",
+    )
+
+
+@given(st.integers(1, 5000), st.integers(0, 10))
+def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> None:
+    import random
+
+    assert 1 <= verify._length(random.Random(seed), most) <= most
+
+
+def test_a_margin_is_kept_by_every_value() -> None:
+    trials = plan.search(Servers(3, 0).measure, plan.Goal(4000 * MB, logprobs=False))
+    fraction = plan.recommend(trials, 4000 * MB, False, []).fraction
+    assert 100 * GB * (1 - fraction) - 3 * GB >= 4 * GB - 1
+    assert need.down(fraction + 0.001) > 0.93
+    assert json.dumps(vars(trials[0]), default=str)

@@ -1,0 +1,200 @@
+"""A whole ``plan`` with a stand-in for the engine (``standin_plan/``): its processes, requests and records are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_moe_patches import cli
+from sglang_moe_patches.planning import load, plan
+
+STANDIN = Path(__file__).parent / "standin_plan"
+GPU = """
+from sglang_moe_patches.reference import environment
+environment.has_gpu = lambda: True
+from sglang_moe_patches import cli
+cli.main()
+"""
+
+
+class Given:
+    """A model, a place for the report, and the stand-in on PYTHONPATH."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.marker = uuid.uuid4().hex
+        self.folder, self.output = tmp_path, tmp_path / "report"
+        model = tmp_path / "model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        self.arguments = ["plan", "--model", str(model), "--output", str(self.output)]
+
+    def environment(self, *wrong: str) -> dict[str, str]:
+        return {
+            "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "STANDIN_FOLDER": str(self.folder),
+            "STANDIN": ",".join(wrong),
+            "MARKER": self.marker,
+        }
+
+    def here(self, monkeypatch, *more: str, wrong: tuple[str, ...] = ()) -> int:
+        """The exit code of the command in this process."""
+        for name, value in self.environment(*wrong).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(plan.machine, "has_gpu", lambda: True)
+        monkeypatch.setattr(plan.gpu, "used_mib", dict)
+        monkeypatch.setattr(load, "ENDING_S", 1.0)
+        monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.arguments, *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code)
+
+    def written(self) -> dict:
+        return json.loads((self.output / "plan.json").read_text())
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARKER") == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess):
+                continue
+        return [process for process in found if process.pid != os.getpid()]
+
+
+@pytest.fixture
+def given(tmp_path):
+    given = Given(tmp_path)
+    yield given
+    left = given.processes()
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def values(server: dict) -> list[float | None]:
+    return [value["fraction"] for value in server["recommendations"]]
+
+
+def test_both_servers_are_planned_and_the_worst_rank_decides(given, monkeypatch, capsys) -> None:
+    assert given.here(monkeypatch) == 0, capsys.readouterr()
+    found = given.written()
+    assert [server["server"] for server in found["servers"]] == ["stock", "patched"]
+    for server in found["servers"]:
+        # The second GPU keeps 4,096 tokens of 1.5 MB; with log-probabilities 2 MB more each. And the margin of 1 GB.
+        assert values(server) == [pytest.approx(0.927), pytest.approx(0.845)]
+        assert server["trials"][0]["fraction"] == 0.8
+        seen = {phase["name"]: phase["seen"] for phase in server["trials"][0]["phases"]}
+        assert seen == dict.fromkeys(
+            [
+                "prefill chunk",
+                "prefill chunk behind the longest prefix",
+                "8 requests behind one prefix",
+                "captured decode of 16 requests",
+                "eager decode of 40 requests",
+                "prompt log-probabilities",
+            ],
+            True,
+        )
+        assert {rank["name"]: rank["forwards"] for rank in server["trials"][0]["ranks"]} == {
+            "GPU 0": 4096 * 10**6,
+            "GPU 1 (TP rank 1)": 6144 * 10**6,
+        }
+    terms = [(term["name"], round(term["mib"])) for term in found["rule"]["terms"]]
+    assert terms[0] == ("prefill chunk beyond 2048 tokens", 10_000)
+    assert "0.927" in (given.output / "plan.html").read_text()
+    assert "--mem-fraction-static 0.927" in capsys.readouterr().out.replace("\n", "")
+    assert list(given.output.glob("1-stock-*.jsonl"))
+
+
+def test_a_server_that_runs_out_of_memory_lowers_the_value_and_ends_nothing_else(given, monkeypatch) -> None:
+    # 8,192 tokens with log-probabilities want 28.7 GB: more than the engine's own fraction leaves.
+    code = given.here(monkeypatch, "--only", "patched", "--", "--chunked-prefill-size", "8192")
+    (server,) = given.written()["servers"]
+    assert server["trials"][0]["ran_out"] == "prompt log-probabilities"
+    assert values(server) == [pytest.approx(0.865), pytest.approx(0.7, abs=0.0011)]
+    assert code == 0
+
+
+def test_what_was_not_seen_at_its_bound_is_said(given, monkeypatch, capsys) -> None:
+    arguments = ("--only", "stock", "--no-prompt-logprobs", "--json")
+    assert given.here(monkeypatch, *arguments, wrong=("fewer",)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["not_driven"] == ["eager decode of 40 requests: seen at most EXTEND: 320 tokens, 40 requests"]
+    assert len(values(shown["servers"][0])) == 1
+
+
+def test_a_value_that_holds_is_said_with_the_lowest_free_memory(given, monkeypatch, capsys) -> None:
+    arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
+    assert given.here(monkeypatch, *arguments) == 0
+    (value,) = given.written()["servers"][0]["recommendations"]
+    assert value["verified"]["held"]
+    assert value["verified"]["lowest_free"]["GPU 1 (TP rank 1)"] >= 1000 * 10**6
+    assert "verified" in capsys.readouterr().out
+
+
+def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
+    original = plan.verify._Load.random
+
+    def one_odd_prompt(self, number, stop):
+        self.ask([[5] * 77], 1, stop)
+        original(self, number, stop)
+
+    monkeypatch.setattr(plan.verify._Load, "random", one_odd_prompt)
+    arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
+    assert given.here(monkeypatch, *arguments, wrong=("retries",)) == 1
+    (value,) = given.written()["servers"][0]["recommendations"]
+    assert "tried again" in value["verified"]["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("cannot start", "the stock server ended with exit code 1 at start-up"),
+        ("dies", "ValueError: something else"),
+        ("hybrid", "the model has Mamba pools beside its KV cache"),
+    ],
+)
+def test_a_server_that_cannot_be_planned_gives_exit_2_with_its_log(given, monkeypatch, capsys, wrong, said) -> None:
+    assert given.here(monkeypatch, wrong=(wrong,)) == 2
+    assert said in capsys.readouterr().err
+    assert (given.output / "1-stock.log").exists()
+    assert not (given.output / "plan.json").exists()
+
+
+def test_arguments_that_the_engine_refuses_are_refused_in_its_words(given, monkeypatch, capsys) -> None:
+    assert given.here(monkeypatch, "--", "--no-such-thing") == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --no-such-thing" in error
+    assert error.count("\n") == 1
+    assert not given.output.exists()
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGTERM]])
+def test_signals_end_the_servers_and_the_command(given, signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", GPU, *given.arguments],
+        env={**os.environ, **given.environment()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (given.folder / "started").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    for number in signals:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert given.processes() == []
