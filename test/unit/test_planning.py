@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sglang_moe_patches.planning import bisect, need, resolve, rule
+from sglang_moe_patches.planning import need, resolve, rule
 from sglang_moe_patches.planning.need import Trial
 
 GB = 10**9
@@ -157,18 +161,46 @@ def test_a_flag_is_taken_out_with_its_values(without: list[str], left: list[str]
     assert resolve.changed_arguments(given_arguments, without, ["--x"]) == [*left, "--x"]
 
 
-# --- the bisection ----------------------------------------------------------------------------------------------------
+class Engine:
+    """Stands in for the engine's resolver: it sets a variable, and its fraction falls by ``drift`` each time."""
+
+    def __init__(self, monkeypatch, drift: float) -> None:
+        self.left, self.drift = 0.9, drift
+        holds: dict[str, dict[str, Any]] = {
+            "utils.common": {"get_device_memory_capacity": None},
+            "server_args": {"prepare_server_args": self.prepare},
+        }
+        for name in ("", "srt", "srt.utils", *(f"srt.{module}" for module in holds)):
+            module = ModuleType(f"sglang.{name}".rstrip("."))
+            vars(module).update(holds.get(name.removeprefix("srt."), {}))
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def prepare(self, arguments: list[str]) -> Any:
+        assert "RESOLVED_BEFORE" not in os.environ
+        os.environ["RESOLVED_BEFORE"] = "1"
+        if "--unknown" in arguments:
+            raise SystemExit(2)
+        self.left -= self.drift
+        less = 0.1 * ("--less" in arguments)
+        return SimpleNamespace(device="cuda", mem_fraction_static=self.left + less, none=None, many=[1])
 
 
-@given(st.integers(500, 980), st.integers(1, 200), st.integers(1, 200))
-def test_a_bisection_ends_a_step_around_the_highest_that_survives(best: int, below: int, above: int) -> None:
-    low, high = max(best - below, 100) / 1000, min(best + above, 990) / 1000
-    found = bisect.highest(lambda fraction: round(fraction * 1000) <= best, low, high)
-    assert [round(each * 1000) for each in found] == [best, best + 1]
+STEPS = [
+    [{"without": [], "add": ["--unknown"]}, {"without": [], "add": ["--less"]}],
+    [{"without": [], "add": ["--unknown"]}],
+]
 
 
-def test_a_bisection_refuses_ends_that_do_not_hold_the_answer() -> None:
-    with pytest.raises(ValueError, match=r"0\.900 does not survive"):
-        bisect.highest(lambda fraction: False, 0.9, 0.95)
-    with pytest.raises(ValueError, match=r"0\.950 survives"):
-        bisect.highest(lambda fraction: True, 0.9, 0.95)
+def test_each_resolution_begins_with_the_environment_of_the_first(monkeypatch) -> None:
+    Engine(monkeypatch, drift=0)
+    found = resolve.answer({"arguments": [], "gpu_memory_mib": 1000.0, "steps": STEPS})
+    assert found["base"]["resolved"] == {"device": "cuda", "mem_fraction_static": 0.9, "none": None}
+    assert [step and step["resolved"]["mem_fraction_static"] for step in found["steps"]] == [1.0, None]
+    assert "RESOLVED_BEFORE" not in os.environ
+
+
+def test_terms_of_an_engine_that_answers_otherwise_the_second_time_are_not_believed(monkeypatch) -> None:
+    Engine(monkeypatch, drift=0.01)
+    found = resolve.answer({"arguments": [], "gpu_memory_mib": 1000.0, "steps": STEPS})
+    assert found["steps"] == [None, None]
+    assert found["base"]["resolved"]["mem_fraction_static"] == pytest.approx(0.89)

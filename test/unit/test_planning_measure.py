@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,14 +156,24 @@ def configured(**changed: Any) -> Configuration:
 
 def test_the_phases_follow_from_the_configuration() -> None:
     always = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
+    last = [load.VARIED_LENGTHS, load.LOGPROBS]
     decodes = ["captured decode of 64 requests", "eager decode of 300 requests"]
-    assert names() == [*always, *decodes, load.LOGPROBS]
-    assert names(mixed=True) == [*always, "mixed chunk", *decodes, load.LOGPROBS]
-    assert names(captured=0) == [*always, decodes[1], load.LOGPROBS]
-    assert names(requests=64) == [*always, decodes[0], load.LOGPROBS]
-    assert names(requests=40)[3:] == ["captured decode of 40 requests", load.LOGPROBS]
-    assert names(radix_cache=False) == [*always[:2], *decodes, load.LOGPROBS]
+    assert names() == [*always, *decodes, *last]
+    assert names(mixed=True) == [*always, "mixed chunk", *decodes, *last]
+    assert names(captured=0) == [*always, decodes[1], *last]
+    assert names(requests=64) == [*always, decodes[0], *last]
+    assert names(requests=40)[3:] == ["captured decode of 40 requests", *last]
+    assert names(radix_cache=False) == [*always[:2], *decodes, *last]
     assert names(chunk=None)[0] == "longest prefill"
+
+
+def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
+    # The engine puts off the request with which a forward would reach them.
+    phase = load.derive(configured(prefill_tokens=CONFIGURATION.chunk), logprobs=False).phases[2]
+    before = phase.bound.prefix // load.SHARING
+    new = [len(prompt) - before for prompt in phase.prompts(load.Tokens("x", 1000))[1:]]
+    assert len(new) == load.SHARING == phase.bound.requests
+    assert sum(new) == phase.bound.tokens < CONFIGURATION.chunk
 
 
 def test_what_cannot_be_driven_is_said() -> None:
@@ -233,7 +244,7 @@ class Servers:
         self.needed, self.logprobs = needed, logprobs
         self.started: list[tuple[float | None, bool]] = []
 
-    def measure(self, fraction: float | None, logprobs: bool) -> Measured:
+    def measure(self, fraction: float | None, logprobs: bool, settled: Any) -> Measured:
         self.started.append((fraction, logprobs))
         at = 0.8 if fraction is None else fraction
         left = 100 * GB * (1 - at) - self.needed * GB
@@ -245,6 +256,62 @@ class Servers:
         if logprobs and more >= 0:
             values["logprobs_free"] = round(more)
         return Measured(**{**vars(found), **values, "ran_out": load.LOGPROBS if logprobs and more < 0 else ""})
+
+
+def test_only_the_server_with_the_value_to_recommend_is_verified() -> None:
+    class Asking(Servers):
+        settled: list[bool]
+
+        def measure(self, fraction: float | None, logprobs: bool, settled: Any) -> Measured:
+            found = super().measure(fraction, logprobs, settled)
+            self.settled.append(settled(found))
+            return found
+
+    for needed in (3, 19.5):  # with the second, prompt log-probabilities end the first two servers
+        servers = Asking(needed, 10)
+        servers.settled = []
+        trials = plan.search(servers.measure, plan.Goal(1000 * MB))
+        values = {kind: plan.recommend(trials, 1000 * MB, kind, []).fraction for kind in (False, True)}
+        for trial, settled in zip(trials[1:], servers.settled[1:], strict=True):
+            assert settled == (abs(trial.fraction - values[trial.logprobs_driven]) < need.STEP / 2)
+        assert not servers.settled[0]
+
+
+class Deaf:
+    """A client whose server hears one of the calls to abort, and answers nothing before."""
+
+    def __init__(self, hears: int) -> None:
+        self.left, self.heard = hears, threading.Event()
+
+    def generate(self, *args: Any, **kwargs: Any) -> str:
+        assert self.heard.wait(30)
+        return ""
+
+    def abort_all(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.heard.set()
+
+
+def driven(client: Deaf) -> load.Outcome:
+    seen = forward(memory(20), memory(19), tokens=CONFIGURATION.chunk)
+    watch = SimpleNamespace(new=lambda: {"1": [seen]})
+    driver = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None)
+    return driver.drive(load.derive(CONFIGURATION, logprobs=False).phases[0])
+
+
+def test_what_the_server_had_not_yet_read_is_aborted_again() -> None:
+    client = Deaf(hears=3)
+    assert driven(client).seen
+    assert client.left == 0
+
+
+def test_a_server_that_answers_nothing_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(load, "ABORTING_S", 0.2)
+    client = Deaf(hears=-1)
+    with pytest.raises(load.Stuck, match="prefill chunk: what was aborted is not answered"):
+        driven(client)
+    client.heard.set()
 
 
 def test_two_values_are_searched_one_with_and_one_without_prompt_logprobs() -> None:
@@ -332,6 +399,20 @@ def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> No
     import random
 
     assert 1 <= verify._length(random.Random(seed), most) <= most
+
+
+@given(st.integers(8, 600), st.integers(64, 40_000), st.integers(1, 4))
+def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
+    requests: int, share: int, context: int
+) -> None:
+    c = configured(requests=requests, cache_tokens=requests * share, input_tokens=(context + 1) * share, chunk=4096)
+    count, prompt, new = verify.filling(c)
+    assert prompt + new <= c.input_tokens
+    # The scheduler's admission: the newcomer wants all its new tokens, who is in counts with 70 % of them.
+    running = 0
+    while running < count and prompt + new < c.cache_tokens - running * (prompt + 0.7 * new):
+        running += 1
+    assert running * prompt <= c.cache_tokens < running * (prompt + new)
 
 
 def test_a_margin_is_kept_by_every_value() -> None:

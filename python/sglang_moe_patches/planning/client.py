@@ -45,12 +45,13 @@ class Client:
         prompts: list[list[int]],
         new_tokens: int,
         *,
-        temperature: float = 0.0,
+        sampling: Mapping[str, float] | None = None,
         logprobs: bool = False,
         patience_s: float = LONGEST_S,
     ) -> str:
         """Ask for all prompts in one request.
 
+        :param sampling: how the next tokens are chosen, in the engine's words; ``None``: the likeliest.
         :param logprobs: with the log-probabilities of every prompt token.
         :param patience_s: seconds after which we go away, and the server notices.
         :returns: "", or what the server had against it.
@@ -58,8 +59,8 @@ class Client:
         """
         import httpx
 
-        sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling}
+        chosen = {"temperature": 0.0, **(sampling or {}), "max_new_tokens": new_tokens, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": chosen}
         if logprobs:
             body |= {"return_logprob": True, "logprob_start_len": 0}
         try:

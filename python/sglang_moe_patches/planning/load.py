@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,12 @@ SHORT_PROMPT = 8
 ATTEMPTS = 3
 """Which requests share a forward depends on when they arrive."""
 LOST = "no answer: "
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
+"""Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
+VARIED = 96
+"""Requests of the phase that leaves the allocator blocks of many sizes."""
+ABORTING_S = 60.0
+"""Seconds in which a server answers what was aborted."""
 ENDING_S = 20.0
 """Seconds in which a server that stopped answering is expected to end, which whoever watches it then says."""
 
@@ -54,6 +60,8 @@ class Configuration:
     vocabulary: int = 1000
     context: int = 0
     """The model's context length."""
+    prefill_tokens: int | None = None
+    """``--max-prefill-tokens``: of several requests in one forward."""
     all_to_all: bool = False
     """Experts get their tokens from an all-to-all backend, whose buffers follow the routing."""
 
@@ -78,6 +86,7 @@ def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configur
         gathered=bool(info.get("enable_dp_attention")),
         vocabulary=int(facts["vocabulary"]),
         context=int(facts["context"]),
+        prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
         all_to_all=info.get("moe_a2a_backend") not in (None, "none"),
     )
 
@@ -120,6 +129,7 @@ class Phase:
 
     :param prompts: of one data-parallel rank, from a source of fresh tokens.
     :param background: requests that decode meanwhile.
+    :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     """
 
     name: str
@@ -128,6 +138,7 @@ class Phase:
     new_tokens: int = 1
     logprobs: bool = False
     background: int = 0
+    to_the_end: bool = False
 
 
 class Tokens:
@@ -141,6 +152,10 @@ class Tokens:
         # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
         return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
 
+    def length(self, most: int) -> int:
+        """1 to ``most``, one as likely as the other."""
+        return self._random.randint(1, max(1, most))
+
 
 @dataclass(frozen=True)
 class Load:
@@ -151,6 +166,7 @@ class Load:
 
 
 LOGPROBS = "prompt log-probabilities"
+VARIED_LENGTHS = "prompts of many lengths"
 
 
 def derive(c: Configuration, *, logprobs: bool) -> Load:
@@ -175,13 +191,15 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         before = longest - chunk
         behind = replace(prefill, longest_prefix=before // c.page * c.page)
         phases.append(Phase("prefill chunk behind the longest prefix", behind, _beginning(longest, before, c)))
-        part = chunk // SHARING // c.page * c.page
-        if c.radix_cache and part and before + 3 * chunk + SHARING * c.page <= c.cache_tokens:
-            # The filler runs while the others arrive, so that they share the next forward.
+        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        part = (min(chunk, c.prefill_tokens or chunk) - 1) // SHARING // c.page * c.page
+        filler = min(3 * chunk, longest)
+        if c.radix_cache and part and before + filler + 2 * chunk + SHARING * c.page <= c.cache_tokens:
+            # The filler runs while the others arrive, so that they share the forward after its last chunk.
             sharing = Bound(
                 PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * (before // c.page * c.page)
             )
-            phases.append(Phase(f"{SHARING} requests behind one prefix", sharing, _sharing(chunk, before, part, c)))
+            phases.append(Phase(f"{SHARING} requests behind one prefix", sharing, _sharing(filler, before, part, c)))
         else:
             missing.append("several requests behind the longest prefix: no radix cache, or the KV cache is too small")
     if c.mixed and c.chunk is not None:
@@ -194,6 +212,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(_decode(f"captured decode of {captured} requests", captured, c, graph=True))
     if c.requests > captured:
         phases.append(_decode(f"eager decode of {c.requests} requests", c.requests, c, graph=False))
+    phases.append(Phase(VARIED_LENGTHS, prefill, _varied(chunk, c), new_tokens=4, to_the_end=True))
     if logprobs:
         phases.append(Phase(LOGPROBS, Bound(PREFILLS, logprobs=whole), _fresh(chunk), logprobs=True))
     if c.all_to_all:
@@ -218,6 +237,20 @@ def _sharing(filler: int, shared: int, part: int, c: Configuration) -> Callable[
     return prompts
 
 
+def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    """Prompts of any length to one and a half chunks, as many as the KV cache holds at once: together more than one.
+
+    Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
+    """
+    most = min(chunk + chunk // 2, c.input_tokens)
+    count = max(1, min(VARIED, c.requests, c.cache_tokens // most))
+
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(count - 1))]
+
+    return prompts
+
+
 def _decode(name: str, requests: int, c: Configuration, *, graph: bool) -> Phase:
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
     return Phase(
@@ -232,6 +265,10 @@ def _room(requests: int, c: Configuration, most: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
     cache = c.cache_tokens - 2 * min(c.chunk or c.input_tokens, c.input_tokens)
     return max(2, min(most, int(0.9 * cache) // requests - SHORT_PROMPT - 2 * c.page, c.input_tokens - SHORT_PROMPT))
+
+
+class Stuck(RuntimeError):
+    """A server that runs does not answer. The message says what was asked."""
 
 
 @dataclass
@@ -283,18 +320,22 @@ class Driver:
             return reached >= self.ranks
 
         pending: list[Future[str]] = []
-        try:
-            if phase.background:
-                others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background * self.c.ranks)]
-                new = _room(phase.background, self.c, most=4096)
-                pending.append(self._pool.submit(self._ask, others, new, False))
-                self._until(lambda: look() or self._decoding(outcome, phase.background), pending)
-            prompts = [prompt for _ in range(self.c.ranks) for prompt in phase.prompts(tokens)]
-            pending.append(self._pool.submit(self._ask, prompts, phase.new_tokens, phase.logprobs))
-            outcome.seen = self._until(look, pending[-1:])
-        finally:
-            if not all(future.done() for future in pending):
-                self.client.abort_all()
+        if phase.background:
+            others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background * self.c.ranks)]
+            new = _room(phase.background, self.c, most=4096)
+            pending.append(self._pool.submit(self._ask, others, new, False))
+            self._until(lambda: look() or self._decoding(outcome, phase.background), pending)
+        prompts = [prompt for _ in range(self.c.ranks) for prompt in phase.prompts(tokens)]
+        pending.append(self._pool.submit(self._ask, prompts, phase.new_tokens, phase.logprobs))
+        outcome.seen = self._until(look, pending[-1:], to_the_end=phase.to_the_end)
+        # Again and again: what the server has not yet read when it is told to abort is not aborted.
+        deadline = time.monotonic() + ABORTING_S
+        while wait(pending, 0).not_done:
+            if time.monotonic() > deadline:
+                raise Stuck(f"{phase.name}: what was aborted is not answered after {ABORTING_S:.0f} s")
+            self.client.abort_all()
+            wait(pending, 0.5)
+            look()
         said = [future.result() for future in pending]
         if any(each.startswith(LOST) for each in said):
             self._until(self._never, [], ENDING_S)
@@ -303,12 +344,19 @@ class Driver:
         self._ask([tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)], 2, False)
         outcome.seen = look() or outcome.seen
 
-    def _until(self, done: Callable[[], bool], pending: list[Future[str]], patience_s: float = LONGEST_S) -> bool:
+    def _until(
+        self,
+        done: Callable[[], bool],
+        pending: list[Future[str]],
+        patience_s: float = LONGEST_S,
+        to_the_end: bool = False,
+    ) -> bool:
         deadline = time.monotonic() + patience_s
-        while not done():
-            if (pending and all(future.done() for future in pending)) or time.monotonic() > deadline:
+        while not done() or to_the_end:
+            if (pending and not wait(pending, 0.1).not_done) or time.monotonic() > deadline:
                 return done()
-            time.sleep(0.2)
+            if not pending:
+                time.sleep(0.1)
         return True
 
     def _never(self) -> bool:
@@ -325,6 +373,6 @@ class Driver:
     def _ask(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> str:
         """:returns: "", or what the server had against it."""
         try:
-            return self.client.generate(prompts, new_tokens, logprobs=logprobs)
+            return self.client.generate(prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs)
         except Unanswered as error:
             return f"{LOST}{error}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches.planning.need import Trial
+
+if TYPE_CHECKING:
+    from sglang_moe_patches.planning.verify import Verified
 
 Event = Mapping[str, Any]
 
@@ -68,6 +71,7 @@ class Measured:
         memory back and try again.
     :param ran_out: the phase in which that happened, or "".
     :param cache_bytes: of the KV cache on the rank where it is largest.
+    :param verified: what a verification in the same server found; ``None``: there was none.
     """
 
     server: str
@@ -90,6 +94,7 @@ class Measured:
     allocator: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     changes: tuple[tuple[str, str, str], ...] = ()
+    verified: Verified | None = None
 
     @property
     def trial(self) -> Trial:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from sglang_moe_patches.planning import load, measure, need, observe, report, ru
 from sglang_moe_patches.planning.client import Client, Unanswered
 from sglang_moe_patches.planning.measure import Measured
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
+from sglang_moe_patches.planning.verify import Verified
 from sglang_moe_patches.reference import environment as machine
 from sglang_moe_patches.regression import arguments, gpu
 from sglang_moe_patches.regression.arguments import Refusal
@@ -172,8 +174,8 @@ def run(
             session = Session(subject, goal, environment, logs, console, interrupts.check)
             servers = tuple(session.plan(name) for name in subject.servers)
             found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, servers)
-            report.print_table(found, console)
             report.write(found, output)
+            report.print_table(found, console)
         except (StillRunning, gpu.MemoryHeld, measure.NotObserved) as error:
             raise CannotPlan(str(error)) from error
         finally:
@@ -208,13 +210,11 @@ class Session:
         :raises CannotPlan: a server did not start or died of something else than want of memory.
         """
         margin = self.goal.margin
-        trials = search(lambda fraction, logprobs: self.measure(name, fraction, logprobs), self.goal)
+        trials = search(partial(self.measure, name), self.goal)
         kinds = (False, True) if self.goal.logprobs else (False,)
         found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
         if self.goal.verify_s:
-            found = [
-                each if each.fraction is None else replace(each, verified=self.verify(name, each)) for each in found
-            ]
+            found = [replace(each, verified=self._verification(name, each, trials)) for each in found]
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials, self.environment)))
 
     @contextmanager
@@ -242,13 +242,22 @@ class Session:
                 for recorded in folder.glob("*.jsonl"):
                     shutil.copy(recorded, self.logs / f"{self.log.stem}-{recorded.name}")
 
-    def measure(self, name: str, fraction: float | None, logprobs: bool) -> Measured:
-        """Start a server, drive it, and say what it needed."""
+    def measure(
+        self, name: str, fraction: float | None, logprobs: bool, settled: Callable[[Measured], bool]
+    ) -> Measured:
+        """Start a server, drive it, and say what it needed.
+
+        :param settled: whether its fraction is the one to recommend: then it is verified in the same server, in which
+            the first load has left the allocator all the blocks that it took.
+        """
         said = f"{name}, --mem-fraction-static {'by the engine' if fraction is None else f'{fraction:.3f}'}"
         try:
             with self.serving(name, fraction) as (server, watch):
                 self.console.print(f"{said}: ready after {server.startup_s:.0f} s")
-                return self._drive(name, server, watch, logprobs)
+                found, processes, limits = self._drive(name, server, watch, logprobs)
+                if self.goal.verify_s and settled(found):
+                    found = replace(found, verified=self._verify(server, watch, processes, limits, logprobs))
+                return found
         except ServerFailed as error:
             if not out_of_memory(self.log.read_text(errors="replace")):
                 raise CannotPlan(str(error)) from error
@@ -265,7 +274,7 @@ class Session:
         server: Server,
         watch: observe.Watch,
         logprobs: bool,
-    ) -> Measured:
+    ) -> tuple[Measured, dict[str, list[Mapping[str, Any]]], load.Configuration]:
         processes: dict[str, list[Mapping[str, Any]]] = {}
 
         def add(events: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -318,7 +327,9 @@ class Session:
                 self.console.print(f"{name}: out of memory: {phase.name}")
                 needs.append(measure.PhaseNeed(phase.name, False, "out of memory", 0, 0, 0, ""))
                 found = replace(found, ran_out=phase.name, logprobs_driven=logprobs)
-                return replace(found, phases=tuple(needs), not_driven=tuple(missing))
+                return replace(found, phases=tuple(needs), not_driven=tuple(missing)), processes, limits
+            except load.Stuck as error:
+                raise CannotPlan(f"the {name} server: {error}. {server.log_tail()}") from error
             add(outcome.events)
             if reason := measure.failure(processes):
                 raise CannotPlan(f"the {name} server: {reason}")
@@ -332,50 +343,88 @@ class Session:
             found = replace(found, logprobs_free=lowest, logprobs_driven=True)
         else:
             found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
-        return replace(found, phases=tuple(needs), not_driven=tuple(missing))
+        return replace(found, phases=tuple(needs), not_driven=tuple(missing)), processes, limits
 
     def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> int | None:
         found = [measure.lowest_free(processes[rank]) for rank in ranks]
         return None if None in found else min(free for free in found if free is not None)
 
-    def verify(self, name: str, value: Recommendation) -> verify.Verified:
-        """Start the server with the value and drive a load of another kind."""
-        assert value.fraction is not None
-        said = f"{name}: verifying --mem-fraction-static {value.fraction:.3f} for {self.goal.verify_s:.0f} s"
+    def _verification(self, name: str, value: Recommendation, trials: Sequence[Measured]) -> Verified | None:
+        """What came of the value's verification: in the server that was measured with it, or in one of its own."""
+        if value.fraction is None:
+            return None
+        for each in trials:
+            same = each.logprobs_driven == value.logprobs and abs(each.fraction - value.fraction) < need.STEP / 2
+            if each.verified and same:
+                return each.verified
+        return self.verify(name, value.fraction, value.logprobs)
+
+    def verify(self, name: str, fraction: float, logprobs: bool) -> Verified:
+        """Start a server with the fraction and drive a load of another kind.
+
+        :raises CannotPlan: it ended for want of something else than memory.
+        """
         try:
-            with self.serving(name, value.fraction) as (server, watch):
-                self.console.print(said)
-
-                def watching() -> None:
-                    self.interrupt()
-                    server.check()
-
+            with self.serving(name, fraction) as (server, watch):
                 info = _first_request(server, Client(server.url))
                 processes = watch.new()
                 ranks = measure.target_ranks(processes)
+                if not ranks:
+                    raise CannotPlan(f"the {name} server recorded nothing of itself. {server.log_tail()}")
                 limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
-                return verify.verify(
-                    server, watch, processes, limits, self.goal.verify_s, logprobs=value.logprobs, watching=watching
-                )
+                return self._verify(server, watch, processes, limits, logprobs)
         except ServerFailed as error:
             if not out_of_memory(self.log.read_text(errors="replace")):
                 raise CannotPlan(str(error)) from error
-            return verify.Verified(False, ("the server ran out of memory",))
+            return Verified(False, ("the server ran out of memory at start-up",))
+
+    def _verify(
+        self,
+        server: Server,
+        watch: observe.Watch,
+        processes: dict[str, list[Mapping[str, Any]]],
+        limits: load.Configuration,
+        logprobs: bool,
+    ) -> Verified:
+        def watching() -> None:
+            self.interrupt()
+            server.check()
+
+        self.console.print(f"{server.name}: verifying for {self.goal.verify_s:.0f} s")
+        try:
+            with self.console.status(f"{server.name}: verifying"):
+                return verify.verify(
+                    server, watch, processes, limits, self.goal.verify_s, logprobs=logprobs, watching=watching
+                )
+        except ServerFailed as error:
+            if not out_of_memory(server.log_text()):
+                raise CannotPlan(str(error)) from error
+            return Verified(False, ("the server ran out of memory",))
 
 
-def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> list[Measured]:
+def search(
+    measured: Callable[[float | None, bool, Callable[[Measured], bool]], Measured], goal: Goal
+) -> list[Measured]:
     """Start servers until the fraction is known well enough: without prompt log-probabilities, then with.
 
-    :param measured: starts and drives one, with a fraction or the engine's own, and with or without them.
+    :param measured: starts and drives one, with a fraction or the engine's own, and with or without them; asks the
+        third, before it ends the server, whether its fraction is the one to recommend.
     """
-    trials = [measured(None, goal.logprobs)]
-    while (fraction := need.next_fraction([each.trial for each in trials], goal.margin)) is not None:
-        trials.append(_with_base(measured(fraction, False), trials[0]))
-    while goal.logprobs:
-        fraction = need.next_fraction(_logprobs_trials(trials), goal.margin)
-        if fraction is None:
-            break
-        trials.append(_with_base(measured(fraction, True), trials[0]))
+
+    def settles(found: Measured) -> bool:
+        known = [*_trials(trials, found.logprobs_driven), *_trials([found], found.logprobs_driven)]
+        proven = need.proven(known, goal.margin)
+        return (
+            proven is not None
+            and abs(proven - found.fraction) < need.STEP / 2
+            and need.next_fraction(known, goal.margin) is None
+        )
+
+    trials = [measured(None, goal.logprobs, lambda found: False)]
+    kinds = (False, True) if goal.logprobs else (False,)
+    for logprobs in kinds:
+        while (fraction := need.next_fraction(_trials(trials, logprobs), goal.margin)) is not None:
+            trials.append(_with_base(measured(fraction, logprobs, settles), trials[0]))
     return trials
 
 
@@ -384,8 +433,11 @@ def _with_base(found: Measured, first: Measured) -> Measured:
     return found if found.ran_out != "start-up" else replace(found, before_load=first.before_load, logprobs_driven=True)
 
 
-def _logprobs_trials(trials: Sequence[Measured]) -> list[need.Trial]:
-    return [each.logprobs_trial for each in trials if each.logprobs_driven]
+def _trials(trials: Sequence[Measured], logprobs: bool) -> list[need.Trial]:
+    """What the servers say of the need with prompt log-probabilities, or without."""
+    if logprobs:
+        return [each.logprobs_trial for each in trials if each.logprobs_driven]
+    return [each.trial for each in trials]
 
 
 def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Sequence[str]) -> Recommendation:
@@ -394,7 +446,7 @@ def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Se
     :param margin: bytes that must stay free.
     :param given: server arguments with the model.
     """
-    used = _logprobs_trials(trials) if logprobs else [each.trial for each in trials]
+    used = _trials(trials, logprobs)
     fraction, ceiling = need.proven(used, margin), need.ceiling(used, margin)
     if fraction is None:
         return Recommendation(logprobs, None, ceiling)
@@ -405,6 +457,7 @@ def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Se
         logprobs=logprobs,
         fraction=fraction,
         ceiling=ceiling,
+        before_margin=need.down(need.ceiling(used, 0)),
         tokens=tokens,
         requests_at_context=tokens / base.context if base.context else 0.0,
         command=shlex.join(

@@ -251,6 +251,10 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return found
 
 
+def _json(plan: Plan) -> str:
+    return json.dumps(to_dict(plan), indent=2) + "\n"
+
+
 def write(plan: Plan, directory: Path) -> Path:
     """Write plan.json and plan.html.
 
@@ -258,8 +262,9 @@ def write(plan: Plan, directory: Path) -> Path:
     :returns: the path of plan.html.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, content in (("plan.json", json.dumps(to_dict(plan), indent=2) + "\n"), ("plan.html", render_html(plan))):
+    # The page last: one that cannot be drawn loses no figure.
+    for name, content in (("plan.json", _json), ("plan.html", render_html)):
         partial = directory / f".{name}.{os.getpid()}.tmp"
-        partial.write_text(content)
+        partial.write_text(content(plan))
         partial.replace(directory / name)
     return directory / "plan.html"

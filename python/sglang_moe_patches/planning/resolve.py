@@ -2,8 +2,10 @@
 
 ``python -m sglang_moe_patches.planning.resolve`` reads one JSON object from standard input and answers with one on
 standard output: see :mod:`rule`, which asks. Importing the engine and resolving its arguments change the process (its
-environment, its logging) and take seconds: nothing for the process that starts servers. Each resolution runs in a fork,
-so that none sees what another left behind.
+environment, its logging) and take seconds: nothing for the process that starts servers. It is not forked for each
+resolution: on a machine with a GPU, importing the engine initialises CUDA, and a fork cannot use it. The environment is
+put back after each, and what was asked first is asked again at the end: where that has another answer by then, what
+came in between is not known.
 """
 
 from __future__ import annotations
@@ -34,17 +36,20 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
     capacity = _capacity(asked["gpu_memory_mib"])
     current: list[str] = asked["arguments"]
-    base = _forked(partial(_resolved, prepare_server_args, current, capacity))
+    resolve = partial(_alone, partial(_resolved, prepare_server_args, capacity=capacity))
+    base = resolve(current)
     steps = []
     for alternatives in asked["steps"]:
         taken = None
         for change in alternatives if "error" not in base else ():
             changed = changed_arguments(current, change["without"], change["add"])
-            found = _forked(partial(_resolved, prepare_server_args, changed, capacity))
+            found = resolve(changed)
             if "error" not in found:
                 current, taken = changed, found
                 break
         steps.append(taken)
+    if "error" not in base and _fraction(resolve(asked["arguments"])) != _fraction(base):
+        steps = [None] * len(steps)
     return {"base": base, "steps": steps}
 
 
@@ -82,7 +87,7 @@ def _capacity(given: float | None) -> Callable[[Any], float | None]:
     return told
 
 
-def _resolved(prepare: Callable[[list[str]], Any], arguments: list[str], capacity: Any) -> dict[str, Any]:
+def _resolved(prepare: Callable[[list[str]], Any], arguments: list[str], *, capacity: Any) -> dict[str, Any]:
     server_args = prepare(arguments)
     if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
         server_args.resolve_once()
@@ -91,27 +96,22 @@ def _resolved(prepare: Callable[[list[str]], Any], arguments: list[str], capacit
     return {"resolved": plain, "gpu_memory_mib": capacity(found["device"])}
 
 
-def _forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            found = work()
-        except SystemExit:  # argparse has said why
-            found = {"error": ""}
-        except BaseException as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        with os.fdopen(writing, "w") as out:
-            json.dump(found, out)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as result:
-        text = result.read()
-    os.waitpid(child, 0)
-    found = json.loads(text) if text else {"error": "the resolver ended"}
-    assert isinstance(found, dict)
-    return found
+def _fraction(found: dict[str, Any]) -> Any:
+    return found.get("resolved", {}).get("mem_fraction_static")
+
+
+def _alone(work: Callable[[list[str]], dict[str, Any]], arguments: list[str]) -> dict[str, Any]:
+    """``work(arguments)``, or why it could not be done; the environment is as before."""
+    before = dict(os.environ)
+    try:
+        return work(arguments)
+    except SystemExit:  # argparse has said why
+        return {"error": ""}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Recommendation:
 
     :param fraction: ``--mem-fraction-static``; ``None``: none was found that fits.
     :param ceiling: no higher one can fit by what was measured.
+    :param before_margin: the same without a margin.
     :param tokens: of the KV cache that it gives.
     :param requests_at_context: how many requests of the model's context length that holds.
     :param command: to paste.
@@ -30,6 +31,7 @@ class Recommendation:
     requests_at_context: float = 0.0
     command: str = ""
     verified: Verified | None = None
+    before_margin: float = 0.0
 
 
 @dataclass(frozen=True)

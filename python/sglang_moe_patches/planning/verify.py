@@ -7,13 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_moe_patches.planning import measure
 from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
-from sglang_moe_patches.planning.load import Configuration, Tokens
+from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens
 from sglang_moe_patches.planning.observe import Watch
 from sglang_moe_patches.regression.server import Server
 
@@ -22,8 +22,11 @@ PREFIXES = 6
 ABORTED = 0.15
 """Part of the requests whose client goes away."""
 LOGPROBS = 0.2
+RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 FILLERS = 256
-"""Requests that fill the KV cache."""
+"""Requests that fill the KV cache, at least: more where the prompts would be longer than a chunk."""
+FILLING = 0.75
+"""Part of the time that filling the KV cache may take."""
 FILLED = 0.95
 """From which token usage on the KV cache counts as full."""
 
@@ -62,44 +65,50 @@ def verify(
     logprobs: bool,
     watching: Callable[[], None],
 ) -> Verified:
-    """Half the time random requests, half the time as many long ones as overfill the KV cache.
+    """Requests that overfill the KV cache until some are taken back, and then random ones.
 
     :param processes: what was recorded until now; added to.
+    :param seconds: of both.
     :param watching: called about five times a second; what it raises ends the load.
     :raises ServerFailed: the server has ended.
     """
     load = _Load(Client(server.url), c, logprobs)
+    begin, before = time.monotonic(), len(server.log_text())
 
     def look() -> None:
         watching()
         for process, more in watch.new().items():
             processes.setdefault(process, []).extend(more)
 
-    for work, clients in ((load.random, CLIENTS), (load.fill, 1)):
+    def retracted() -> bool:
+        return RETRACTED.search(server.log_text()[before:]) is not None
+
+    for work, clients, part, over in ((load.fill, 1, FILLING, retracted), (load.random, CLIENTS, 1.0, lambda: False)):
         stop = threading.Event()
         pool = ThreadPoolExecutor(clients)
         try:
             running = [pool.submit(work, number, stop) for number in range(clients)]
-            end = time.monotonic() + seconds / 2
-            while time.monotonic() < end and not all(future.done() for future in running):
+            while time.monotonic() < begin + part * seconds and not over():
                 look()
-                time.sleep(0.2)
+                wait(running, 0.5)
         finally:
             stop.set()
             load.client.abort_all()
             pool.shutdown(wait=False)
         # What was asked is aborted; clients that already got their answer end by themselves.
-        deadline = time.monotonic() + 60
-        while not all(future.done() for future in running) and time.monotonic() < deadline:
+        deadline = time.monotonic() + ABORTING_S
+        while wait(running, 0).not_done and time.monotonic() < deadline:
             look()
             load.client.abort_all()
-            time.sleep(0.5)
+            wait(running, 0.5)
         for future in running:
-            if future.done():
-                future.result()
+            if not future.done():
+                load.errors.append(f"what was aborted is not answered after {ABORTING_S:.0f} s")
+                break
+            future.result()
     load.after()
     look()
-    return judge(processes, server.log_text(), load, c)
+    return judge(processes, server.log_text()[before:], load, c)
 
 
 class _Load:
@@ -122,15 +131,11 @@ class _Load:
             self.ask([prompt], max(new, 1), stop, logprobs=asks, leaves=leaves)
 
     def fill(self, number: int, stop: threading.Event) -> None:
-        """As many requests as together want a tenth more than the KV cache has, again and again."""
-        c, tokens = self.c, Tokens("fill", self.c.vocabulary)
-        longest = c.input_tokens // 2
-        count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens // max(longest, 1)))))
-        share = c.cache_tokens // count
-        prompt = max(1, min(longest, int(0.85 * share)))
-        new = max(1, min(c.input_tokens - prompt, int(0.3 * share) + 1))
+        """As many requests as together want a little more than the KV cache has, again and again."""
+        count, prompt, new = filling(self.c)
+        tokens = Tokens("fill", self.c.vocabulary)
         while not stop.is_set():
-            self.ask([tokens.some(prompt) for _ in range(count * c.ranks)], new, stop)
+            self.ask([tokens.some(prompt) for _ in range(count * self.c.ranks)], new, stop)
 
     def ask(
         self,
@@ -144,7 +149,7 @@ class _Load:
         """:param leaves: seconds after which the client goes away."""
         try:
             said = self.client.generate(
-                prompts, new_tokens, temperature=0.8, logprobs=logprobs, patience_s=leaves or LONGEST_S
+                prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs, patience_s=leaves or LONGEST_S
             )
         except Unanswered as error:
             with self._lock:
@@ -163,6 +168,19 @@ class _Load:
     def after(self) -> None:
         """Does it still answer?"""
         self.ask([Tokens("after", self.c.vocabulary).some(8)], 4, threading.Event())
+
+
+def filling(c: Configuration) -> tuple[int, int, int]:
+    """(requests, tokens of each prompt, new tokens of each) that together want more than the KV cache has.
+
+    The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
+    want more than there is. Prompts of a chunk are the fastest to fill it with.
+    """
+    longest = min(c.input_tokens * 9 // 10, max(c.chunk or c.input_tokens, c.cache_tokens // c.requests))
+    count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens // max(longest, 1)))))
+    share = c.cache_tokens // count
+    prompt = max(1, min(longest, int(0.98 * share)))
+    return count, prompt, max(1, min(c.input_tokens - prompt, int((0.02 + 3 / count) * share) + 1))
 
 
 def _length(draw: random.Random, most: int) -> int:
@@ -185,7 +203,7 @@ def judge(processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any,
         if found.retries:
             reasons.append(f"{found.name}: the allocator gave memory back and tried again {found.retries} times")
     reasons += [f"a request failed: {error}" for error in load.errors[:3]]
-    retractions = len(re.findall(r"KV cache pool is full\. Retract", log))
+    retractions = len(RETRACTED.findall(log))
     usage = max((float(value) for value in re.findall(r"token usage: ([0-9.]+\d)", log)), default=0.0)
     not_seen = []
     if not retractions:

@@ -70,16 +70,16 @@ def serve(gpus, asked):
     prompts, logprobs = asked["input_ids"], asked.get("return_logprob", False)
     new = asked["sampling_params"]["max_new_tokens"]
     for gpu in gpus:
-        if len(prompts) == 9 and len(prompts[0]) == CHUNK:  # one that others wait behind, and share a prefix
+        if len(prompts) == 9 and len(prompts[0]) % CHUNK == 0:  # one that others wait behind, and share a prefix
             gpu.forward("EXTEND", CHUNK, 1)
-            part = CHUNK // 8
+            part = (CHUNK - 1) // 8
             gpu.forward("EXTEND", 8 * part, 8, prefix=8 * (len(prompts[1]) - part))
         elif len(prompts) == 1:
             for start in range(0, len(prompts[0]), CHUNK):
                 tokens = min(CHUNK, len(prompts[0]) - start)
                 gpu.forward("EXTEND", tokens, 1, prefix=start, logprobs=tokens if logprobs else 0)
         else:
-            gpu.forward("EXTEND", 8 * len(prompts), len(prompts))
+            gpu.forward("EXTEND", min(CHUNK, sum(map(len, prompts))), len(prompts))
         if new > 1:
             running = min(len(prompts), REQUESTS if "fewer" not in WRONG else 20)
             gpu.forward("DECODE", running, running, graph=running <= CAPTURED)
@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             with LOCK:
                 serve(self.gpus, asked)
-            time.sleep(0.05)
+            time.sleep(0.01)
         self.answer({})
 
     def answer(self, content):

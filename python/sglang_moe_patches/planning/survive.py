@@ -1,0 +1,52 @@
+"""Does a server with one ``--mem-fraction-static`` survive the verification's load? What a plan is judged by.
+
+    python -m sglang_moe_patches.planning.survive --model M --fraction 0.95 --only patched -- SERVER_ARGS
+
+Exit code: 0 it does, 1 it does not, 2 it could not be tried.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def main(
+    model: Annotated[str, typer.Option()],
+    fraction: Annotated[float, typer.Option(min=0.1, max=0.999)],
+    server_args: Annotated[list[str] | None, typer.Argument()] = None,
+    only: Annotated[str, typer.Option()] = "patched",
+    seconds: Annotated[float, typer.Option()] = 120,
+    output: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("plan-survive"),
+) -> None:
+    """Print what came of it as one JSON object."""
+    from rich.console import Console
+
+    from sglang_moe_patches.planning import plan
+    from sglang_moe_patches.regression.folders import keep, logs_in, scratch
+    from sglang_moe_patches.regression.interrupts import Interrupts
+
+    subject = plan.Subject(model, tuple(server_args or ()), servers=(only,))
+    try:
+        plan.check(subject, os.environ, output)
+        with Interrupts() as interrupts, scratch() as logs:
+            goal = plan.Goal(0, False, seconds)
+            session = plan.Session(subject, goal, dict(os.environ), logs, Console(stderr=True), interrupts.check)
+            try:
+                found = session.verify(only, fraction, logprobs=False)
+            finally:
+                keep(logs_in(logs), output)
+    except plan.CannotPlan as error:
+        typer.echo(f"survive: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(json_module.dumps(asdict(found)))
+    raise typer.Exit(0 if found.held else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
