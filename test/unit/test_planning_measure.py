@@ -306,6 +306,16 @@ def test_what_the_server_had_not_yet_read_is_aborted_again() -> None:
     assert client.left == 0
 
 
+def test_requests_that_decode_without_the_one_that_is_missing_are_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(load, "STALLED_S", 0.3)
+    client = Deaf(hears=1)
+    fewer = forward(memory(20), memory(19), mode="DECODE", tokens=63, requests=63, graph=True)
+    watch = SimpleNamespace(new=lambda: {"1": [fewer] * 30})
+    phase = load.derive(configured(requests=64), logprobs=False).phases[3]
+    outcome = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None).drive(phase)
+    assert (phase.name, outcome.seen) == ("captured decode of 64 requests", False)
+
+
 def test_a_server_that_answers_nothing_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr(load, "ABORTING_S", 0.2)
     client = Deaf(hears=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,8 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
 VARIED = 96
 """Requests of the phase that leaves the allocator blocks of many sizes."""
+STALLED_S, STALLED_FORWARDS = 10.0, 100
+"""An attempt is over when for so long, and for so many forwards, no batch came that is nearer to the bound."""
 ABORTING_S = 60.0
 """Seconds in which a server answers what was aborted."""
 ENDING_S = 20.0
@@ -100,6 +102,9 @@ def _captured(info: Mapping[str, Any]) -> int:
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
 
+LEAST = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
+
+
 @dataclass(frozen=True)
 class Bound:
     """The least that a batch must be; every field must hold in one forward."""
@@ -115,10 +120,9 @@ class Bound:
 
     def met(self, seen: Mapping[str, Any]) -> bool:
         """:param seen: a ``forward`` event, see :func:`observe.batch_facts`."""
-        least = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
         return (
             seen["mode"] in self.modes
-            and all(seen[name] >= getattr(self, name) for name in least)
+            and all(seen[name] >= getattr(self, name) for name in LEAST)
             and (self.graph is None or seen["graph"] is self.graph)
         )
 
@@ -285,6 +289,33 @@ class Outcome:
     events: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
 
 
+class Growth:
+    """Whether the forwards of an attempt still come nearer to anything larger.
+
+    Requests that wait for one that never gets in would decode until they have all their tokens.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self._most: dict[str, int] = {}
+        self._since, self._forwards = time.monotonic(), 0
+
+    def add(self, forwards: Sequence[Mapping[str, Any]]) -> None:
+        """:param forwards: ``forward`` events."""
+        for seen in forwards:
+            self._forwards += 1
+            for name in LEAST:
+                if seen[name] > self._most.get(name, -1):
+                    self._most[name] = seen[name]
+                    self._since, self._forwards = time.monotonic(), 0
+
+    @property
+    def stalled(self) -> bool:
+        return self._forwards >= STALLED_FORWARDS and time.monotonic() - self._since > STALLED_S
+
+
 class Driver:
     """Sends requests to a server and watches what its ranks see.
 
@@ -309,13 +340,15 @@ class Driver:
         return outcome
 
     def _attempt(self, outcome: Outcome, tokens: Tokens) -> None:
-        phase, reached = outcome.phase, set[str]()
+        phase, reached, growth = outcome.phase, set[str](), Growth()
 
         def look() -> bool:
             self.watching()
             for rank, events in self.watch.new().items():
                 outcome.events.setdefault(rank, []).extend(events)
-                if any(event["event"] == "forward" and phase.bound.met(event) for event in events):
+                forwards = [event for event in events if event["event"] == "forward"]
+                growth.add(forwards)
+                if any(map(phase.bound.met, forwards)):
                     reached.add(rank)
             return reached >= self.ranks
 
@@ -324,10 +357,11 @@ class Driver:
             others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background * self.c.ranks)]
             new = _room(phase.background, self.c, most=4096)
             pending.append(self._pool.submit(self._ask, others, new, False))
-            self._until(lambda: look() or self._decoding(outcome, phase.background), pending)
+            self._until(lambda: look() or self._decoding(outcome, phase.background), pending, growth)
         prompts = [prompt for _ in range(self.c.ranks) for prompt in phase.prompts(tokens)]
         pending.append(self._pool.submit(self._ask, prompts, phase.new_tokens, phase.logprobs))
-        outcome.seen = self._until(look, pending[-1:], to_the_end=phase.to_the_end)
+        growth.begin()
+        outcome.seen = self._until(look, pending[-1:], growth, to_the_end=phase.to_the_end)
         # Again and again: what the server has not yet read when it is told to abort is not aborted.
         deadline = time.monotonic() + ABORTING_S
         while wait(pending, 0).not_done:
@@ -338,7 +372,7 @@ class Driver:
             look()
         said = [future.result() for future in pending]
         if any(each.startswith(LOST) for each in said):
-            self._until(self._never, [], ENDING_S)
+            self._until(self._never, [], patience_s=ENDING_S)
         outcome.said = outcome.said or next(filter(None, said), "")
         # Sampling comes after a forward and is seen when the next begins.
         self._ask([tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)], 2, False)
@@ -348,6 +382,7 @@ class Driver:
         self,
         done: Callable[[], bool],
         pending: list[Future[str]],
+        growth: Growth | None = None,
         patience_s: float = LONGEST_S,
         to_the_end: bool = False,
     ) -> bool:
@@ -355,6 +390,8 @@ class Driver:
         while not done() or to_the_end:
             if (pending and not wait(pending, 0.1).not_done) or time.monotonic() > deadline:
                 return done()
+            if growth is not None and growth.stalled and not to_the_end:
+                return False
             if not pending:
                 time.sleep(0.1)
         return True
