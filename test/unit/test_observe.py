@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_moe_patches.planning.observe import cache_token_bytes
 from sglang_moe_patches.regression import observe
 from sglang_moe_patches.regression.observe import KERNELS, Observer, collect
 
@@ -173,6 +174,21 @@ def test_a_captured_graph_is_no_forward(process):
         process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x, output=x)
     assert process.forward()["moe_layers"] == 1
+
+
+def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(process):
+    install(process)
+    process.runner.token_to_kv_pool, process.runner.max_total_num_tokens = SimpleNamespace(mem_usage=2.0), 1 << 20
+    assert process.forward()["cache_token_bytes"] == 2048
+    process.runner.is_draft_worker = True
+    assert process.forward()["cache_token_bytes"] == 2048  # a draft model's is another
+
+    class HybridLinearKVPool:
+        mem_usage = 2.0
+
+    fresh = SimpleNamespace(token_to_kv_pool=HybridLinearKVPool(), max_total_num_tokens=1 << 20)
+    assert cache_token_bytes(fresh) is None
+    assert cache_token_bytes(SimpleNamespace(token_to_kv_pool=None, max_total_num_tokens=1)) is None
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])

@@ -156,6 +156,28 @@ def test_a_gpu_without_the_observed_kernels_shows_peak_and_tokens_alone():
     assert "3,027.7 MB" in "".join(svg for _, svg in report._plots(comparison))
 
 
+def test_what_is_saved_is_said_in_tokens_of_kv_cache():
+    def memory(peak, tokens=16384, cache=1152.0 * 61):
+        return Memory("cuda", peak, None, tokens, 40, None, None, None, cache)
+
+    def compared(stock, patched):
+        return compare(run("stock", memory=stock), run("patched", memory=patched), require_identical=False)
+
+    comparison = compared(memory(3_028_000_000), memory(1_168_000_000))
+    # 1.86 GB at 70,272 bytes a token.
+    assert "26,468" in line(terminal(comparison), "KV tokens that the difference could hold")
+    assert "sglang-moe-patches plan" in "".join(report.notes(comparison))
+    for stock, patched in (
+        (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
+        (memory(3_028_000_000), memory(1_168_000_000, tokens=8192)),  # of another forward
+        (memory(3_028_000_000), memory(1_168_000_000, cache=None)),
+        (memory(None), memory(None)),
+        (memory(3_028_000_000), None),
+    ):
+        assert "KV tokens" not in terminal(compared(stock, patched))
+        assert "mem-fraction-static" not in "".join(report.notes(compared(stock, patched)))
+
+
 def test_an_observer_that_failed_is_reported():
     comparison = same(not_observed="observing failed: KeyError: 'output'")
     sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."

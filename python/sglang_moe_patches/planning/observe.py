@@ -111,11 +111,11 @@ def _numbers(values: Any) -> list[int]:
 
 def server_facts(runner: Any) -> dict[str, Any]:
     """What a model runner consists of, as far as this release tells: bytes, tokens, counts, and kinds of pools."""
-    pool, table = getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+    pool, table = _pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
     return {
-        "kv_bytes": round(float(getattr(pool, "mem_usage", 0) or 0) * GIB),
+        "kv_bytes": _bytes(pool),
         "kv_tokens": int(runner.max_total_num_tokens),
         "page": int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         "table_bytes": 0 if rows is None else rows.numel() * rows.element_size(),
@@ -126,6 +126,22 @@ def server_facts(runner: Any) -> dict[str, Any]:
         "hybrid": _hybrid(pool, table),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
     }
+
+
+def _pools(runner: Any) -> tuple[Any, Any]:
+    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+
+
+def _bytes(pool: Any) -> int:
+    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
+
+
+def cache_token_bytes(runner: Any) -> float | None:
+    """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
+    pool, table = _pools(runner)
+    if _hybrid(pool, table) or not _bytes(pool) or getattr(runner, "is_draft_worker", False):
+        return None
+    return _bytes(pool) / int(runner.max_total_num_tokens)
 
 
 def _hybrid(pool: Any, table: Any) -> str:

@@ -58,6 +58,8 @@ class Memory:
     """The most distinct allocations that MoE layers put their output into during one forward."""
     kernel_buffer_bytes: int | None = None
     """Bytes that the MoE kernels hold between forwards (CuteDSL); None where they hold none."""
+    cache_token_bytes: float | None = None
+    """Bytes of one token in a rank's KV cache; None where there are caches of several kinds."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_moe_patches.patch import Plan
+from sglang_moe_patches.planning.observe import cache_token_bytes
 from sglang_moe_patches.regression.history import Recorder
 
 VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
@@ -36,8 +37,9 @@ class Observer:
     what was allocated before it. Both are of the forward with the most ``tokens``, and of several such the least, so
     that workspaces which libraries allocate once do not count. ``moe_layers``: calls of a routed-experts kernel that is
     observed (``KERNELS``, CuteDSL) in one forward. ``output_buffers``: most distinct allocations that these wrote their
-    output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold between forwards. ``None``: not seen, because
-    another kernel ran, or one that leaves its output to somebody else. ``failure``: why observing ended early.
+    output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold between forwards. ``cache_token_bytes``: what one
+    token takes in the KV cache, where there is one kind of it. ``None``: not seen, because another kernel ran, or one
+    that leaves its output to somebody else. ``failure``: why observing ended early.
     """
 
     def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
@@ -51,6 +53,7 @@ class Observer:
             "moe_layers": None,
             "output_buffers": None,
             "kernel_buffer_bytes": None,
+            "cache_token_bytes": None,
             "failure": "",
             "changes": changes,
         }
@@ -202,6 +205,8 @@ def _observe_forwards(observer: Observer) -> None:
     forward = ModelRunner.forward
 
     def starts(runner: Any, batch: Any) -> None:
+        if observer.figures["cache_token_bytes"] is None:
+            observer.figures["cache_token_bytes"] = cache_token_bytes(runner)
         observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
     @functools.wraps(forward)

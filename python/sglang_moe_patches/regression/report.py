@@ -142,11 +142,29 @@ def rows(comparison: Comparison) -> list[Row]:
         *memory("Peak memory of one forward", "peak_forward_bytes", _bytes),
         *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
         *memory("Tokens in the largest forward", "tokens", "{:,}".format),
+        *(
+            [Row("KV tokens that the difference could hold", f"{bought:,}")]
+            if (bought := kv_tokens(comparison))
+            else []
+        ),
         *memory("MoE output buffers per forward", "output_buffers", str),
         *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
         *memory("MoE layers", "moe_layers", str),
         *memory("Forwards observed", "forwards", "{:,}".format),
     ]
+
+
+def kv_tokens(comparison: Comparison) -> int | None:
+    """How many tokens of KV cache each GPU could have for what the largest forward needs less when patched.
+
+    ``None``: none, or it cannot be told: not measured, or the two largest forwards differ in their tokens.
+    """
+    stock, patched = comparison.stock.memory, comparison.patched.memory
+    if stock is None or patched is None or stock.tokens != patched.tokens or not patched.cache_token_bytes:
+        return None
+    if stock.peak_forward_bytes is None or patched.peak_forward_bytes is None:
+        return None
+    return max(0, int((stock.peak_forward_bytes - patched.peak_forward_bytes) / patched.cache_token_bytes)) or None
 
 
 def _incomplete(comparison: Comparison) -> list[str]:
@@ -195,6 +213,12 @@ def notes(comparison: Comparison) -> list[str]:
         lines.append(
             "Peak memory of one forward: the largest beyond what was allocated before it, of the forward with the most "
             "tokens. Memory that a CUDA graph holds was allocated before."
+        )
+    if kv_tokens(comparison):
+        lines.append(
+            "KV tokens: the difference between the two peaks, as KV cache of one GPU. The engine does not use it by "
+            "itself, and larger forwards than those of these questions may need more: `sglang-moe-patches plan` finds "
+            "the --mem-fraction-static to set."
         )
     if any(memory.live_at_kernel_bytes is not None for memory in measured):
         lines.append(

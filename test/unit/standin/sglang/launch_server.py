@@ -43,7 +43,14 @@ def main():
         (FOLDER / "used").write_text("40000")
     if "no plugin" not in WRONG:
         figures = {"device": "cpu", "tokens": 9, "forwards": 2, "changes": [["output-buffer", "applied", ""]]}
-        missing = ("peak_forward_bytes", "live_at_kernel_bytes", "moe_layers", "output_buffers", "kernel_buffer_bytes")
+        missing = (
+            "peak_forward_bytes",
+            "live_at_kernel_bytes",
+            "moe_layers",
+            "output_buffers",
+            "kernel_buffer_bytes",
+            "cache_token_bytes",
+        )
         observed = Path(os.environ["SGLANG_MOE_PATCHES_OBSERVE"]) / f"{os.getpid()}.json"
         observed.write_text(json.dumps({**dict.fromkeys(missing), **figures}))
     HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
