@@ -310,8 +310,7 @@ def regress(
     raise typer.Exit(comparison.exit_code)
 
 
-# Hidden until its values have been verified on a GPU.
-@app.command(context_settings=PASS_THROUGH, hidden=True)
+@app.command(context_settings=PASS_THROUGH)
 def plan(
     model: Annotated[str, typer.Option(help="Checkpoint folder or Hugging Face name.")],
     server_args: Annotated[
@@ -335,24 +334,44 @@ def plan(
 ) -> None:
     """Find how far --mem-fraction-static can go up for this model, GPU and these arguments.
 
-    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B --verify -- --chunked-prefill-size 16384
+    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B --verify
+    -- --chunked-prefill-size 16384
 
-    Serves the model with the engine's own fraction, drives the largest forwards
-    that the configuration allows, and starts further servers until the highest
-    fraction that leaves the margin free is known to 0.3 % of the GPU's memory.
+    The engine sets memory aside by a rule that does not know the model. plan
+    serves the model with the engine's own fraction, drives the largest forwards
+    that the arguments allow, reads what every GPU had left, and starts further
+    servers until the highest fraction that leaves --margin free is known to
+    0.3 % of the memory: mostly two for the stock engine and two for the patched
+    one. A second value is for servers that are asked for the log-probabilities
+    of long prompts; --no-prompt-logprobs leaves it out, and its servers.
+
+    --only patched takes half the time. With SGLANG_MOE_PATCHES=none there is a
+    stock server alone, of any model. --verify drives a load of another kind with
+    each value: a full KV cache, retraction, random lengths, clients that leave.
+
+    Refused as server arguments: --mem-fraction-static, which is what plan finds;
+    --port, --model (before the `--`); what makes memory come and go
+    (--enable-memory-saver, --cpu-offload-gb, LoRA, --enable-pdmux); several
+    machines, disaggregation, TLS, API keys and gRPC. Refused as models: those
+    with Mamba or sliding-window pools.
+
+    Ctrl-C or another signal ends the servers, and so does the end of this
+    process, however it comes.
 
     Exit code: 0 a value for each server, which held where it was verified; 1 a
-    value did not hold; 2 a plan could not be made.
+    value did not hold; 2 a plan could not be made, or no value fits.
     """
     require_extra("plan")
     from rich.console import Console
 
+    from sglang_moe_patches.patch import SELECT_VARIABLE
     from sglang_moe_patches.planning import plan as planning
     from sglang_moe_patches.planning import report
 
     if only not in (None, planning.STOCK, planning.PATCHED):
         fail(f"--only {only}: give {planning.STOCK} or {planning.PATCHED}")
-    servers = (planning.STOCK, planning.PATCHED) if only is None else (only,)
+    both = (planning.STOCK, planning.PATCHED) if os.environ.get(SELECT_VARIABLE) != "none" else (planning.STOCK,)
+    servers = both if only is None else (only,)
     try:
         found = planning.run(
             planning.Subject(model, tuple(server_args or ()), startup_timeout, port, servers),

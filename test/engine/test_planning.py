@@ -126,6 +126,7 @@ PHASES = [
 
 
 @DEFAULT_ENGINE_ONLY
+@pytest.mark.product
 def test_every_phase_is_seen_at_its_bound(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(plan.need, "MOST_TRIALS", 1)  # no second server
     (server,) = Planning(monkeypatch, tmp_path, STANDIN_TOKEN_MB="8").run().servers

@@ -113,11 +113,14 @@ def test_an_unknown_server_is_refused(command) -> None:
     assert "give stock or patched" in one_line(said)
 
 
-def test_the_command_is_hidden_until_it_has_been_verified_on_a_gpu(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", "--help"])
+def test_help_names_every_argument_that_is_refused_for_what_it_does(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", "plan", "--help"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert not re.search(r"\bplan\b", capsys.readouterr().out)
+    said = " ".join(capsys.readouterr().out.split())
+    for argument in ("--mem-fraction-static", "--enable-memory-saver", "--cpu-offload-gb", "--enable-pdmux", "--port"):
+        assert argument in said
+        assert argument in plan.REFUSED
 
 
 @pytest.mark.parametrize(
