@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,37 +184,49 @@ def bars(plan: Plan) -> list[tuple[str, Rank]]:
     return found
 
 
-def plot(shown: Iterable[tuple[str, Rank]]) -> str:
-    """An SVG element: a GPU's memory, a bar for each server."""
+def plot(shown: Iterable[tuple[str, Rank]], reserve: float) -> str:
+    """An SVG element: a GPU's memory, a bar for each server, and below it the part that is not weights or KV cache.
+
+    :param reserve: bytes that the engine sets aside by its rule, marked in the lower plot.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     title = "Memory of the worst GPU"
     rows = list(shown)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
-        figure = Figure(figsize=(9.2, 1.7 + 0.62 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        for part, label, color in PARTS:
-            sizes = [max(0, getattr(rank, part)) / 1e9 for _, rank in rows]
-            lefts = [_before(rank, part) / 1e9 for _, rank in rows]
-            axes.barh(range(len(rows)), sizes, left=lefts, height=0.62, color=color, edgecolor="#1c2430",
-                      linewidth=0.4, label=label)  # fmt: skip
-        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlabel("GB")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        figure = Figure(figsize=(9.2, 2.4 + 1.1 * len(rows)), layout="constrained")
+        whole, rest = figure.subplots(2)
+        _bars(whole, rows, PARTS)
+        _bars(rest, rows, [part for part in PARTS if part[0] not in BELOW])
+        mark = rest.axvline(reserve / 1e9, color="#1c2430", linestyle="--", linewidth=1)
+        whole.set_title("whole", loc="left")
+        rest.set_title("without weights and KV cache", loc="left")
+        handles, labels = whole.get_legend_handles_labels()
+        labels.append("set aside by the engine's rule")
+        figure.legend([*handles, mark], labels, loc="outside lower center", ncols=3, frameon=False)
         return pages.svg(figure, title)
 
 
-def _before(rank: Rank, part: str) -> float:
-    """What lies left of a part in its bar."""
-    total = 0.0
-    for name, _, _ in PARTS:
-        if name == part:
-            break
-        total += max(0, getattr(rank, name))
-    return total
+BELOW = ("before", "weights", "cache")
+"""Fields of :class:`measure.Rank` that are there before what a forward needs."""
+
+
+def _bars(axes: Any, rows: Sequence[tuple[str, Rank]], parts: Sequence[tuple[str, str, str]]) -> None:
+    for index, (part, label, color) in enumerate(parts):
+        sizes = [max(0, getattr(rank, part)) / 1e9 for _, rank in rows]
+        lefts = [_before(rank, parts[:index]) / 1e9 for _, rank in rows]
+        axes.barh(range(len(rows)), sizes, left=lefts, height=0.62, color=color, edgecolor="#1c2430", linewidth=0.4,
+                  label=label)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("GB")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _before(rank: Rank, parts: Iterable[tuple[str, str, str]]) -> float:
+    """What these parts take in a bar."""
+    return sum(max(0, getattr(rank, name)) for name, _, _ in parts)
 
 
 def render_html(plan: Plan) -> str:
@@ -235,7 +247,7 @@ def render_html(plan: Plan) -> str:
         verdict=verdict(plan),
         kind={0: "fine", 1: "worse", 2: "open"}[plan.exit_code],
         arguments=shlex.join(plan.arguments),
-        plot=Markup(plot(shown)) if shown else None,
+        plot=Markup(plot(shown, plan.rule.reserve_mib * MIB)) if shown else None,
         rule=rule_rows(plan),
         servers=[(server, server_rows(server), phase_rows(server)) for server in plan.servers],
         notes=notes(plan),
