@@ -29,6 +29,7 @@ from typing import Any
 from common import output, weights
 from common.shapes import MODELS, Model
 from common.weights import Served
+from sglang_moe_patches.reference import environment
 
 GB, MB = 1e9, 1e6
 SERVERS = ("stock", "patched")
@@ -160,7 +161,7 @@ def described(figures: dict[str, Any]) -> str:
     return f"{figures['model']}{shard}, {figures['layers']} layers{ranks}"
 
 
-def tables(*results: output.Result) -> str:
+def tables(results: Sequence[output.Result]) -> str:
     """Default and planned value of each server, and what the survival tests say of it."""
     header = ("", "chunk", "server", "set aside by the rule", "needed", "fraction", "planned", "KV tokens", "then")
     rows = []
@@ -253,6 +254,12 @@ def main() -> int:
     if options.model_only:
         print(write_model(options.model_only, options.model, options.shard, options.layers, options.context))
         return 0
+    if not environment.has_gpu():
+        print("plan.py: needs a GPU, and there is none here; --model-only writes the model", file=sys.stderr)
+        return 2
+    if options.gpus:
+        # What this process asks of the GPUs in the end, it asks of its own: others may be measured meanwhile.
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus.replace(";", ",")
     described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "margin", "verify_seconds")
     figures = {name: getattr(options, name) for name in described_by} | {"only": ",".join(options.only)}
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
@@ -266,7 +273,7 @@ def main() -> int:
         finally:
             keep(options.logs, work)
     found = output.result("plan", figures)
-    output.finish(options, found, tables(found))
+    output.finish(options, found, tables([found]))
     return 0
 
 

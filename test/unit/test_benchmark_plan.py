@@ -1,0 +1,79 @@
+"""``benchmark/plan.py``: whole runs with a stand-in for the engine, and the tables of what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import plan as benchmark
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STANDIN = Path(__file__).parent / "standin_plan"
+BELIEVES = """
+from sglang_moe_patches.reference import environment
+environment.has_gpu = lambda: True
+"""
+
+
+def run(folder: Path, *arguments: str, gpu: bool = True) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(BELIEVES if gpu else BELIEVES.replace("True", "False"))
+    paths = [str(folder), str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "benchmark" / "plan.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "STANDIN_FOLDER": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+SERVED = ("--model", "qwen3-30b", "--layers", "2", "--chunk", "4096", "--verify-seconds", "1", "--only", "patched")
+
+
+@pytest.mark.product
+def test_a_plan_becomes_a_result_with_tables(tmp_path) -> None:
+    done = run(tmp_path, *SERVED, "--json", str(tmp_path / "found.json"), "--logs", str(tmp_path / "logs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    (value,) = found["figures"]["servers"]["patched"]["recommendations"]
+    assert value["fraction"] == pytest.approx(0.927)
+    assert value["verified"]["held"]
+    # 20 % of 100,000 MiB set aside; the second GPU needs 6.1 GB.
+    row = "| qwen3-30b, 2 layers | 4,096 | patched | 21.0 GB | 6.1 GB | 0.800 | 0.927 | 49,200 | 61,773 (+26 %) |"
+    assert row in benchmark.tables([found])
+    assert row in done.stdout
+    assert (tmp_path / "logs" / "patched" / "plan.html").exists()
+    assert (tmp_path / "logs" / "patched" / "1-patched.log").exists()
+
+
+@pytest.mark.product
+def test_fractions_are_tried_on_groups_of_gpus(tmp_path) -> None:
+    more = ("--survive", "0.9,0.97", "--gpus", "0;1", "--json", str(tmp_path / "found.json"))
+    done = run(tmp_path, *SERVED, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tried = json.loads((tmp_path / "found.json").read_text())["figures"]["survivals"]
+    assert [(each["fraction"], each["held"]) for each in tried] == [(0.9, True), (0.97, False)]
+    assert "| 0.970 | no: the server ran out of memory |  |" in done.stdout
+
+
+def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
+    done = run(tmp_path, *SERVED, gpu=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("plan.py: needs a GPU")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", benchmark.VOCABULARY)
+def test_the_model_has_the_vocabulary_and_the_sizes_of_one_rank(tmp_path, name) -> None:
+    config = json.loads((benchmark.write_model(tmp_path / "m", name, 2, 3, 4096) / "config.json").read_text())
+    whole = benchmark.MODELS[name]
+    assert config["num_hidden_layers"] == 3
+    assert config["moe_intermediate_size"] * 2 == whole.moe_intermediate
+    assert config["hidden_size"] == whole.hidden
+    assert config["vocab_size"] == benchmark.VOCABULARY[name] > 150_000
+    assert config["max_position_embeddings"] == 4096
