@@ -85,6 +85,15 @@ def test_the_chunk_is_the_term_that_it_is_in_the_rule() -> None:
 
 
 @pytest.mark.every_release
+@pytest.mark.usefixtures("warm")
+def test_a_refusal_is_told_from_an_answer_and_said_by_the_engine(capsys) -> None:
+    found = resolve.answer({"arguments": [*RESOLVED, "--no-such-thing"], "gpu_memory_mib": GPU_MIB, "steps": [[], []]})
+    assert found == {"base": {"error": ""}, "steps": [None, None]}
+    assert capsys.readouterr().err.splitlines()[-1].endswith("unrecognized arguments: --no-such-thing")
+
+
+@pytest.mark.every_release
+@pytest.mark.product
 def test_a_command_line_that_the_engine_refuses_is_refused_in_its_words() -> None:
     with pytest.raises(rule.NotResolved, match="unrecognized arguments: --no-such-thing"):
         rule.resolve([*RESOLVED, "--no-such-thing"], child_environment(), GPU_MIB)

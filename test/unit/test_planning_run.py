@@ -116,6 +116,7 @@ def test_both_servers_are_planned_and_the_worst_rank_decides(given, monkeypatch,
     assert list(given.output.glob("1-stock-*.jsonl"))
 
 
+@pytest.mark.product
 def test_a_server_that_runs_out_of_memory_lowers_the_value_and_ends_nothing_else(given, monkeypatch) -> None:
     # 8,192 tokens with log-probabilities want 28.7 GB: more than the engine's own fraction leaves.
     code = given.here(monkeypatch, "--only", "patched", "--", "--chunked-prefill-size", "8192")
