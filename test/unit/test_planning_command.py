@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import socket
 import sys
 
@@ -105,6 +107,22 @@ def test_sizing_after_capture_is_refused(command, monkeypatch) -> None:
     code, said = command()
     assert code == 2
     assert plan.POST_CAPTURE in one_line(said)
+
+
+def test_a_signal_that_ended_the_resolver_is_no_refusal(command, monkeypatch) -> None:
+    def resolve(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise rule.NotResolved("exit code -2")
+
+    monkeypatch.setattr(rule, "resolve", resolve)
+    code, said = command()
+    assert code == 130
+    assert "interrupted" in one_line(said)
+
+
+def test_a_resolver_that_does_not_answer_is_named() -> None:
+    with pytest.raises(rule.NotResolved, match="did not answer within 0 s"):
+        rule.resolve([], os.environ, timeout=0.001)
 
 
 def test_an_unknown_server_is_refused(command) -> None:

@@ -169,6 +169,7 @@ def run(
             try:
                 ruled = rule.resolve(subject.given, environment, gpu_memory_mib)
             except rule.NotResolved as error:
+                interrupts.check()  # Ctrl-C in a terminal ends the resolver, too
                 raise CannotPlan(str(error)) from None
             interrupts.check()
             session = Session(subject, goal, environment, logs, console, interrupts.check)

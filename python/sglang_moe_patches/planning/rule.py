@@ -86,18 +86,21 @@ def resolve(
     :param environment: of the process that resolves.
     :param gpu_memory_mib: what to tell the resolver the GPU's memory is; ``None``: it asks the device itself.
     :param timeout: seconds that it may take.
-    :raises NotResolved: the engine refuses the arguments.
+    :raises NotResolved: the engine refuses the arguments, or does not answer.
     """
     asked = {"arguments": arguments, "gpu_memory_mib": gpu_memory_mib, "steps": [ways for _, ways in INPUTS]}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang_moe_patches.planning.resolve"],
-        input=json.dumps(asked),
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "sglang_moe_patches.planning.resolve"],
+            input=json.dumps(asked),
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotResolved(f"the engine's resolver did not answer within {timeout:.0f} s") from None
     found = json.loads(done.stdout) if done.stdout else {"base": {"error": ""}}
     if "error" in found["base"]:
         said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
