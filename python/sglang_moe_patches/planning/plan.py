@@ -291,7 +291,8 @@ class Session:
         add(watch.new())
         ranks = measure.target_ranks(processes)
         if not ranks:
-            raise CannotPlan(f"the {name} server recorded nothing of itself. {server.log_tail()}")
+            reason = measure.failure(processes) or "it recorded nothing of itself"
+            raise CannotPlan(f"the {name} server: {reason}. {server.log_tail()}")
         ready = [measure.of_kind(processes[rank], "ready")[0] for rank in sorted(ranks)]
         if hybrid := next((event["hybrid"] for event in ready if event["hybrid"]), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
@@ -371,7 +372,8 @@ class Session:
                 processes = watch.new()
                 ranks = measure.target_ranks(processes)
                 if not ranks:
-                    raise CannotPlan(f"the {name} server recorded nothing of itself. {server.log_tail()}")
+                    reason = measure.failure(processes) or "it recorded nothing of itself"
+                    raise CannotPlan(f"the {name} server: {reason}. {server.log_tail()}")
                 limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
                 return self._verify(server, watch, processes, limits, logprobs)
         except ServerFailed as error:

@@ -16,6 +16,7 @@ TOTAL, BEFORE_LOAD, WEIGHTS = 100 * GB, 99 * GB, 30 * GB
 class Device:
     used = TOTAL - BEFORE_LOAD
     forwards = retries = 0
+    fraction = 0.0
 
     def read(self) -> dict[str, int]:
         known = {"allocated": self.used, "peak": self.used + self.forwards, "reserved": self.used + self.forwards}
@@ -28,14 +29,13 @@ def stand_in(observe: Any) -> None:
     stage, ends = observe.Observer.stage, observe.Observer.forward_ends
 
     def loaded(self: Any, runner: Any, name: str, when: str) -> None:
+        device.fraction = runner.mem_fraction_static
         if (name, when) == ("load_model", "after"):
             device.used += WEIGHTS
         stage(self, runner, name, when)
 
     def sized(self: Any, before_load_gib: float, kv_bytes: int) -> None:
-        from sglang.srt.server_args import get_global_server_args
-
-        left = BEFORE_LOAD * (1 - get_global_server_args().mem_fraction_static)
+        left = BEFORE_LOAD * (1 - device.fraction)
         self.write("sized", before_load=BEFORE_LOAD, for_kv=kv_bytes, memory=device.read())
         device.used = round(TOTAL - left)
 
