@@ -2,6 +2,7 @@
 
     python benchmark/overhead.py servers --json o.json                      # needs a GPU
     sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host       # any machine
+    sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host --runner triton
 
 `servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
 (piecewise ones for prefill too), and asks them in turn, one request at a time, so that both meet the same conditions.
@@ -9,9 +10,10 @@ First every answer must be equal, stock against patched, token for token and log
 both modes; else there is no result. The routed kernel is the reference kernel, the same in all: what is compared is the
 engine around it. A second stock server shows how much two processes differ that run the same.
 
-`host` times what the output buffer adds to one MoE layer in eager mode: the engine's own runner function with the
-arguments of a real decode step, in a decoder layer and an attention that do nothing else, stock and patched in turn.
-Quantization before the kernel and the kernel itself return at once: their time is the device's.
+`host` times what the changes add to one MoE layer in eager mode: the engine's own runner function with the arguments of
+a real decode step, in a decoder layer and an attention that do nothing else, stock and patched in turn. The kernels
+return at once: their time is the device's. With `--runner triton` the three changes behind it are on; without a GPU its
+CUDA functions are replaced before.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import machine, output, servers, timing, weights
+from sglang_moe_patches import runners
+from sglang_moe_patches.patch import Patcher
 
 GRAPH_TOKENS = (64, 256, 1024)
 CAPTURED = (
@@ -128,16 +134,101 @@ def server_tables(result: output.Result) -> str:
 # --- Host time -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Skeleton:
+    """A decoder layer at decode that computes nothing: what it calls around its kernels is the engine's, or ours.
+
+    :param layer: of a model that was built with the patches.
+    :param run: calls the runner as a layer of that server does.
+    :param hidden_states: the layer's input.
+    """
+
+    layer: Any
+    run: Callable[[str], Any]
+    hidden_states: Any
+
+
+def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None], around: Patcher) -> Skeleton:
+    """With the NVFP4 TRT-LLM runner. Quantization and the kernel return at once: their time is the device's."""
+    import flashinfer.fused_moe
+    from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
+    from sglang_moe_patches.changes.output_buffer import lend
+
+    patches = Patcher()
+    install(patches)
+    model = engine.load(folder)
+    patches.undo()
+    (positional, keywords), *_ = recorded(engine, runner, lend._RUNNER, [model])
+    quantized = runner.quantize_hidden_states_fp4(positional[0].hidden_states, positional[1].w13_input_scale_quant)
+    around.replace(runner, "quantize_hidden_states_fp4", lambda *args, **kwargs: quantized)
+    around.replace(flashinfer.fused_moe, "trtllm_fp4_block_scale_routed_moe", lambda **kwargs: [kwargs["output"]])
+
+    def run(server: str) -> Any:
+        return getattr(runner, lend._RUNNER)(*positional, **keywords).hidden_states
+
+    return Skeleton(model.model.layers[1], run, positional[0].hidden_states)
+
+
+def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None], around: Patcher) -> Skeleton:
+    """With the Triton runner, unquantized: in place, or patched into the layer's dead input. Its kernels do nothing."""
+    import pytest
+    import torch
+    from common.triton_on_cpu import triton_runner
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    if not torch.cuda.is_available():
+        triton_runner(pytest.MonkeyPatch())
+    sequence = runners.TRITON_SEQUENCE[1]
+    patches = Patcher()
+    with engine.arguments(quantization=None, moe_runner_backend="triton"):
+        stock = engine.load(folder)
+        install(patches)
+        patched = engine.load(folder)
+        patches.undo()
+        calls = dict(zip(servers.SERVERS, recorded(engine, fused_moe, sequence, [stock, patched]), strict=True))
+    for name in ("invoke_fused_moe_kernel", "silu_and_mul", "moe_sum_reduce", "moe_sum_reduce_torch_compile"):
+        if not hasattr(fused_moe, name):
+            setattr(fused_moe, name, None)
+        around.replace(fused_moe, name, lambda *args, **kwargs: None)
+
+    def run(server: str) -> Any:
+        positional, keywords = calls[server]
+        return getattr(fused_moe, sequence)(*positional, **keywords)
+
+    return Skeleton(patched.model.layers[1], run, calls["stock"][0][0])
+
+
+def recorded(engine: Any, module: Any, function: str, models: list[Any]) -> list[Any]:
+    """Arguments of a function of the engine's in one decode step of each model."""
+    calls: list[Any] = []
+
+    def recording(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return original(*args, **kwargs)
+
+        return call
+
+    around = Patcher()
+    around.wrap(module, function, recording)
+    found = []
+    for model in models:
+        engine.generate(model, [[5, 6, 7, 8]], 1)
+        found.append(calls[-1])
+    around.undo()
+    return found
+
+
 def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
     from common.in_process import InProcess
-    from sglang_moe_patches.changes import output_buffer
-    from sglang_moe_patches.changes.output_buffer import lend
-    from sglang_moe_patches.patch import SELECT_VARIABLE, Patcher, look
+    from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
+    from sglang_moe_patches.patch import SELECT_VARIABLE, look
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
-    model_folder = work / "model"
-    make_model(model_folder, ModelSpec(layers=2, dense_layers=1))
+    started, folder = work / "started", work / "model"
+    make_model(started, ModelSpec(layers=2, dense_layers=1))
+    make_model(folder, ModelSpec(layers=2, dense_layers=1, top_k=3), quantized=options.runner != "triton")
     gpu: dict[str, Any] = {
         "device": "cuda",
         "attention_backend": "triton",
@@ -146,78 +237,68 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "disable_piecewise_cuda_graph": True,
     }
     os.environ[SELECT_VARIABLE] = "none"  # what is timed is put in and taken out below
-    engine = InProcess(model_folder, **(gpu if torch.cuda.is_available() else {}))
+    engine = InProcess(started, **(gpu if torch.cuda.is_available() else {}))
 
-    from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA, DeepseekV2DecoderLayer
 
-    change = output_buffer.CHANGE
-    plan = look(change)
-    install = plan.install
-    if install is None:
-        raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
+    changes = [output_buffer.CHANGE]
+    changes += [deferred_shared_experts.CHANGE, moe_workspace.CHANGE] if options.runner == "triton" else []
+    installs = []
+    for change in changes:
+        plan = look(change)
+        if plan.install is None:
+            raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
+        installs.append(plan.install)
+
+    def install(patcher: Patcher) -> None:
+        for one in installs:
+            one(patcher)
+
     patches, around = Patcher(), Patcher()
-    install(patches)
-    model = engine.load(model_folder)
-    patches.undo()
+    skeleton = (triton_skeleton if options.runner == "triton" else trtllm_skeleton)(engine, folder, install, around)
+    server = servers.SERVERS[0]
 
-    # One real call of the runner, to repeat.
-    calls: list[Any] = []
-    function = lend._RUNNER
-
-    def recorded(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append((args, kwargs))
-            return original(*args, **kwargs)
-
-        return call
-
-    around.wrap(runner, function, recorded)
-    engine.generate(model, [[5, 6, 7, 8]], 1)
-    around.undo()
-    (positional, keywords) = calls[-1]  # the decode step: one token
-    quantized = runner.quantize_hidden_states_fp4(positional[0].hidden_states, positional[1].w13_input_scale_quant)
-
-    import flashinfer.fused_moe
-
-    around.replace(runner, "quantize_hidden_states_fp4", lambda *args, **kwargs: quantized)
-    around.replace(flashinfer.fused_moe, "trtllm_fp4_block_scale_routed_moe", lambda **kwargs: [kwargs["output"]])
-
-    def skeleton(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
+    def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
         self.self_attn.forward()
-        return getattr(runner, function)(*positional, **keywords)
+        return skeleton.run(server)
 
-    around.replace(DeepseekV2DecoderLayer, "forward", skeleton)
+    around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
-    layer = model.model.layers[1]
-    hidden_states = torch.empty_like(positional[0].hidden_states)
+    hidden_states = torch.empty_like(skeleton.hidden_states)
     residual = torch.empty_like(hidden_states)
 
     def layers(name: str) -> float:
         """Microseconds of one layer's skeleton."""
+        nonlocal server
+        server = "patched" if name == "patched" else "stock"
         if name == "patched":
             install(patches)
         try:
             for _ in range(20):
-                given = layer.forward(None, hidden_states, None, residual).hidden_states
+                given = skeleton.layer.forward(None, hidden_states, None, residual)
             reused = given.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
-            started = time.thread_time()  # processor time: other programs' turns do not count
+            begin = time.thread_time()  # processor time: other programs' turns do not count
             for _ in range(options.steps):
-                layer.forward(None, hidden_states, None, residual)
-            return (time.thread_time() - started) / options.steps * 1e6
+                skeleton.layer.forward(None, hidden_states, None, residual)
+            return (time.thread_time() - begin) / options.steps * 1e6
         finally:
             patches.undo()
 
-    samples = timing.in_turn({name: partial(layers, name) for name in servers.SERVERS}, options.rounds, warm_up=0)
+    samples = timing.in_turn({name: partial(layers, name) for name in ASKED}, options.rounds, warm_up=0)
     around.undo()
-    differences = [patched - stock for stock, patched in zip(samples["stock"], samples["patched"], strict=True)]
-    low, median, high = statistics.quantiles(differences, n=4)
+
+    def added(name: str) -> dict[str, Any]:
+        differences = [other - stock for stock, other in zip(samples["stock"], samples[name], strict=True)]
+        low, median, high = statistics.quantiles(differences, n=4)
+        return {"added_us": median, "quartiles": [low, high]}
+
     return {
+        "runner": options.runner,
         "stock_us": statistics.median(samples["stock"]),
-        "added_us": median,
-        "quartiles": [low, high],
+        **added("patched"),
+        "control": added(timing.CONTROL),
         "rounds": options.rounds,
         "steps": options.steps,
     }
@@ -228,21 +309,28 @@ def host_tables(*results: output.Result) -> str:
     for result in results:
         found = result["figures"]
         low, high = found["quartiles"]
+        control = found.get("control")
         rows.append(
             (
                 result["conditions"]["machine"],
+                found.get("runner", "flashinfer_trtllm_routed"),
                 f"{found['stock_us']:.1f}",
                 f"{found['added_us']:+.1f}",
                 f"{low:.1f} .. {high:.1f} ({found['rounds']})",
+                f"{control['added_us']:+.1f}" if control else "",
             )
         )
-    return output.table(("microseconds of host time per MoE layer", "stock", "added", "quartiles (rounds)"), rows)
+    header = ("microseconds of host time per MoE layer", "runner", "stock", "added", "quartiles (rounds)")
+    return output.table((*header, "stock again"), rows, left=2)
 
 
 def main() -> int:
     parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
     parser.add_argument("what", choices=["servers", "host"])
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
+    parser.add_argument(
+        "--runner", choices=["flashinfer_trtllm_routed", "triton"], default="flashinfer_trtllm_routed", help="(host)"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
     parser.add_argument(
         "--modes", type=output.choice_of(MODES), default=list(MODES), help=f"of {','.join(MODES)} (servers)"

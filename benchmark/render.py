@@ -75,7 +75,7 @@ TRITON_SERVERS = tuple(
         *("glm-4.5", "glm-4.5-0.5.17"),
     )
 )
-HOSTS = ("overhead-host-h200", "overhead-host-cpu")
+HOSTS = ("overhead-host-cpu", "overhead-host-triton-cpu")
 SECTIONS = {
     "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
     "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
@@ -87,6 +87,7 @@ SECTIONS = {
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
     "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
+    "overhead-host-h200": one("overhead-host-h200", overhead.host_tables),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "mori-rows": one("mori-rows", mori_rows.tables),
     "mori-kernel": one("mori-kernel", mori_rows.kernel_tables),

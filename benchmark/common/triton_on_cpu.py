@@ -1,0 +1,68 @@
+"""The engine's Triton runner where there is no GPU: everything but its kernels is the engine's own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+def triton_runner(monkeypatch: Any) -> None:
+    """The engine's Triton runner on the CPU: its own sequence, with its GEMM and its CUDA functions in plain PyTorch.
+
+    Sums are in float64, so that a slice of columns has the bits of the whole.
+
+    :param monkeypatch: pytest's ``MonkeyPatch``, which undoes it.
+    """
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang_moe_patches.kernels import moe_sum
+
+    def gemm(*arguments: Any, **kwargs: Any) -> None:
+        rows, weights, _, output, _, _, _, topk_weights, topk_ids, _, _, _, weighted, top_k = arguments[:14]
+        rows = rows.repeat_interleave(top_k, 0) if top_k > 1 else rows[: topk_ids.numel()]
+        into = output.view(-1, output.shape[-1])
+        for expert in range(len(weights)):
+            mine = topk_ids.view(-1) == expert
+            product = rows[mine].double() @ weights[expert].double().T
+            if weighted:
+                product *= topk_weights.view(-1, 1)[mine]
+            into[mine] = product.to(into.dtype)
+
+    def silu_and_mul(x: Any, out: Any, **how: Any) -> None:
+        gate, up = x.double().chunk(2, dim=-1)
+        out.copy_((torch.nn.functional.silu(gate) * up).to(out.dtype))
+
+    def run(self: Any, layer: Any, dispatch_output: Any, *rest: Any) -> Any:
+        weights = TritonMoeQuantInfo(w13_weight=layer.w13_weight, w2_weight=layer.w2_weight)
+        with monkeypatch.context() as patch:  # not before: changes look at what is there
+            patch.setattr(fused_moe, "invoke_fused_moe_kernel", gemm)
+            patch.setattr(fused_moe, "moe_sum_reduce", moe_sum.moe_sum_torch, raising=False)
+            return self.runner.run(dispatch_output, weights)
+
+    def prepare(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return ({"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16}, *tiles)
+
+    def fused_experts(
+        hidden_states: Any, w1: Any, w2: Any, topk_output: Any, moe_runner_config: Any, **kwargs: Any
+    ) -> Any:
+        """Without the operators in between, which are registered for GPUs."""
+        return fused_moe.fused_experts_impl(
+            *(hidden_states, w1, w2, topk_output[0], topk_output[1]),
+            inplace=moe_runner_config.inplace,
+            routed_scaling_factor=moe_runner_config.routed_scaling_factor,
+            filter_expert=False,
+        )
+
+    # As many as this release unpacks: the second GEMM's configuration, flags for TMA, and the tiles.
+    unpacked = inspect.getsource(fused_moe.fused_experts_impl).split(") = _prepare_fused_moe_run(")[0].rsplit("(", 1)[1]
+    names = [name.strip() for name in unpacked.split(",") if name.strip()]
+    tiles = [False if "tma" in name else None for name in names[1:]]
+    monkeypatch.setattr(fused_moe, "fused_experts", fused_experts)
+    monkeypatch.setattr(fused_moe, "_is_cuda", True)
+    monkeypatch.setattr(fused_moe, "_prepare_fused_moe_run", prepare)
+    monkeypatch.setattr(fused_moe, "silu_and_mul", silu_and_mul, raising=False)
+    monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", run)
