@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_moe_patches import engine, handoff
+from sglang_moe_patches import engine, handoff, runners
 from sglang_moe_patches.handoff import Channel, is_whole, shares_storage
 from sglang_moe_patches.patch import Patcher
 
@@ -30,6 +30,10 @@ ENGINE_OFFER = "moe_output_buffer_ctx"
 _BASE = "sglang.srt.layers.moe.moe_runner.base"
 _KNOWN = "_moe_patches_knows_the_input"
 _OFFERS = "_moe_patches_offers_its_input"
+_LEAST = "_moe_patches_least_bytes_of_its_input"
+SMALLEST_SCRATCH_BYTES = 1 << 20
+"""Of the input of a layer whose runner takes it as scratch memory for large batches alone: a decode's is smaller, and
+what the runner makes of one so small is far below what moe-workspace acts on, gathered from many ranks, too."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,9 @@ def _make_layer_forward(
 
     @functools.wraps(original)
     def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_compiling() or (
+            not engine_offers and getattr(hidden_states, "nbytes", 0) < getattr(self, _LEAST, 0)  # nobody would take it
+        ):
             return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
         residual = residual_of(forward_batch, *args, **kwargs)
         if (
@@ -251,8 +257,14 @@ def _make_model_init(original: Callable[..., None], loop: Any, layers: dict[Any,
             if experts is not None:
                 setattr(layer, _KNOWN, True)
                 setattr(layer, _OFFERS, known not in engine_offers or experts.moe_runner_config.inplace)
+                setattr(layer, _LEAST, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
 
     return __init__
+
+
+def _is_triton_in_place(experts: Any) -> bool:
+    config = getattr(experts, "moe_runner_config", None)
+    return config is not None and bool(config.inplace) and runners.runner_of(experts) == "triton"
 
 
 def _make_engine_offer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ def runner_of(experts: Any) -> str | None:
     """
     from sglang.srt.layers.moe import get_moe_runner_backend
 
-    method, scheme = experts.quant_method, getattr(experts, "scheme", None)
+    method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
         if runner is not None:

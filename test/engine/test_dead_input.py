@@ -204,6 +204,7 @@ def triton(engine, monkeypatch):
     triton_runner(monkeypatch)
     for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("ALIGNMENT", 64)):
         monkeypatch.setattr(columns, name, value)
+    monkeypatch.setattr(dead_input, "SMALLEST_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield
 

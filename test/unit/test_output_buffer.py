@@ -234,11 +234,11 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
 
 class Layer:
-    def __init__(self, inplace=None):
+    def __init__(self, inplace=None, runner=None):
         """A MoE layer whose runner is in place or not, or a dense one."""
-        config = SimpleNamespace(inplace=inplace)
-        experts = {} if inplace is None else {"experts": SimpleNamespace(moe_runner_config=config)}
-        self.mlp = SimpleNamespace(**experts)
+        method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
+        experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method)
+        self.mlp = SimpleNamespace(**({} if inplace is None else {"experts": experts}))
 
     def forward(self):
         """Rebinds its input."""
@@ -284,6 +284,13 @@ def test_a_model_or_layer_that_was_not_looked_at_offers_nothing():
     assert marked(Stack, [Layer(True), OtherLayer(True)])[0] == [False, False]
 
 
+def test_only_triton_in_place_has_no_use_for_a_small_input():
+    layers = [Layer(True), Layer(True), Layer(True, "triton"), Layer(False, "triton"), Layer(True, "marlin")]
+    marked(Stack, layers)
+    least = [getattr(layer, dead_input._LEAST) for layer in layers[1:]]
+    assert least == [0, dead_input.SMALLEST_SCRATCH_BYTES, 0, 0]
+
+
 class Layers:
     """Runs a layer's wrapped forward once, and says what was on offer meanwhile, by us and by the engine."""
 
@@ -320,6 +327,10 @@ def test_a_layer_offers_its_input_where_it_is_dead():
     assert not run.offers(layer, idle=True)[0]
     assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])[0]
     assert not run.offers(layer, hidden=torch.empty(3, 2).T)[0]
+    setattr(layer, dead_input._LEAST, 2 * 3 * 4)
+    assert run.offers(layer)[0]
+    setattr(layer, dead_input._LEAST, 2 * 3 * 4 + 1)
+    assert not run.offers(layer)[0]
     assert not run.offers(a_layer(known=True))[0]
 
 
