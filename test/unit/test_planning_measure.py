@@ -65,15 +65,24 @@ def test_a_phase_is_named_with_the_rank_that_needed_most() -> None:
     one, other = process(), process()
     other[5]["gpu"] = 4
     other[-1] = forward(memory(20, 72, 77, 76), memory(15, 72, 80, 79))
-    found = measure.phase_need("p", True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other})
+    found = measure.phase_need("p", lambda forward: False, True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other})
     assert (found.rank, found.tensors, found.lowest_free) == ("GPU 4", 7 * GB, 15 * GB)
     assert found.grown == 10 * GB
+
+
+def test_the_batch_that_a_phase_is_about_is_told_of_not_a_larger_one() -> None:
+    events = process()
+    decode = {**forward(memory(20, 72, 72, 76), memory(20, 72, 73, 76)), "mode": "DECODE", "tokens": 1, "requests": 1}
+    larger = {**forward(memory(20, 72, 72, 76), memory(20, 72, 73, 76)), "mode": "EXTEND", "tokens": 64, "requests": 8}
+    during = {"1": [larger, decode]}
+    found = measure.phase_need("p", lambda seen: seen["mode"] == "DECODE", True, during, {"1": events})
+    assert found.largest == "DECODE: 1 token, 1 request"
 
 
 def test_what_came_before_a_phase_is_not_its_need() -> None:
     events = process()
     events[-1]["before"]["peak"] = 90 * GB
-    assert measure.phase_need("p", True, {"1": events[-1:]}, {"1": events}).tensors == 2 * GB
+    assert measure.phase_need("p", lambda forward: False, True, {"1": events[-1:]}, {"1": events}).tensors == 2 * GB
 
 
 def test_what_the_fraction_is_of_is_the_smallest_of_the_ranks() -> None:

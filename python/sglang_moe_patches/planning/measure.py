@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -205,10 +205,15 @@ def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
 
 
 def phase_need(
-    name: str, seen: bool, during: Mapping[str, Sequence[Event]], processes: Mapping[str, Sequence[Event]]
+    name: str,
+    met: Callable[[Event], bool],
+    seen: bool,
+    during: Mapping[str, Sequence[Event]],
+    processes: Mapping[str, Sequence[Event]],
 ) -> PhaseNeed:
     """What a phase needed on its worst rank.
 
+    :param met: whether a forward was the batch that the phase is about: it is the one that is told of.
     :param during: the events of the phase.
     :param processes: all events until its end.
     """
@@ -219,7 +224,7 @@ def phase_need(
         if not ready or not readings:
             continue
         at = ready[0]["memory"]
-        largest = max(of_kind(events, "forward"), key=lambda e: (e["tokens"], e["requests"]), default=None)
+        largest = max(of_kind(events, "forward"), key=lambda e: (met(e), e["tokens"], e["requests"]), default=None)
         found.append(
             PhaseNeed(
                 name=name,
@@ -240,4 +245,5 @@ def phase_need(
 def described(forward: Event) -> str:
     """A batch in words."""
     prefix = f", {forward['prefix']:,} of prefix" if forward["prefix"] else ""
-    return f"{forward['mode']}: {forward['tokens']:,} tokens, {forward['requests']:,} requests{prefix}"
+    counted = (f"{forward[name]:,} {name.removesuffix('s' * (forward[name] == 1))}" for name in ("tokens", "requests"))
+    return f"{forward['mode']}: {', '.join(counted)}{prefix}"

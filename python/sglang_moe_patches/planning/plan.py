@@ -335,7 +335,7 @@ class Session:
             add(outcome.events)
             if reason := measure.failure(processes):
                 raise CannotPlan(f"the {name} server: {reason}")
-            needs.append(measure.phase_need(phase.name, outcome.seen, outcome.events, processes))
+            needs.append(measure.phase_need(phase.name, phase.bound.met, outcome.seen, outcome.events, processes))
             if not outcome.seen:
                 said = f" ({outcome.said})" if outcome.said else ""
                 missing.append(f"{phase.name}: seen at most {needs[-1].largest or 'nothing'}{said}")
