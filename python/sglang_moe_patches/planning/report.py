@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Rank
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
-from sglang_moe_patches.regression import report as pages
+from sglang_moe_patches.regression import pages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,12 +188,11 @@ def plot(shown: Iterable[tuple[str, Rank]], reserve: float) -> str:
 
     :param reserve: bytes that the engine sets aside by its rule, marked in the lower plot.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
     title = "Memory of the worst GPU"
     rows = list(shown)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
+    with pages.drawing(title):
         figure = Figure(figsize=(9.2, 2.4 + 1.1 * len(rows)), layout="constrained")
         whole, rest = figure.subplots(2)
         _bars(whole, rows, PARTS)
@@ -231,18 +229,11 @@ def _before(rank: Rank, parts: Iterable[tuple[str, str, str]]) -> float:
 
 def render_html(plan: Plan) -> str:
     """The whole page, with nothing to load from elsewhere."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     shown = bars(plan)
-    return environment.get_template("plan.html.j2").render(
+    return pages.render(
+        Path(__file__).with_name("plan.html.j2"),
         plan=plan,
         verdict=verdict(plan),
         kind={0: "fine", 1: "worse", 2: "open"}[plan.exit_code],
@@ -263,20 +254,13 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _json(plan: Plan) -> str:
-    return json.dumps(to_dict(plan), indent=2) + "\n"
-
-
 def write(plan: Plan, directory: Path) -> Path:
     """Write plan.json and plan.html.
 
     :param directory: created if need be; an earlier plan there is replaced.
     :returns: the path of plan.html.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    pages.replace({"plan.json": json.dumps(to_dict(plan), indent=2) + "\n"}, directory)
     # The page last: one that cannot be drawn loses no figure.
-    for name, content in (("plan.json", _json), ("plan.html", render_html)):
-        partial = directory / f".{name}.{os.getpid()}.tmp"
-        partial.write_text(content(plan))
-        partial.replace(directory / name)
+    pages.replace({"plan.html": render_html(plan)}, directory)
     return directory / "plan.html"

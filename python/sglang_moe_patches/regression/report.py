@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_patches.regression import pages
 from sglang_moe_patches.regression.compare import Answer, Comparison, Run, smallest_sample
 
 if TYPE_CHECKING:
@@ -280,11 +278,9 @@ def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[fl
     :param text: what stands beside a bar, from its value.
     :param options: ``intervals``, [(low, high), (low, high)] of the single group; ``limit``, the end of the axis.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
-    # Text stays text, in the page's font. The salt keeps ids apart between the SVGs of one page, and stable.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}):
+    with pages.drawing(title):
         figure = Figure(figsize=(5.6, 0.75 + 0.72 * len(groups)), layout="constrained")
         axes = figure.subplots()
         limit = options.get("limit") or 1.4 * max((max(pair[1:]) for pair in groups), default=0) or 1.0
@@ -306,21 +302,7 @@ def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[fl
         axes.set_xticks([])
         axes.tick_params(length=0)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-        return svg(figure, title)
-
-
-def svg(figure: Any, title: str) -> str:
-    """A figure as an SVG element of a page, its text in the page's font. Call it within its ``rc_context``."""
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
-    text = buffer.getvalue()
-    # Without the XML declaration and document type, which have no place inside HTML, and without the names of groups,
-    # which nothing refers to and which are the same in every plot.
-    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace(
-        "<svg", f'<svg role="img" aria-label="{title}"', 1
-    )
+        return pages.svg(figure, title)
 
 
 def _plots(comparison: Comparison) -> list[tuple[str, str]]:
@@ -400,18 +382,10 @@ def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
 
 def render_html(comparison: Comparison) -> str:
     """The whole page, with nothing to load from elsewhere."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    # Answers are whatever a model says: everything is escaped unless it is marked as ours.
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
+    return pages.render(
+        Path(__file__).with_name("report.html.j2"),
         verdict=verdict(comparison),
         summary=summary(comparison),
         comparison=comparison,
@@ -433,20 +407,9 @@ def write(comparison: Comparison, directory: Path) -> Path:
     :returns: the path of report.html.
     :raises OSError: the directory cannot be written.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     contents = {
         "report.json": json.dumps(comparison.to_dict(), indent=2) + "\n",
         "report.html": render_html(comparison),
     }
-    partial = {name: directory / f".{name}.{os.getpid()}.tmp" for name in contents}
-    try:
-        for name, content in contents.items():
-            # A model can say half a surrogate pair, which UTF-8 cannot.
-            partial[name].write_bytes(content.encode("utf-8", "backslashreplace"))
-        for name, path in partial.items():
-            os.replace(path, directory / name)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    pages.replace(contents, directory)
     return directory / "report.html"

@@ -1,0 +1,74 @@
+"""Pages that are read in a browser, with nothing to load from elsewhere: their template, their plots, their files."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+
+def render(template: Path, **values: Any) -> str:
+    """A page.
+
+    :param template: extends ``page.html.j2``, which is beside this module.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # Answers are whatever a model says: everything is escaped unless it is marked as ours.
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template.name).render(**values)
+
+
+def drawing(title: str) -> AbstractContextManager[None]:
+    """Within the block, a figure can become an element of a page (:func:`svg`)."""
+    import matplotlib
+
+    # Text stays text, in the page's font. The salt keeps ids apart between the SVGs of one page, and stable.
+    context: AbstractContextManager[None] = matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}
+    )
+    return context
+
+
+def svg(figure: Any, title: str) -> str:
+    """A figure as an SVG element of a page. Call it within :func:`drawing`."""
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
+    text = buffer.getvalue()
+    # Without the XML declaration and document type, which have no place inside HTML, and without the names of groups,
+    # which nothing refers to and which are the same in every plot.
+    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace(
+        "<svg", f'<svg role="img" aria-label="{title}"', 1
+    )
+
+
+def replace(contents: Mapping[str, str], directory: Path) -> None:
+    """Write files, each whole or not at all, and none before all could be written.
+
+    :param contents: by file name; what is there already is replaced.
+    :param directory: created if need be.
+    :raises OSError: the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = {name: directory / f".{name}.{os.getpid()}.tmp" for name in contents}
+    try:
+        for name, content in contents.items():
+            # A model can say half a surrogate pair, which UTF-8 cannot.
+            partial[name].write_bytes(content.encode("utf-8", "backslashreplace"))
+        for name, path in partial.items():
+            os.replace(path, directory / name)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
