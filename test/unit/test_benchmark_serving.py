@@ -29,13 +29,18 @@ def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, runner):
     }
 
 
+def gate_and_up(made: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What one expert's first two projections consist of, by name."""
+    expert = {name.rsplit("experts.7.")[-1]: t for name, t in made.items() if "layers.3.mlp.experts.7." in name}
+    return {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name}
+
+
 def test_awq_experts_are_packed_as_the_engine_reads_them(tmp_path):
     """AWQ's layout: [in, out / 8] int32, scales and zero points by groups of 128 of the inputs."""
     served = weights.Served(TINY, runner="marlin")
     config = weights.config(served)
     made = dict(weights.tensors(config, torch.device("cpu")))
-    expert = {name.rsplit("experts.7.")[-1]: t for name, t in made.items() if "layers.3.mlp.experts.7." in name}
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name} == {
+    assert gate_and_up(made) == {
         f"{part}_proj.{kind}": (dtype, shape)
         for part in ("gate", "up")
         for kind, dtype, shape in (
@@ -55,8 +60,7 @@ def test_fp8_experts_have_a_scale_for_each_block():
     """As DeepSeek-V3's checkpoint: e4m3 weights, float32 scales of 128 x 128 blocks, everything else as it is."""
     config = weights.config(weights.Served(TINY, runner="triton", fp8=True))
     made = dict(weights.tensors(config, torch.device("cpu")))
-    expert = {name.rsplit("experts.7.")[-1]: t for name, t in made.items() if "layers.3.mlp.experts.7." in name}
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name} == {
+    assert gate_and_up(made) == {
         f"{part}_proj.{kind}": (dtype, shape)
         for part in ("gate", "up")
         for kind, dtype, shape in (

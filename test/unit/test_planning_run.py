@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
-import psutil
 import pytest
-from sglang_moe_patches import cli
 from sglang_moe_patches.planning import load, plan
+from standins import Command
 
 STANDIN = Path(__file__).parent / "standin_plan"
 GPU = """
@@ -25,59 +23,26 @@ cli.main()
 """
 
 
-class Given:
-    """A model, a place for the report, and the stand-in on PYTHONPATH."""
-
+class Given(Command):
     def __init__(self, tmp_path: Path) -> None:
-        self.marker = uuid.uuid4().hex
-        self.folder, self.output = tmp_path, tmp_path / "report"
-        model = tmp_path / "model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        self.arguments = ["plan", "--model", str(model), "--output", str(self.output)]
-
-    def environment(self, *wrong: str) -> dict[str, str]:
-        return {
-            "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "STANDIN_FOLDER": str(self.folder),
-            "STANDIN": ",".join(wrong),
-            "MARKER": self.marker,
-        }
+        super().__init__("plan", STANDIN, tmp_path, tmp_path)
 
     def here(self, monkeypatch, *more: str, wrong: tuple[str, ...] = ()) -> int:
         """The exit code of the command in this process."""
-        for name, value in self.environment(*wrong).items():
-            monkeypatch.setenv(name, value)
         monkeypatch.setattr(plan.machine, "has_gpu", lambda: True)
         monkeypatch.setattr(plan.gpu, "used_mib", dict)
         monkeypatch.setattr(load, "ENDING_S", 1.0)
-        monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.arguments, *more])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code)
+        return self.run_here(monkeypatch, *more, wrong=wrong)
 
     def written(self) -> dict:
         return json.loads((self.output / "plan.json").read_text())
-
-    def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("MARKER") == self.marker and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.AccessDenied, psutil.NoSuchProcess):
-                continue
-        return [process for process in found if process.pid != os.getpid()]
 
 
 @pytest.fixture
 def given(tmp_path):
     given = Given(tmp_path)
-    yield given
-    left = given.processes()
-    for process in left:
-        process.kill()
-    assert left == []
+    with given.nothing_left():
+        yield given
 
 
 def values(server: dict) -> list[float | None]:

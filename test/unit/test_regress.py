@@ -9,45 +9,33 @@ import ssl
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import psutil
 import pytest
-from sglang_moe_patches import cli
 from sglang_moe_patches.regression import gpu, keeper, report
 from sglang_moe_patches.regression.interrupts import SIGNALS
 from sglang_moe_patches.regression.server import Server
+from standins import Command
 
 STANDIN = Path(__file__).parent / "standin"
 FAMILY = 5
 """Processes of a running stand-in: keeper, server, worker and daemon, and ``regress``."""
 
 
-class Given:
-    """A model, questions and a place for the report, and the stand-in on PYTHONPATH."""
+class Given(Command):
+    """Its questions, too."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.folder = tmp_path / "events"
-        self.folder.mkdir()
-        self.marker = uuid.uuid4().hex
-        self.output = tmp_path / "report"
-        model = tmp_path / "model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        data = tmp_path / "test.jsonl"
+        events, data = tmp_path / "events", tmp_path / "test.jsonl"
+        events.mkdir()
+        super().__init__("regress", STANDIN, tmp_path, events)
         data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(6)))
-        self.arguments = ["regress", "--model", str(model), "--data-path", str(data), "--num-questions", "6"]
-        self.arguments += ["--output", str(self.output)]
+        self.arguments += ["--data-path", str(data), "--num-questions", "6"]
 
     def environment(self, *wrong: str) -> dict[str, str]:
-        return {
-            "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "STANDIN_FOLDER": str(self.folder),
-            "STANDIN": ",".join(wrong),
-            "MARKER": self.marker,
-            "HTTP_PROXY": "http://127.0.0.1:9",  # where nobody listens: not for this machine's own servers
-        }
+        # Where nobody listens: the proxy is not for this machine's own servers.
+        return {**super().environment(*wrong), "HTTP_PROXY": "http://127.0.0.1:9"}
 
     def start(self, *wrong: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -60,22 +48,7 @@ class Given:
 
     def here(self, monkeypatch, *wrong: str, more: tuple[str, ...] = ()) -> int:
         """The exit code of the command in this process."""
-        for name, value in self.environment(*wrong).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.arguments, *more])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code)
-
-    def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("MARKER") == self.marker and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.AccessDenied, psutil.NoSuchProcess):
-                continue
-        return [process for process in found if process.pid != os.getpid()]
+        return self.run_here(monkeypatch, *more, wrong=wrong)
 
     def happened(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -84,11 +57,8 @@ class Given:
 @pytest.fixture
 def given(tmp_path):
     given = Given(tmp_path)
-    yield given
-    left = given.processes()
-    for process in left:
-        process.kill()
-    assert left == []
+    with given.nothing_left():
+        yield given
 
 
 def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
