@@ -41,22 +41,32 @@ LINE_POINTS = 150
 MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", "minimax_m2.py")
 
 
-def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
-    """What stock and patched should need, by the sizes alone."""
-    fusion = "--disable-shared-experts-fusion" not in options.server_arguments and environment.has_gpu()
+def by_sizes(
+    served: weights.Served, server: str, tokens: int, *, tp: int = 1, workspace_mb: int = 0, fusion: bool = True
+) -> prediction.Prediction:
+    """What a server should need, by the sizes alone.
+
+    :param server: ``stock`` or ``patched``.
+    :param fusion: whether the engine may run shared experts as routed ones.
+    """
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
-    rank = model.per_rank(Layout(tp=options.tp))
+    return prediction.predicted(
+        model,
+        model.per_rank(Layout(tp=tp)),
+        served.runner,
+        tokens,
+        patched=server == "patched",
+        workspace=workspace_mb * 2**20,
+        quantization=served.quantization,
+    )
+
+
+def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
+    """What stock and patched should need, as a result keeps it."""
+    fusion = "--disable-shared-experts-fusion" not in options.server_arguments and environment.has_gpu()
     found = {}
     for name in servers.SERVERS:
-        made = prediction.predicted(
-            model,
-            rank,
-            served.runner,
-            options.tokens,
-            patched=name == "patched",
-            workspace=options.workspace_mb * 2**20,
-            quantization=served.quantization,
-        )
+        made = by_sizes(served, name, options.tokens, tp=options.tp, workspace_mb=options.workspace_mb, fusion=fusion)
         found[name] = asdict(made) | {"live_at_kernel_bytes": made.live, "peak_forward_bytes": made.peak}
     return found
 
@@ -232,20 +242,15 @@ def summary(results: list[output.Result]) -> str:
     return output.table((*header, "difference", "peak of the forward: stock", "patched", "difference"), rows, left=3)
 
 
-def by_sizes(result: output.Result, server: str) -> prediction.Prediction:
+def of_result(result: output.Result, server: str) -> prediction.Prediction:
     """What a server of a result should have needed, by the prediction of today."""
     found = result["figures"]
-    runner = found["served"].get("runner", "flashinfer_trtllm_routed")
-    model = prediction.as_the_engine_runs(MODELS[found["model"]].shard(found.get("shard", 1)), runner)
-    return prediction.predicted(
-        model,
-        model.per_rank(Layout(tp=found["tp"])),
-        runner,
-        found["tokens"],
-        patched=server == "patched",
-        workspace=found["workspace_mb"] * 2**20,
-        quantization="fp8" if found["served"].get("fp8") else None,
+    kept = found["served"]
+    runner = kept.get("runner", "flashinfer_trtllm_routed")
+    served = weights.Served(
+        MODELS[found["model"]].shard(found.get("shard", 1)), runner=runner, fp8=kept.get("fp8", False)
     )
+    return by_sizes(served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"])
 
 
 def against_sizes(results: list[output.Result]) -> str:
@@ -255,7 +260,7 @@ def against_sizes(results: list[output.Result]) -> str:
         found = result["figures"]
         cells = []
         for server in servers.SERVERS:
-            predicted = by_sizes(result, server)
+            predicted = of_result(result, server)
             cells += [in_mb(predicted.peak), in_mb(found["memory"][server]["peak_forward_bytes"]), predicted.where]
         experts = "FP8" if found["served"].get("fp8") else "BF16"
         rows.append((found["model"], experts, *cells))
@@ -268,12 +273,8 @@ def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> s
     rows = []
     for name in ("kimi-k2.5", "deepseek-v3", "glm-4.5", "qwen3-235b", "minimax-m2"):
         for runner in weights.RUNNERS:
-            model = prediction.as_the_engine_runs(MODELS[name], runner)
-            rank = model.per_rank(Layout(tp=tp))
-            both = [
-                prediction.predicted(model, rank, runner, tokens, patched=patched, workspace=workspace_mb * 2**20)
-                for patched in (False, True)
-            ]
+            served = weights.Served(MODELS[name], runner=runner)
+            both = [by_sizes(served, server, tokens, tp=tp, workspace_mb=workspace_mb) for server in servers.SERVERS]
             figures = [f"{value / MB:,.0f}" for value in (*(one.live for one in both), *(one.peak for one in both))]
             rows.append((name, runner, *figures, both[1].where))
     header = ("MB, widths", "runner", "live when the runner starts: stock", "patched", "peak of a forward: stock")

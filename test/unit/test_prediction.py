@@ -22,7 +22,7 @@ def test_a_forwards_memory_was_as_its_sizes_say(name):
     found = result["figures"]
     for server, figures in found["memory"].items():
         if server == "patched" or result["conditions"]["engine"] in WITHOUT_BUFFER:
-            predicted = peak_memory.by_sizes(result, server)
+            predicted = peak_memory.of_result(result, server)
             assert predicted.live == pytest.approx(figures["live_at_kernel_bytes"], rel=0.012), server
             assert predicted.peak == pytest.approx(figures["peak_forward_bytes"], rel=0.012), server
 
