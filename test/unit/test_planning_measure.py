@@ -14,7 +14,7 @@ from planning_events import GB, TOTAL, forward, memory, process
 from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
 from sglang_moe_patches.planning.load import Bound, Configuration
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
-from sglang_moe_patches.planning.result import MB
+from sglang_moe_patches.planning.result import MB, Recommendation
 
 CONFIGURATION = Configuration(
     chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
@@ -284,6 +284,20 @@ def test_only_the_server_with_the_value_to_recommend_is_verified() -> None:
         for trial, settled in zip(trials[1:], servers.settled[1:], strict=True):
             assert settled == (abs(trial.fraction - values[trial.logprobs_driven]) < need.STEP / 2)
         assert not servers.settled[0]
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "before_margin"),
+    [(True, 3 * GB, 0.96), (True, GB // 2, 0.955), (True, 0, 0.95), (False, 0, 0.949)],
+)
+def test_without_its_margin_a_plan_counts_what_the_verification_needed(
+    held: bool, free: int, before_margin: float
+) -> None:
+    value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
+    found = plan.after(value, verify.Verified(held, lowest_free={"GPU 0": 5 * GB, "GPU 1": free}), 100 * GB)
+    assert found.verified is not None
+    assert found.verified.held is held
+    assert found.before_margin == pytest.approx(before_margin)
 
 
 class Deaf:

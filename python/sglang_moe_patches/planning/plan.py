@@ -215,7 +215,7 @@ class Session:
         kinds = (False, True) if self.goal.logprobs else (False,)
         found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
         if self.goal.verify_s:
-            found = [replace(each, verified=self._verification(name, each, trials)) for each in found]
+            found = [after(each, self._verification(name, each, trials), trials[-1].before_load) for each in found]
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials, self.environment)))
 
     @contextmanager
@@ -467,6 +467,18 @@ def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Se
             ["python", "-m", "sglang.launch_server", *given, "--mem-fraction-static", f"{fraction:.3f}"]
         ),
     )
+
+
+def after(value: Recommendation, verified: Verified | None, before_load: int) -> Recommendation:
+    """The recommendation with its verification, whose load may have needed more than the one that it was planned with.
+
+    :param before_load: bytes, what the fraction is of.
+    """
+    if verified is None or value.fraction is None:
+        return value
+    free = min(verified.lowest_free.values(), default=0) if verified.held else None
+    known = need.down(need.Trial(value.fraction, before_load, free).bound(0))
+    return replace(value, verified=verified, before_margin=min(value.before_margin, known))
 
 
 WORTH = 256 * MB

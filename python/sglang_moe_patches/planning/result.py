@@ -17,7 +17,7 @@ class Recommendation:
 
     :param fraction: ``--mem-fraction-static``; ``None``: none was found that fits.
     :param ceiling: no higher one can fit by what was measured.
-    :param before_margin: the same without a margin.
+    :param before_margin: the same without a margin, by the verification's load, too.
     :param tokens: of the KV cache that it gives.
     :param requests_at_context: how many requests of the model's context length that holds.
     :param command: to paste.
