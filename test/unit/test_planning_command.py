@@ -165,7 +165,7 @@ def found(**verified) -> Plan:
         "patched", 0.8, 99 * GB, 1_000_000, 40 * GB, context=10_000, lowest_free=19 * GB, ranks=(rank,), phases=phases,
         not_driven=("images: they are not sent",),
     )  # fmt: skip
-    held = Verified(**verified) if verified else None
+    held = Verified(fraction=0.95, **verified) if verified else None
     value = Recommendation(False, 0.95, 0.952, 1_300_000, 130.0, "python -m sglang.launch_server <b>", held)
     none = Recommendation(True, None, 0.7)
     servers = (ServerPlan("patched", (first,), (value, none), ("--max-running-requests: 1",)),)

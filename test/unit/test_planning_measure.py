@@ -213,7 +213,7 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configu
         assert prompts
         assert all(0 < len(prompt) <= c.input_tokens for prompt in prompts)
         # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
-        if phase.bound.requests <= 1:
+        if phase.bound.requests <= 1 and not phase.in_turn and phase.name != load.VARIED_LENGTHS:
             assert sum(map(len, prompts)) <= c.cache_tokens
 
 
@@ -253,7 +253,7 @@ class Servers:
         self.needed, self.logprobs = needed, logprobs
         self.started: list[tuple[float | None, bool]] = []
 
-    def measure(self, fraction: float | None, logprobs: bool, settled: Any) -> Measured:
+    def measure(self, fraction: float | None, logprobs: bool) -> Measured:
         self.started.append((fraction, logprobs))
         at = 0.8 if fraction is None else fraction
         left = 100 * GB * (1 - at) - self.needed * GB
@@ -267,23 +267,33 @@ class Servers:
         return Measured(**{**vars(found), **values, "ran_out": load.LOGPROBS if logprobs and more < 0 else ""})
 
 
-def test_only_the_server_with_the_value_to_recommend_is_verified() -> None:
-    class Asking(Servers):
-        settled: list[bool]
+def verified(fraction: float, *, held: bool = True, logprobs: bool = False, free: float = 1) -> Measured:
+    """A server that was verified and then driven."""
+    found = verify.Verified(held, fraction, lowest_free={"GPU 0": round(free * GB)})
+    more: dict[str, Any] = {"logprobs_driven": True, "logprobs_free": GB} if logprobs else {}
+    return Measured("stock", fraction, 100 * GB, 1000, GB, lowest_free=round(free * GB), verified=found, **more)
 
-        def measure(self, fraction: float | None, logprobs: bool, settled: Any) -> Measured:
-            found = super().measure(fraction, logprobs, settled)
-            self.settled.append(settled(found))
-            return found
 
-    for needed in (3, 19.5):  # with the second, prompt log-probabilities end the first two servers
-        servers = Asking(needed, 10)
-        servers.settled = []
-        trials = plan.search(servers.measure, plan.Goal(1000 * MB))
-        values = {kind: plan.recommend(trials, 1000 * MB, kind, []).fraction for kind in (False, True)}
-        for trial, settled in zip(trials[1:], servers.settled[1:], strict=True):
-            assert settled == (abs(trial.fraction - values[trial.logprobs_driven]) < need.STEP / 2)
-        assert not servers.settled[0]
+def test_a_value_is_verified_by_a_server_that_held_with_it_or_a_higher_one(monkeypatch) -> None:
+    alone = verify.Verified(True, 0.95)
+    monkeypatch.setattr(plan.Session, "verify", lambda *args: alone)
+    session, value = plan.Session.__new__(plan.Session), Recommendation(False, 0.95, 0.96)
+    for trials, used in (
+        ([verified(0.96), verified(0.951)], 1),
+        ([verified(0.96), verified(0.95, held=False)], 1),  # what did not hold with the value itself is not tried again
+        ([verified(0.96, held=False), verified(0.949)], None),
+        ([verified(0.96, logprobs=True)], None),
+    ):
+        found = session._verification("stock", value, trials)
+        assert found is (alone if used is None else trials[used].verified)
+    assert session._verification("stock", Recommendation(True, None, 0.9), [verified(0.96)]) is None
+
+
+def test_a_verification_with_prompt_logprobs_says_nothing_of_the_need_without() -> None:
+    trials = [verified(0.8, free=15), verified(0.85, logprobs=True, free=0.5)]
+    assert plan.recommend(trials, 1000 * MB, False, []).fraction == pytest.approx(0.8)
+    assert plan.recommend(trials, 1000 * MB, False, []).ceiling == pytest.approx(0.94)
+    assert plan.recommend(trials, 1000 * MB, True, []).fraction == pytest.approx(0.85)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +304,7 @@ def test_without_its_margin_a_plan_counts_what_the_verification_needed(
     held: bool, free: int, before_margin: float
 ) -> None:
     value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
-    found = plan.after(value, verify.Verified(held, lowest_free={"GPU 0": 5 * GB, "GPU 1": free}), 100 * GB)
+    found = plan.after(value, verify.Verified(held, 0.95, lowest_free={"GPU 0": 5 * GB, "GPU 1": free}), 100 * GB)
     assert found.verified is not None
     assert found.verified.held is held
     assert found.before_margin == pytest.approx(before_margin)
@@ -321,6 +331,36 @@ def driven(client: Deaf) -> load.Outcome:
     watch = SimpleNamespace(new=lambda: {"1": [seen]})
     driver = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None)
     return driver.drive(load.derive(CONFIGURATION, logprobs=False).phases[0])
+
+
+@pytest.mark.parametrize(("refused", "answered"), [(0, 8), (3, 2)])
+def test_prompts_of_a_chunk_come_one_after_the_other_each_longer(refused: int, answered: int) -> None:
+    asked: list[list[int]] = []
+
+    def generate(prompts: list[list[int]], *args: Any, **kwargs: Any) -> str:
+        asked.append([len(prompt) for prompt in prompts])
+        return "HTTP 400" if len(asked) == refused else ""
+
+    c = configured(ranks=2)
+    client = SimpleNamespace(generate=generate, abort_all=lambda: None)
+    driver = load.Driver(client, SimpleNamespace(new=dict), {"1"}, c, lambda: None)
+    outcome = load.Outcome(load.derive(c, logprobs=False).phases[0])
+    driver._attempt(outcome, load.Tokens("x", 1000))
+    *turns, last = asked
+    assert len(turns) == answered + (refused > 0)
+    assert turns == [[128 * turn] * 2 for turn in range(1, len(turns) + 1)]
+    assert last == [load.SHORT_PROMPT] * 2
+    assert outcome.said == ("HTTP 400" if refused else "")
+
+
+def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> None:
+    found = []
+    for tokens in (50_000, 5_000_000):
+        phases = load.derive(configured(cache_tokens=tokens), logprobs=False).phases
+        (phase,) = (each for each in phases if each.name == load.VARIED_LENGTHS)
+        found.append([len(prompt) for prompt in phase.prompts(load.Tokens("x", 1000))])
+    assert found[0] == found[1]
+    assert sum(found[0]) > 20 * CONFIGURATION.chunk
 
 
 def test_what_the_server_had_not_yet_read_is_aborted_again() -> None:
@@ -405,7 +445,7 @@ def test_a_knob_is_named_with_what_it_would_give() -> None:
 
 def judged(events: list[dict], log: str = "", errors: tuple[str, ...] = ()) -> verify.Verified:
     answered = SimpleNamespace(answered=10, aborted=2, errors=list(errors))
-    return verify.judge({"1": events}, log, answered, CONFIGURATION)
+    return verify.judge({"1": events}, log, answered, CONFIGURATION, 0.9)
 
 
 def test_a_verification_holds_only_without_retries_and_failed_requests() -> None:
@@ -446,6 +486,18 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     while running < count and prompt + new < c.cache_tokens - running * (prompt + 0.7 * new):
         running += 1
     assert running * prompt <= c.cache_tokens < running * (prompt + new)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "whole"), [(2_277_347, 256, 2), (12_000_000, 2048, 1), (900_000, 256, 0)]
+)
+def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
+    tokens: int, requests: int, whole: int
+) -> None:
+    c = configured(cache_tokens=tokens, chunk=8192, requests=requests, input_tokens=65_000)
+    count, prompt, _ = verify.filling(c)
+    assert (prompt == whole * 8192) if whole else (prompt < 8192)
+    assert 0.9 * tokens < count * prompt < tokens
 
 
 def test_a_margin_is_kept_by_every_value() -> None:

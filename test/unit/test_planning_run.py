@@ -109,14 +109,33 @@ def test_a_value_that_holds_is_said_with_the_lowest_free_memory(given, monkeypat
     assert "verified" in capsys.readouterr().out
 
 
-def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
+@pytest.fixture
+def one_odd_prompt(monkeypatch) -> None:
+    """A verification that asks what no plan does."""
     original = plan.verify._Load.random
 
-    def one_odd_prompt(self, number, stop):
+    def random(self, number, stop):
         self.ask([[5] * 77], 1, stop)
         original(self, number, stop)
 
-    monkeypatch.setattr(plan.verify._Load, "random", one_odd_prompt)
+    monkeypatch.setattr(plan.verify._Load, "random", random)
+
+
+@pytest.mark.usefixtures("one_odd_prompt")
+def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given) -> None:
+    arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
+    with pytest.MonkeyPatch.context() as patched:
+        assert given.here(patched, *arguments, wrong=("retries above 0.9",)) == 0
+    (server,) = given.written()["servers"]
+    (value,) = server["recommendations"]
+    assert [trial["ran_out"] for trial in server["trials"] if trial["fraction"] > 0.9] == ["verification"] * 2
+    assert 0.86 < value["fraction"] <= 0.9
+    assert value["verified"]["held"]
+
+
+@pytest.mark.usefixtures("one_odd_prompt")
+def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
+    monkeypatch.setattr(plan.need, "MOST_TRIALS", 2)
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
     assert given.here(monkeypatch, *arguments, wrong=("retries",)) == 1
     (value,) = given.written()["servers"][0]["recommendations"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
@@ -28,8 +29,12 @@ ATTEMPTS = 3
 LOST = "no answer: "
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
-VARIED = 96
+VARIED = 64
 """Requests of the phase that leaves the allocator blocks of many sizes."""
+RISING = 8
+"""Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
+next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
+chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
 STALLED_S, STALLED_FORWARDS = 10.0, 100
 """An attempt is over when for so long, and for so many forwards, no batch came that is nearer to the bound."""
 ABORTING_S = 60.0
@@ -133,6 +138,7 @@ class Phase:
 
     :param prompts: of one data-parallel rank, from a source of fresh tokens.
     :param background: requests that decode meanwhile.
+    :param in_turn: each prompt is sent when the one before is answered.
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     """
 
@@ -142,6 +148,7 @@ class Phase:
     new_tokens: int = 1
     logprobs: bool = False
     background: int = 0
+    in_turn: bool = False
     to_the_end: bool = False
 
 
@@ -184,7 +191,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     whole = chunk // c.page * c.page
     gathered = whole * c.ranks if c.gathered else 0
     prefill = Bound(PREFILLS, tokens=whole, all_ranks=gathered)
-    phases.append(Phase("longest prefill" if c.chunk is None else "prefill chunk", prefill, _fresh(chunk)))
+    name = "longest prefill" if c.chunk is None else "prefill chunk"
+    phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
 
     longest = min(c.input_tokens, c.cache_tokens - chunk - 2 * c.page) // chunk * chunk
     if c.chunk is None:
@@ -224,6 +232,11 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     return Load(tuple(phases), tuple(missing))
 
 
+def rising(chunk: int) -> list[int]:
+    """Lengths of prompts up to a chunk, each longer than the one before."""
+    return sorted({-(-chunk * part // RISING) for part in range(1, RISING + 1)})
+
+
 def _fresh(count: int) -> Callable[[Tokens], list[list[int]]]:
     return lambda tokens: [tokens.some(count)]
 
@@ -242,15 +255,15 @@ def _sharing(filler: int, shared: int, part: int, c: Configuration) -> Callable[
 
 
 def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
-    """Prompts of any length to one and a half chunks, as many as the KV cache holds at once: together more than one.
+    """Prompts of any length to one and a half chunks.
 
     Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
+    As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
     """
     most = min(chunk + chunk // 2, c.input_tokens)
-    count = max(1, min(VARIED, c.requests, c.cache_tokens // most))
 
     def prompts(tokens: Tokens) -> list[list[int]]:
-        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(count - 1))]
+        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(VARIED - 1))]
 
     return prompts
 
@@ -356,10 +369,11 @@ class Driver:
         if phase.background:
             others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background * self.c.ranks)]
             new = _room(phase.background, self.c, most=4096)
-            pending.append(self._pool.submit(self._ask, others, new, False))
+            pending.append(self._pool.submit(self._ask, [others], new, False))
             self._until(lambda: look() or self._decoding(outcome, phase.background), pending, growth)
-        prompts = [prompt for _ in range(self.c.ranks) for prompt in phase.prompts(tokens)]
-        pending.append(self._pool.submit(self._ask, prompts, phase.new_tokens, phase.logprobs))
+        prompts = [phase.prompts(tokens) for _ in range(self.c.ranks)]
+        turns = [list(each) for each in zip(*prompts, strict=True)] if phase.in_turn else [list(chain(*prompts))]
+        pending.append(self._pool.submit(self._ask, turns, phase.new_tokens, phase.logprobs))
         growth.begin()
         outcome.seen = self._until(look, pending[-1:], growth, to_the_end=phase.to_the_end)
         # Again and again: what the server has not yet read when it is told to abort is not aborted.
@@ -375,7 +389,7 @@ class Driver:
             self._until(self._never, [], patience_s=ENDING_S)
         outcome.said = outcome.said or next(filter(None, said), "")
         # Sampling comes after a forward and is seen when the next begins.
-        self._ask([tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)], 2, False)
+        self._ask([[tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)]], 2, False)
         outcome.seen = look() or outcome.seen
 
     def _until(
@@ -407,9 +421,15 @@ class Driver:
             for event in events[-50:]
         )
 
-    def _ask(self, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> str:
-        """:returns: "", or what the server had against it."""
-        try:
-            return self.client.generate(prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs)
-        except Unanswered as error:
-            return f"{LOST}{error}"
+    def _ask(self, turns: list[list[list[int]]], new_tokens: int, logprobs: bool) -> str:
+        """:param turns: the prompts of each request, asked one after the other.
+        :returns: "", or what the server had against one.
+        """
+        for prompts in turns:
+            try:
+                said = self.client.generate(prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs)
+            except Unanswered as error:
+                return f"{LOST}{error}"
+            if said:
+                return said
+        return ""

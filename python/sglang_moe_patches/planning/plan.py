@@ -243,22 +243,13 @@ class Session:
                 for recorded in folder.glob("*.jsonl"):
                     shutil.copy(recorded, self.logs / f"{self.log.stem}-{recorded.name}")
 
-    def measure(
-        self, name: str, fraction: float | None, logprobs: bool, settled: Callable[[Measured], bool]
-    ) -> Measured:
-        """Start a server, drive it, and say what it needed.
-
-        :param settled: whether its fraction is the one to recommend: then it is verified in the same server, in which
-            the first load has left the allocator all the blocks that it took.
-        """
+    def measure(self, name: str, fraction: float | None, logprobs: bool) -> Measured:
+        """Start a server, verify a fraction that may be the one to recommend, drive it, and say what it needed."""
         said = f"{name}, --mem-fraction-static {'by the engine' if fraction is None else f'{fraction:.3f}'}"
         try:
             with self.serving(name, fraction) as (server, watch):
                 self.console.print(f"{said}: ready after {server.startup_s:.0f} s")
-                found, processes, limits = self._drive(name, server, watch, logprobs)
-                if self.goal.verify_s and settled(found):
-                    found = replace(found, verified=self._verify(server, watch, processes, limits, logprobs))
-                return found
+                return self._drive(server, watch, logprobs, verified=bool(self.goal.verify_s and fraction))
         except ServerFailed as error:
             if not out_of_memory(self.log.read_text(errors="replace")):
                 raise CannotPlan(str(error)) from error
@@ -269,13 +260,11 @@ class Session:
             self.console.print(f"{said}: out of memory at start-up")
             return Measured(name, fraction, 1, ran_out="start-up")
 
-    def _drive(
-        self,
-        name: str,
-        server: Server,
-        watch: observe.Watch,
-        logprobs: bool,
-    ) -> tuple[Measured, dict[str, list[Mapping[str, Any]]], load.Configuration]:
+    def _drive(self, server: Server, watch: observe.Watch, logprobs: bool, *, verified: bool) -> Measured:
+        """:param verified: verify before anything else. A user's server sees no load before its own, and what the
+        allocator keeps depends on the order in which sizes come.
+        """
+        name = server.name
         processes: dict[str, list[Mapping[str, Any]]] = {}
 
         def add(events: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -314,6 +303,11 @@ class Session:
             settings=_settings(info),
             changes=tuple(map(tuple, measure.of_kind(processes[min(ranks)], "start")[0]["changes"])),
         )
+        if verified:
+            came = self._verify(server, watch, processes, limits, found.fraction, logprobs)
+            found = replace(found, verified=came)
+            if not came.lowest_free or self._lowest(processes, ranks) is None:
+                return replace(found, ran_out="verification", logprobs_driven=logprobs)
         needs: list[measure.PhaseNeed] = []
         missing = list(derived.not_driven)
         missing += ["images: they are not sent"] if any(event["images"] for event in ready) else []
@@ -329,7 +323,7 @@ class Session:
                 self.console.print(f"{name}: out of memory: {phase.name}")
                 needs.append(measure.PhaseNeed(phase.name, False, "out of memory", 0, 0, 0, ""))
                 found = replace(found, ran_out=phase.name, logprobs_driven=logprobs)
-                return replace(found, phases=tuple(needs), not_driven=tuple(missing)), processes, limits
+                return replace(found, phases=tuple(needs), not_driven=tuple(missing))
             except load.Stuck as error:
                 raise CannotPlan(f"the {name} server: {error}. {server.log_tail()}") from error
             add(outcome.events)
@@ -345,20 +339,22 @@ class Session:
             found = replace(found, logprobs_free=lowest, logprobs_driven=True)
         else:
             found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
-        return replace(found, phases=tuple(needs), not_driven=tuple(missing)), processes, limits
+        return replace(found, phases=tuple(needs), not_driven=tuple(missing))
 
     def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> int | None:
         found = [measure.lowest_free(processes[rank]) for rank in ranks]
         return None if None in found else min(free for free in found if free is not None)
 
     def _verification(self, name: str, value: Recommendation, trials: Sequence[Measured]) -> Verified | None:
-        """What came of the value's verification: in the server that was measured with it, or in one of its own."""
+        """What came of verifying the value, or a higher one that held; in a server of its own if there was neither."""
         if value.fraction is None:
             return None
-        for each in trials:
-            same = each.logprobs_driven == value.logprobs and abs(each.fraction - value.fraction) < need.STEP / 2
-            if each.verified and same:
-                return each.verified
+        for each in sorted(trials, key=lambda each: each.fraction):
+            above, came = each.fraction - value.fraction, each.verified
+            if came is None or each.logprobs_driven != value.logprobs or above < -need.STEP / 2:
+                continue
+            if came.held or above < need.STEP / 2:
+                return came
         return self.verify(name, value.fraction, value.logprobs)
 
     def verify(self, name: str, fraction: float, logprobs: bool) -> Verified:
@@ -375,11 +371,11 @@ class Session:
                     reason = measure.failure(processes) or "it recorded nothing of itself"
                     raise CannotPlan(f"the {name} server: {reason}. {server.log_tail()}")
                 limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
-                return self._verify(server, watch, processes, limits, logprobs)
+                return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
             if not out_of_memory(self.log.read_text(errors="replace")):
                 raise CannotPlan(str(error)) from error
-            return Verified(False, ("the server ran out of memory at start-up",))
+            return Verified(False, fraction, ("the server ran out of memory at start-up",))
 
     def _verify(
         self,
@@ -387,6 +383,7 @@ class Session:
         watch: observe.Watch,
         processes: dict[str, list[Mapping[str, Any]]],
         limits: load.Configuration,
+        fraction: float,
         logprobs: bool,
     ) -> Verified:
         def watching() -> None:
@@ -397,37 +394,24 @@ class Session:
         try:
             with self.console.status(f"{server.name}: verifying"):
                 return verify.verify(
-                    server, watch, processes, limits, self.goal.verify_s, logprobs=logprobs, watching=watching
+                    server, watch, processes, limits, fraction, self.goal.verify_s, logprobs=logprobs, watching=watching
                 )
         except ServerFailed as error:
             if not out_of_memory(server.log_text()):
                 raise CannotPlan(str(error)) from error
-            return Verified(False, ("the server ran out of memory",))
+            return Verified(False, fraction, ("the server ran out of memory",))
 
 
-def search(
-    measured: Callable[[float | None, bool, Callable[[Measured], bool]], Measured], goal: Goal
-) -> list[Measured]:
+def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> list[Measured]:
     """Start servers until the fraction is known well enough: without prompt log-probabilities, then with.
 
-    :param measured: starts and drives one, with a fraction or the engine's own, and with or without them; asks the
-        third, before it ends the server, whether its fraction is the one to recommend.
+    :param measured: starts and drives one, with a fraction or the engine's own, and with or without them.
     """
-
-    def settles(found: Measured) -> bool:
-        known = [*_trials(trials, found.logprobs_driven), *_trials([found], found.logprobs_driven)]
-        proven = need.proven(known, goal.margin)
-        return (
-            proven is not None
-            and abs(proven - found.fraction) < need.STEP / 2
-            and need.next_fraction(known, goal.margin) is None
-        )
-
-    trials = [measured(None, goal.logprobs, lambda found: False)]
+    trials = [measured(None, goal.logprobs)]
     kinds = (False, True) if goal.logprobs else (False,)
     for logprobs in kinds:
         while (fraction := need.next_fraction(_trials(trials, logprobs), goal.margin)) is not None:
-            trials.append(_with_base(measured(fraction, logprobs, settles), trials[0]))
+            trials.append(_with_base(measured(fraction, logprobs), trials[0]))
     return trials
 
 
@@ -440,7 +424,8 @@ def _trials(trials: Sequence[Measured], logprobs: bool) -> list[need.Trial]:
     """What the servers say of the need with prompt log-probabilities, or without."""
     if logprobs:
         return [each.logprobs_trial for each in trials if each.logprobs_driven]
-    return [each.trial for each in trials]
+    # Of a server verified with them, what it needed without is not known.
+    return [each.trial for each in trials if not (each.logprobs_driven and each.verified)]
 
 
 def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Sequence[str]) -> Recommendation:

@@ -86,6 +86,8 @@ def _value_rows(value: Recommendation, first: Measured) -> list[tuple[str, str]]
     found = value.verified
     if found is not None:
         what = "held" if found.held else f"DID NOT HOLD: {'; '.join(found.reasons)}"
+        if f"{found.fraction:.3f}" != f"{value.fraction:.3f}":
+            what += f" with {found.fraction:.3f}, which leaves less"
         if found.lowest_free:
             what += f"; lowest free {mb(min(found.lowest_free.values()))}"
         rows.append(("verification", what))

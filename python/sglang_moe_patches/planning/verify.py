@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_moe_patches.planning import measure
 from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
-from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens
+from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
 from sglang_moe_patches.planning.observe import Watch
 from sglang_moe_patches.regression.server import Server
 
@@ -24,7 +24,9 @@ ABORTED = 0.15
 LOGPROBS = 0.2
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 FILLERS = 256
-"""Requests that fill the KV cache, at least: more where the prompts would be longer than a chunk."""
+"""Requests that fill the KV cache where it has fewer tokens than as many chunks."""
+PROMPTS = 0.98
+"""Part of the KV cache that their prompts fill; their new tokens want the rest, and more."""
 FILLING = 0.75
 """Part of the time that filling the KV cache may take."""
 FILLED = 0.95
@@ -37,6 +39,7 @@ class Verified:
 
     :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us.
     :param reasons: why it did not hold.
+    :param fraction: ``--mem-fraction-static``.
     :param lowest_free: bytes by rank.
     :param requests: answered; ``aborted``: whose client went away.
     :param retractions: batches from which the scheduler took requests back, by the server's log.
@@ -45,6 +48,7 @@ class Verified:
     """
 
     held: bool
+    fraction: float
     reasons: tuple[str, ...] = ()
     lowest_free: Mapping[str, int] = field(default_factory=dict)
     requests: int = 0
@@ -60,15 +64,17 @@ def verify(
     watch: Watch,
     processes: dict[str, list[Mapping[str, Any]]],
     c: Configuration,
+    fraction: float,
     seconds: float,
     *,
     logprobs: bool,
     watching: Callable[[], None],
 ) -> Verified:
-    """Requests that overfill the KV cache until some are taken back, and then random ones.
+    """Prompts that grow, requests that overfill the KV cache until some are taken back, and then random ones.
 
     :param processes: what was recorded until now; added to.
-    :param seconds: of both.
+    :param fraction: the server's ``--mem-fraction-static``.
+    :param seconds: of all of it.
     :param watching: called about five times a second; what it raises ends the load.
     :raises ServerFailed: the server has ended.
     """
@@ -108,7 +114,7 @@ def verify(
             future.result()
     load.after()
     look()
-    return judge(processes, server.log_text()[before:], load, c)
+    return judge(processes, server.log_text()[before:], load, c, fraction)
 
 
 class _Load:
@@ -131,9 +137,15 @@ class _Load:
             self.ask([prompt], max(new, 1), stop, logprobs=asks, leaves=leaves)
 
     def fill(self, number: int, stop: threading.Event) -> None:
-        """As many requests as together want a little more than the KV cache has, again and again."""
+        """As many requests as together want a little more than the KV cache has, again and again.
+
+        Before them what makes the allocator keep most; none of the requests is longer.
+        """
         count, prompt, new = filling(self.c)
         tokens = Tokens("fill", self.c.vocabulary)
+        for length in rising(min(self.c.chunk or self.c.input_tokens, self.c.input_tokens)):
+            if not stop.is_set():
+                self.ask([tokens.some(length) for _ in range(self.c.ranks)], 1, stop)
         while not stop.is_set():
             self.ask([tokens.some(prompt) for _ in range(count * self.c.ranks)], new, stop)
 
@@ -174,13 +186,18 @@ def filling(c: Configuration) -> tuple[int, int, int]:
     """(requests, tokens of each prompt, new tokens of each) that together want more than the KV cache has.
 
     The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
-    want more than there is. Prompts of a chunk are the fastest to fill it with.
+    want more than there is. Prompts of whole chunks fill it fastest: none is taken up behind a part of itself.
     """
-    longest = min(c.input_tokens * 9 // 10, max(c.chunk or c.input_tokens, c.cache_tokens // c.requests))
-    count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens // max(longest, 1)))))
-    share = c.cache_tokens // count
-    prompt = max(1, min(longest, int(0.98 * share)))
-    return count, prompt, max(1, min(c.input_tokens - prompt, int((0.02 + 3 / count) * share) + 1))
+    chunk = min(c.chunk or c.input_tokens, c.input_tokens)
+    count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens * 5 // (c.input_tokens * 4)))))
+    prompt = int(PROMPTS * c.cache_tokens / count)
+    whole = chunk * -(-c.cache_tokens // (c.requests * chunk))
+    fewer = int(PROMPTS * c.cache_tokens / whole)
+    # Of a few large requests too large a part is not let in.
+    if chunk < prompt and fewer >= FILLERS // 8 and 2 * whole <= c.input_tokens:
+        count, prompt = fewer, whole
+    prompt, share = max(1, min(prompt, c.input_tokens * 9 // 10)), c.cache_tokens / count
+    return count, prompt, max(1, min(c.input_tokens - prompt, int(share - prompt + 3 / count * share) + 1))
 
 
 def _length(draw: random.Random, most: int) -> int:
@@ -188,7 +205,9 @@ def _length(draw: random.Random, most: int) -> int:
     return max(1, min(most, round(max(most, 1) ** draw.random())))
 
 
-def judge(processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any, c: Configuration) -> Verified:
+def judge(
+    processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any, c: Configuration, fraction: float
+) -> Verified:
     """What came of a load that the server survived.
 
     :param log: the server's.
@@ -212,6 +231,7 @@ def judge(processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any,
         not_seen.append(f"a full KV cache (at most {100 * usage:.0f} %)")
     return Verified(
         held=not reasons,
+        fraction=fraction,
         reasons=tuple(reasons),
         lowest_free=lowest,
         requests=load.answered,

@@ -1,7 +1,7 @@
 """Stands in for a GPU of 100 GB in what ``plan`` observes, in server processes of tests on the CPU, and nowhere else.
 
 99 GB are free before loading and 30 GB are weights. The KV cache gets what the fraction leaves. A forward keeps
-``STANDIN_TOKEN_MB`` for each of its tokens. Where the file ``STANDIN_RETRY`` is, the allocator tries twice in each.
+``STANDIN_TOKEN_MB`` for each of its tokens.
 """
 
 import os
@@ -15,12 +15,12 @@ TOTAL, BEFORE_LOAD, WEIGHTS = 100 * GB, 99 * GB, 30 * GB
 
 class Device:
     used = TOTAL - BEFORE_LOAD
-    forwards = retries = 0
+    forwards = 0
     fraction = 0.0
 
     def read(self) -> dict[str, int]:
         known = {"allocated": self.used, "peak": self.used + self.forwards, "reserved": self.used + self.forwards}
-        return {**known, "free": TOTAL - self.used - self.forwards, "total": TOTAL, "retries": self.retries, "ooms": 0}
+        return {**known, "free": TOTAL - self.used - self.forwards, "total": TOTAL, "retries": 0, "ooms": 0}
 
 
 def stand_in(observe: Any) -> None:
@@ -41,7 +41,6 @@ def stand_in(observe: Any) -> None:
 
     def ended(self: Any, runner: Any, result: Any) -> None:
         device.forwards = max(device.forwards, round(self.facts["tokens"] * token_bytes))
-        device.retries += os.path.exists(os.environ.get("STANDIN_RETRY", ""))
         ends(self, runner, result)
 
     observe.Observer.stage, observe.Observer.sized, observe.Observer.forward_ends = loaded, sized, ended
