@@ -71,7 +71,7 @@ TRITON_PEAKS = tuple(
 TRITON_SERVERS = tuple(
     f"triton-server-{run}"
     for run in (
-        *("kimi-k2.5", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
+        *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
         *("glm-4.5", "glm-4.5-0.5.17"),
     )
 )
@@ -83,6 +83,7 @@ SECTIONS = {
     "alive-at-the-kernel": one(PEAKS[0], lambda result: peak_memory.alive(result, "at_kernel")),
     "peak-memory-triton": Section(TRITON_PEAKS, peak_memory.against_sizes),
     "triton-servers": Section(TRITON_SERVERS, triton_server.tables),
+    "triton-decode": one("triton-server-kimi-k2.5-decode", lambda result: triton_server.tables([result])),
     "alive-at-the-peak-triton": one(TRITON_PEAKS[0], lambda result: peak_memory.alive(result, "at_peak")),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
