@@ -89,8 +89,9 @@ def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 def plans(options: argparse.Namespace, model: Path, work: Path) -> dict[str, Any]:
     """plan.json's server of each server, by its name, and the rule."""
     groups = Groups(options.gpus)
+    made: dict[str, dict[str, Any]] = {}
 
-    def plan(server: str) -> dict[str, Any]:
+    def plan(server: str) -> None:
         folder = work / server
         command = [sys.executable, "-m", "sglang_moe_patches.cli", "plan", "--model", str(model), "--only", server]
         command += ["--output", str(folder), "--margin", str(options.margin)]
@@ -99,13 +100,14 @@ def plans(options: argparse.Namespace, model: Path, work: Path) -> dict[str, Any
         code = groups.run([*command, "--", *server_arguments(options)], work / f"{server}.txt")
         said = (work / f"{server}.txt").read_text()
         print(f"--- {server}: exit code {code}\n{said}", flush=True)
-        found: dict[str, Any] = {}
         if (folder / "plan.json").exists():
-            found = json.loads((folder / "plan.json").read_text())
-        return found
+            made[server] = json.loads((folder / "plan.json").read_text())
 
-    made = dict(zip(options.only, at_once(plan, options.only), strict=True))
-    found = {server: each for server, each in made.items() if each}
+    try:
+        at_once(plan, options.only)
+    except KeyboardInterrupt:  # a plan that is done took minutes
+        print("plan.py: interrupted", file=sys.stderr)
+    found = {server: made[server] for server in options.only if server in made}
     if not found:
         raise SystemExit("plan.py: no plan was made")
     first = next(iter(found.values()))

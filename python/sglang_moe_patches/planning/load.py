@@ -29,7 +29,7 @@ ATTEMPTS = 3
 LOST = "no answer: "
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
-VARIED = 64
+VARIED = 32
 """Requests of the phase that leaves the allocator blocks of many sizes."""
 RISING = 8
 """Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
