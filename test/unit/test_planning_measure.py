@@ -297,16 +297,16 @@ def test_a_verification_with_prompt_logprobs_says_nothing_of_the_need_without() 
 
 
 @pytest.mark.parametrize(
-    ("held", "free", "before_margin"),
-    [(True, 3 * GB, 0.96), (True, GB // 2, 0.955), (True, 0, 0.95), (False, 0, 0.949)],
+    ("held", "fraction", "free", "before_margin"),
+    [(1, 0.95, 3, 0.96), (1, 0.95, 0.5, 0.955), (1, 0.95, 0, 0.95), (1, 0.952, 0.5, 0.957), (0, 0.95, 0, 0.949)],
 )
 def test_without_its_margin_a_plan_counts_what_the_verification_needed(
-    held: bool, free: int, before_margin: float
+    held: int, fraction: float, free: float, before_margin: float
 ) -> None:
     value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
-    found = plan.after(value, verify.Verified(held, 0.95, lowest_free={"GPU 0": 5 * GB, "GPU 1": free}), 100 * GB)
-    assert found.verified is not None
-    assert found.verified.held is held
+    came = verify.Verified(bool(held), fraction, lowest_free={"GPU 0": 5 * GB, "GPU 1": round(free * GB)})
+    found = plan.after(value, came, 100 * GB)
+    assert found.verified is came
     assert found.before_margin == pytest.approx(before_margin)
 
 
@@ -474,7 +474,7 @@ def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> No
     assert 1 <= verify._length(random.Random(seed), most) <= most
 
 
-@given(st.integers(8, 600), st.integers(64, 40_000), st.integers(1, 4))
+@given(st.integers(8, 600), st.integers(128, 40_000), st.integers(1, 4))
 def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     requests: int, share: int, context: int
 ) -> None:

@@ -462,7 +462,7 @@ def after(value: Recommendation, verified: Verified | None, before_load: int) ->
     if verified is None or value.fraction is None:
         return value
     free = min(verified.lowest_free.values(), default=0) if verified.held else None
-    known = need.down(need.Trial(value.fraction, before_load, free).bound(0))
+    known = need.down(need.Trial(verified.fraction, before_load, free).bound(0))
     return replace(value, verified=verified, before_margin=min(value.before_margin, known))
 
 
