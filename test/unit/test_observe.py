@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.planning.observe import cache_token_bytes
+from sglang_moe_patches.observing import cache_token_bytes
 from sglang_moe_patches.regression import observe
 from sglang_moe_patches.regression.observe import KERNELS, Observer, collect
 

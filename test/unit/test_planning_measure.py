@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_events import GB, TOTAL, forward, memory, process
+from sglang_moe_patches import observing
 from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
 from sglang_moe_patches.planning.load import Bound, Configuration
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
@@ -149,7 +150,7 @@ def test_a_line_that_is_still_being_written_is_read_later(tmp_path) -> None:
     ],
 )
 def test_pools_that_are_more_than_one_kv_cache_are_told_apart(pool: str, table: str, kind: str) -> None:
-    assert observe._hybrid(type(pool, (), {})(), type(table, (), {})()) == kind
+    assert observing.hybrid(type(pool, (), {})(), type(table, (), {})()) == kind
 
 
 # --- the load ---------------------------------------------------------------------------------------------------------

@@ -8,19 +8,19 @@ One JSON line for each event, appended to ``<folder>/<pid>.jsonl``, so that noth
 - ``forward``: before and after each, with the batch as the engine's own ``ForwardBatch`` says it.
 
 Nothing waits for the device: PyTorch's counters are the host's, and the free memory is the driver's. Memory is in
-bytes, and zero where there is no CUDA, so that what a batch is seen to be can be tested anywhere. Observing never ends
-a server: the first thing that goes wrong is written down, and nothing is observed from then on.
+bytes, and zero where there is no CUDA, so that what a batch is seen to be can be tested anywhere.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from sglang_moe_patches.observing import GIB, Observing, hybrid, observe_forwards, pool_bytes, pools
 
 VARIABLE = "SGLANG_MOE_PATCHES_PLAN"
 """A folder, which must exist: observe, and write there."""
@@ -37,7 +37,6 @@ STAGES = (
     "init_prefill_cuda_graph",
 )
 """Methods of ``ModelRunner``, of all releases; those that a release has are recorded."""
-GIB = 1 << 30
 
 
 def read_device() -> dict[str, int]:
@@ -111,11 +110,11 @@ def _numbers(values: Any) -> list[int]:
 
 def server_facts(runner: Any) -> dict[str, Any]:
     """What a model runner consists of, as far as this release tells: bytes, tokens, counts, and kinds of pools."""
-    pool, table = _pools(runner)
+    pool, table = pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
     return {
-        "kv_bytes": _bytes(pool),
+        "kv_bytes": pool_bytes(pool),
         "kv_tokens": int(runner.max_total_num_tokens),
         "page": int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         "table_bytes": 0 if rows is None else rows.numel() * rows.element_size(),
@@ -123,42 +122,17 @@ def server_facts(runner: Any) -> dict[str, Any]:
         "context": int(config.context_len),
         "vocabulary": int(config.vocab_size),
         "images": bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
-        "hybrid": _hybrid(pool, table),
+        "hybrid": hybrid(pool, table),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
     }
 
 
-def _pools(runner: Any) -> tuple[Any, Any]:
-    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
-
-
-def _bytes(pool: Any) -> int:
-    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
-
-
-def cache_token_bytes(runner: Any) -> float | None:
-    """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
-    pool, table = _pools(runner)
-    if _hybrid(pool, table) or not _bytes(pool) or getattr(runner, "is_draft_worker", False):
-        return None
-    return _bytes(pool) / int(runner.max_total_num_tokens)
-
-
-def _hybrid(pool: Any, table: Any) -> str:
-    """The kind of pool that is more than one KV cache, or "" for none."""
-    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
-    if any("SWA" in kind for kind in kinds):
-        return "sliding-window"
-    return "Mamba" if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
-
-
-class Observer:
+class Observer(Observing):
     """Appends the events of one process; see the module."""
 
     def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
         self.path = Path(folder) / f"{os.getpid()}.jsonl"
         self.file = self.path.open("a", buffering=1)
-        self.failed = False
         self.ready: set[int] = set()
         self.reserved = -1
         self.write("start", changes=changes)
@@ -166,20 +140,8 @@ class Observer:
     def write(self, event: str, **facts: Any) -> None:
         self.file.write(json.dumps({"event": event, **facts}) + "\n")
 
-    def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
-        if self.failed:
-            return
-        try:
-            step(*args)
-        except Exception as error:
-            self.failed = True
-            reason = f"observing failed: {type(error).__name__}: {error}"
-            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", reason)
-            try:
-                self.write("failure", reason=reason)
-            except Exception:
-                return  # the folder is gone or full: the warning has to do
+    def write_failure(self) -> None:
+        self.write("failure", reason=self.failure)
 
     def stage(self, runner: Any, name: str, when: str) -> None:
         self.write("stage", name=name, when=when, **_rank(runner), memory=read_device())
@@ -223,7 +185,7 @@ def install(folder: str, changes: Iterable[tuple[str, str, str]]) -> None:
     observer = Observer(folder, list(changes))
     observer.attempt(_observe_stages, observer)
     observer.attempt(_observe_sizing, observer)
-    observer.attempt(_observe_forwards, observer)
+    observer.attempt(observe_forwards, observer, observer.forward_starts, observer.forward_ends)
 
 
 def _observe_stages(observer: Observer) -> None:
@@ -262,21 +224,6 @@ def _observe_sizing(observer: Observer) -> None:
         return result
 
     owner._profile_available_bytes = run
-
-
-def _observe_forwards(observer: Observer) -> None:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    original = ModelRunner.forward
-
-    @functools.wraps(original)
-    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        observer.attempt(observer.forward_starts, self, forward_batch)
-        result = original(self, forward_batch, *args, **kwargs)
-        observer.attempt(observer.forward_ends, self, result)
-        return result
-
-    ModelRunner.forward = run
 
 
 class Watch:

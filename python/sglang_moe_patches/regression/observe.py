@@ -10,15 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from sglang_moe_patches.observing import Observing, cache_token_bytes, observe_forwards
 from sglang_moe_patches.patch import Plan
-from sglang_moe_patches.planning.observe import cache_token_bytes
 from sglang_moe_patches.regression.history import Recorder
 
 VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
@@ -29,7 +28,7 @@ KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 _MARK = "_moe_patches_seen_in_forward"
 
 
-class Observer:
+class Observer(Observing):
     """Memory of one model process.
 
     ``live_at_kernel_bytes``: bytes of tensors alive when a routed-experts kernel starts, beyond those alive when its
@@ -69,19 +68,9 @@ class Observer:
         self.history_tokens = int(os.environ.get(HISTORY_VARIABLE, "0"))
         self.history: Recorder | None = None
 
-    def attempt(self, step: Callable[..., None], *args: Any) -> None:
-        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
-        if self.figures["failure"]:
-            return
-        try:
-            step(*args)
-        except Exception as error:
-            self.figures["failure"] = f"observing failed: {type(error).__name__}: {error}"
-            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", self.figures["failure"])
-            try:
-                self.write()
-            except Exception:
-                return  # the folder is gone or full: the warning has to do
+    def write_failure(self) -> None:
+        self.figures["failure"] = self.failure
+        self.write()
 
     def write(self) -> None:
         partial = self.path.with_suffix(".partial")
@@ -195,28 +184,14 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
     observer = Observer(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
     observer.attempt(observer.write)
-    observer.attempt(_observe_forwards, observer)
-    observer.attempt(_observe_kernels, observer)
-
-
-def _observe_forwards(observer: Observer) -> None:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    forward = ModelRunner.forward
 
     def starts(runner: Any, batch: Any) -> None:
         if observer.figures["cache_token_bytes"] is None:
             observer.figures["cache_token_bytes"] = cache_token_bytes(runner)
         observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
-    @functools.wraps(forward)
-    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        observer.attempt(starts, self, forward_batch)
-        result = forward(self, forward_batch, *args, **kwargs)
-        observer.attempt(observer.forward_ends)
-        return result
-
-    ModelRunner.forward = run
+    observer.attempt(observe_forwards, observer, starts, lambda runner, result: observer.forward_ends())
+    observer.attempt(_observe_kernels, observer)
 
 
 def _observe_kernels(observer: Observer) -> None:

@@ -1,0 +1,84 @@
+"""What ``regress`` and ``plan`` have in common when they observe a server's processes from within.
+
+Observing never ends a server: the first thing that goes wrong is written down, and nothing is observed from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+GIB = 1 << 30
+
+
+class Observing:
+    """An observer's steps, none of which ends the process that it runs in."""
+
+    failure = ""
+    """Why observing has ended, or ""."""
+
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
+        if self.failure:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            self.failure = f"observing failed: {type(error).__name__}: {error}"
+            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", self.failure)
+            try:
+                self.write_failure()
+            except Exception:
+                return  # the folder is gone or full: the warning has to do
+
+    def write_failure(self) -> None:
+        """Write down :attr:`failure`."""
+        raise NotImplementedError
+
+
+def observe_forwards(observer: Observing, starts: Callable[[Any, Any], None], ends: Callable[[Any, Any], None]) -> None:
+    """Call both around every forward of a model in this process.
+
+    :param starts: takes the engine's ``ModelRunner`` and its ``ForwardBatch``.
+    :param ends: takes the runner and what its forward returned.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original = ModelRunner.forward
+
+    @functools.wraps(original)
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(starts, self, forward_batch)
+        result = original(self, forward_batch, *args, **kwargs)
+        observer.attempt(ends, self, result)
+        return result
+
+    ModelRunner.forward = run
+
+
+def pools(runner: Any) -> tuple[Any, Any]:
+    """A model runner's KV cache and its request table; ``None`` for one that it has not."""
+    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+
+
+def pool_bytes(pool: Any) -> int:
+    """Bytes of a KV cache, by its own word."""
+    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
+
+
+def hybrid(pool: Any, table: Any) -> str:
+    """The kind of pool that is more than one KV cache, or "" for none."""
+    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
+    if any("SWA" in kind for kind in kinds):
+        return "sliding-window"
+    return "Mamba" if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
+
+
+def cache_token_bytes(runner: Any) -> float | None:
+    """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
+    pool, table = pools(runner)
+    if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
+        return None
+    return pool_bytes(pool) / int(runner.max_total_num_tokens)
