@@ -106,7 +106,10 @@ def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
 
 
 def running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
 
 
 def at(stage: str, given: Given) -> subprocess.Popen[str]:
