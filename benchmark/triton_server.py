@@ -158,8 +158,8 @@ def run_of(result: output.Result) -> str:
     """What sets a run apart, from its command."""
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
-    parts = [named.get("--model", "kimi-k2.5"), *([f"a rank of TP={named['--shard']}"] if "--shard" in named else [])]
-    parts += ["FP8" if "--fp8" in named else "BF16"]
+    rank = [f"a rank of TP={named['--shard']}"] if "--shard" in named else []
+    parts = [named.get("--model", "kimi-k2.5"), *rank, "FP8" if "--fp8" in named else "BF16"]
     parts += ["default graphs" if "--graphs" in named else "eager", result["conditions"]["engine"]]
     return ", ".join([*parts, *([named["--changes"]] if "--changes" in named else [])])
 

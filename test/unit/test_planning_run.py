@@ -122,10 +122,9 @@ def one_odd_prompt(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("one_odd_prompt")
-def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given) -> None:
+def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given, monkeypatch) -> None:
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
-    with pytest.MonkeyPatch.context() as patched:
-        assert given.here(patched, *arguments, wrong=("retries above 0.9",)) == 0
+    assert given.here(monkeypatch, *arguments, wrong=("retries above 0.9",)) == 0
     (server,) = given.written()["servers"]
     (value,) = server["recommendations"]
     assert [trial["ran_out"] for trial in server["trials"] if trial["fraction"] > 0.9] == ["verification"] * 2

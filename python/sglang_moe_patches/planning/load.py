@@ -72,6 +72,11 @@ class Configuration:
     all_to_all: bool = False
     """Experts get their tokens from an all-to-all backend, whose buffers follow the routing."""
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest prefill of one request: a chunk, or the longest prompt where that is less."""
+        return min(self.chunk or self.input_tokens, self.input_tokens)
+
 
 def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configuration:
     """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready.
@@ -187,7 +192,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     """
     phases: list[Phase] = []
     missing: list[str] = []
-    chunk = min(c.chunk or c.input_tokens, c.input_tokens)
+    chunk = c.largest
     whole = chunk // c.page * c.page
     gathered = whole * c.ranks if c.gathered else 0
     prefill = Bound(PREFILLS, tokens=whole, all_ranks=gathered)
@@ -280,7 +285,7 @@ def _decode(name: str, requests: int, c: Configuration, *, graph: bool) -> Phase
 
 def _room(requests: int, c: Configuration, most: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
-    cache = c.cache_tokens - 2 * min(c.chunk or c.input_tokens, c.input_tokens)
+    cache = c.cache_tokens - 2 * c.largest
     return max(2, min(most, int(0.9 * cache) // requests - SHORT_PROMPT - 2 * c.page, c.input_tokens - SHORT_PROMPT))
 
 

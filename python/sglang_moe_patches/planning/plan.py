@@ -265,29 +265,14 @@ class Session:
         allocator keeps depends on the order in which sizes come.
         """
         name = server.name
-        processes: dict[str, list[Mapping[str, Any]]] = {}
-
-        def add(events: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-            for process, more in events.items():
-                processes.setdefault(process, []).extend(more)
-
-        def watching() -> None:
-            self.interrupt()
-            server.check()
-
         client = Client(server.url)
-        info = _first_request(server, client)
-        add(watch.new())
-        ranks = measure.target_ranks(processes)
-        if not ranks:
-            reason = measure.failure(processes) or "it recorded nothing of itself"
-            raise CannotPlan(f"the {name} server: {reason}. {server.log_tail()}")
+        info, processes, ranks = _introduced(server, client, watch)
         ready = [measure.of_kind(processes[rank], "ready")[0] for rank in sorted(ranks)]
         if hybrid := next((event["hybrid"] for event in ready if event["hybrid"]), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
         limits = load.configuration(info, ready[0])
         derived = load.derive(limits, logprobs=logprobs)
-        driver = load.Driver(client, watch, ranks, limits, watching)
+        driver = load.Driver(client, watch, ranks, limits, partial(self._check, server))
         found = Measured(
             server=name,
             fraction=float(info["mem_fraction_static"]),
@@ -326,7 +311,8 @@ class Session:
                 return replace(found, phases=tuple(needs), not_driven=tuple(missing))
             except load.Stuck as error:
                 raise CannotPlan(f"the {name} server: {error}. {server.log_tail()}") from error
-            add(outcome.events)
+            for process, more in outcome.events.items():
+                processes.setdefault(process, []).extend(more)
             if reason := measure.failure(processes):
                 raise CannotPlan(f"the {name} server: {reason}")
             needs.append(measure.phase_need(phase.name, phase.bound.met, outcome.seen, outcome.events, processes))
@@ -340,6 +326,15 @@ class Session:
         else:
             found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
         return replace(found, phases=tuple(needs), not_driven=tuple(missing))
+
+    def _check(self, server: Server) -> None:
+        """While it is waited for.
+
+        :raises KeyboardInterrupt: a signal has come.
+        :raises ServerFailed: the server has ended.
+        """
+        self.interrupt()
+        server.check()
 
     def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> int | None:
         found = [measure.lowest_free(processes[rank]) for rank in ranks]
@@ -364,12 +359,7 @@ class Session:
         """
         try:
             with self.serving(name, fraction) as (server, watch):
-                info = _first_request(server, Client(server.url))
-                processes = watch.new()
-                ranks = measure.target_ranks(processes)
-                if not ranks:
-                    reason = measure.failure(processes) or "it recorded nothing of itself"
-                    raise CannotPlan(f"the {name} server: {reason}. {server.log_tail()}")
+                info, processes, ranks = _introduced(server, Client(server.url), watch)
                 limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
@@ -386,15 +376,18 @@ class Session:
         fraction: float,
         logprobs: bool,
     ) -> Verified:
-        def watching() -> None:
-            self.interrupt()
-            server.check()
-
         self.console.print(f"{server.name}: verifying for {self.goal.verify_s:.0f} s")
         try:
             with self.console.status(f"{server.name}: verifying"):
                 return verify.verify(
-                    server, watch, processes, limits, fraction, self.goal.verify_s, logprobs=logprobs, watching=watching
+                    server,
+                    watch,
+                    processes,
+                    limits,
+                    fraction,
+                    self.goal.verify_s,
+                    logprobs=logprobs,
+                    watching=partial(self._check, server),
                 )
         except ServerFailed as error:
             if not out_of_memory(server.log_text()):
@@ -531,12 +524,15 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: info[name] for name in SETTINGS if name in info}
 
 
-def _first_request(server: Server, client: Client) -> Mapping[str, Any]:
-    """What the server resolved, once each data-parallel rank has run a forward.
+def _introduced(
+    server: Server, client: Client, watch: observe.Watch
+) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], set[str]]:
+    """What the server resolved, what its processes recorded, and which of them run the model.
 
-    With ``--skip-server-warmup`` none has when it is ready.
+    Once each data-parallel rank has run a forward: with ``--skip-server-warmup`` none has when it is ready.
 
     :raises ServerFailed: it has ended.
+    :raises CannotPlan: it does not answer, or recorded nothing.
     """
     try:
         info = client.info()
@@ -549,4 +545,9 @@ def _first_request(server: Server, client: Client) -> Mapping[str, Any]:
         said = str(error)
     if said:
         raise CannotPlan(f"the {server.name} server does not answer: {said}. {server.log_tail()}")
-    return info
+    processes = watch.new()
+    ranks = measure.target_ranks(processes)
+    if not ranks:
+        reason = measure.failure(processes) or "it recorded nothing of itself"
+        raise CannotPlan(f"the {server.name} server: {reason}. {server.log_tail()}")
+    return info, processes, ranks

@@ -143,7 +143,7 @@ class _Load:
         """
         count, prompt, new = filling(self.c)
         tokens = Tokens("fill", self.c.vocabulary)
-        for length in rising(min(self.c.chunk or self.c.input_tokens, self.c.input_tokens)):
+        for length in rising(self.c.largest):
             if not stop.is_set():
                 self.ask([tokens.some(length) for _ in range(self.c.ranks)], 1, stop)
         while not stop.is_set():
@@ -188,7 +188,7 @@ def filling(c: Configuration) -> tuple[int, int, int]:
     The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
     want more than there is. Prompts of whole chunks fill it fastest: none is taken up behind a part of itself.
     """
-    chunk = min(c.chunk or c.input_tokens, c.input_tokens)
+    chunk = c.largest
     count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens * 5 // (c.input_tokens * 4)))))
     prompt = int(PROMPTS * c.cache_tokens / count)
     whole = chunk * -(-c.cache_tokens // (c.requests * chunk))
