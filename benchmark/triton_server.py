@@ -4,10 +4,11 @@
     python benchmark/triton_server.py --fp8                                # FP8 experts in blocks
     python benchmark/triton_server.py --model qwen3-235b --changes moe-workspace
     python benchmark/triton_server.py --graphs --json graphs.json          # with the engine's default graphs
+    python benchmark/triton_server.py --tp 4                               # the whole widths on four GPUs
     python benchmark/triton_server.py --quick                              # a tiny model, CPU: does it run at all?
 
-Three real servers at the same time on one GPU, stock, patched and stock again: a few layers of the model's widths at
-one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures
+Three real servers at the same time on the same GPUs, stock, patched and stock again: a few layers of the model's widths
+at one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures
 are of one forward: of --tokens tokens, of one token, and of a batch of --batch requests; the second stock server shows
 how much two processes differ that run the same. Each server's first two rounds do not count, they pay for libraries'
 workspaces. Answers must be equal, token by token and log-probability by log-probability, or the result says which are
@@ -50,7 +51,7 @@ def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
-    whole = TINY if options.quick else MODELS[options.model].shard(options.shard)
+    whole = TINY if options.quick else MODELS[options.model].shard(options.shard // options.tp)
     served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
     if environment.has_gpu():
@@ -59,7 +60,8 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         name: servers.Setup(
             served,
             work,
-            tokens=options.tokens,
+            options.tp,
+            options.tokens,
             arguments=(*(() if options.graphs else servers.EAGER), *arguments),
             observe=False,
             variables=((forwards.VARIABLE, str(work / f"{name}.jsonl")),),
@@ -90,13 +92,18 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         return statistics.median(step.ms for step in steps) if steps else None
 
     def figures(name: str) -> dict[str, Any]:
-        lines = forwards.read(work / f"{name}.jsonl")
-        whole = [one for one in lines if one.tokens == options.tokens][WARM_UP:]
+        ranks: dict[int, list[Forward]] = {}
+        for one in forwards.read(work / f"{name}.jsonl"):
+            ranks.setdefault(one.rank, []).append(one)
+        if sorted(ranks) != list(range(options.tp)):
+            raise SystemExit(f"triton_server: forwards of ranks {sorted(ranks)} were seen, of {options.tp}")
+        wholes = [[one for one in ranks[rank] if one.tokens == options.tokens][WARM_UP:] for rank in sorted(ranks)]
+        lines, whole = ranks[0], wholes[0]
         decode = [one for one in lines if one.tokens == 1]
         batch = [one for one in lines if one.tokens == options.batch]
         return {
             "forwards": len(whole),
-            "peak": max(one.peak for one in whole),
+            "peak": max(one.peak for whole in wholes for one in whole),
             "reserved": whole[-1].reserved,
             "before": whole[-1].before,
             "ms": median_ms(whole),
@@ -159,6 +166,7 @@ def run_of(result: output.Result) -> str:
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
     rank = [f"a rank of TP={named['--shard']}"] if "--shard" in named else []
+    rank += [f"TP={named['--tp']}"] if "--tp" in named else []
     parts = [named.get("--model", "kimi-k2.5"), *rank, "FP8" if "--fp8" in named else "BF16"]
     parts += ["default graphs" if "--graphs" in named else "eager", result["conditions"]["engine"]]
     return ", ".join([*parts, *([named["--changes"]] if "--changes" in named else [])])
@@ -169,7 +177,8 @@ def main() -> None:
     parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
-    parser.add_argument("--shard", type=int, default=4, help="the TP whose shard sizes one GPU gets")
+    parser.add_argument("--shard", type=int, default=4, help="the TP whose shard sizes a GPU gets (%(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that serve; a divisor of --shard (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
@@ -180,6 +189,8 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
+    if options.shard % options.tp:
+        parser.error(f"--tp {options.tp} does not divide --shard {options.shard}")
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")
     with tempfile.TemporaryDirectory() as folder:

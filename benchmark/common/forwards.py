@@ -42,6 +42,7 @@ class Forward:
     :param before: bytes allocated when it started.
     :param peak: the most bytes beyond those.
     :param reserved: bytes that the allocator held when it ended.
+    :param rank: of the process, among all of the server's.
     """
 
     tokens: int | None
@@ -49,6 +50,7 @@ class Forward:
     before: int = 0
     peak: int = 0
     reserved: int = 0
+    rank: int = 0
     seen: Seen = field(default_factory=Seen)
 
 
@@ -103,7 +105,10 @@ def _count_taken(handoff: Any) -> None:
 
 
 def _write(forward: Forward) -> None:
+    import torch.distributed
+
     global _seen
+    forward.rank = torch.distributed.get_rank()
     with open(os.environ[VARIABLE], "a") as lines:
         lines.write(json.dumps(asdict(forward)) + "\n")
     _seen = Seen()
