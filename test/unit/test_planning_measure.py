@@ -490,7 +490,8 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "requests", "whole"), [(2_277_347, 256, 2), (12_000_000, 2048, 1), (900_000, 256, 0)]
+    ("tokens", "requests", "whole"),
+    [(2_277_347, 256, 1), (2_500_000, 256, 2), (12_000_000, 2048, 1), (900_000, 256, 0)],
 )
 def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
     tokens: int, requests: int, whole: int

@@ -27,6 +27,8 @@ FILLERS = 256
 """Requests that fill the KV cache where it has fewer tokens than as many chunks."""
 PROMPTS = 0.98
 """Part of the KV cache that their prompts fill; their new tokens want the rest, and more."""
+DECODED = 1024
+"""Tokens of each request up to which decodes fill the rest faster than one more chunk behind a prefix."""
 FILLING = 0.75
 """Part of the time that filling the KV cache may take."""
 FILLED = 0.95
@@ -191,8 +193,8 @@ def filling(c: Configuration) -> tuple[int, int, int]:
     chunk = c.largest
     count = max(1, min(c.requests, max(FILLERS, -(-c.cache_tokens * 5 // (c.input_tokens * 4)))))
     prompt = int(PROMPTS * c.cache_tokens / count)
-    whole = chunk * -(-c.cache_tokens // (c.requests * chunk))
-    fewer = int(PROMPTS * c.cache_tokens / whole)
+    whole = chunk * max(1, -(-(c.cache_tokens // c.requests - DECODED) // chunk))
+    fewer = min(c.requests, int(PROMPTS * c.cache_tokens / whole))
     # Of a few large requests too large a part is not let in.
     if chunk < prompt and fewer >= FILLERS // 8 and 2 * whole <= c.input_tokens:
         count, prompt = fewer, whole
