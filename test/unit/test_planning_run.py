@@ -122,9 +122,15 @@ def one_odd_prompt(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("one_odd_prompt")
-def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given, monkeypatch) -> None:
+def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given, monkeypatch, capsys) -> None:
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
     assert given.here(monkeypatch, *arguments, wrong=("retries above 0.9",)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "patched: verification: GPU 0: the allocator gave memory back and tried again" in said
+    assert "patched: verification: held" in said
+    # Of each server, whoever waits is told why another one starts.
+    assert said.count("not enough memory for verification") == 2
+    assert said.count(": lowest free memory") == len(given.written()["servers"][0]["trials"]) - 2
     (server,) = given.written()["servers"]
     (value,) = server["recommendations"]
     assert [trial["ran_out"] for trial in server["trials"] if trial["fraction"] > 0.9] == ["verification"] * 2

@@ -249,7 +249,9 @@ class Session:
         try:
             with self.serving(name, fraction) as (server, watch):
                 self.console.print(f"{said}: ready after {server.startup_s:.0f} s")
-                return self._drive(server, watch, logprobs, verified=bool(self.goal.verify_s and fraction))
+                found = self._drive(server, watch, logprobs, verified=bool(self.goal.verify_s and fraction))
+                self.console.print(f"{said}: {_left(found)}")
+                return found
         except ServerFailed as error:
             if not out_of_memory(self.log.read_text(errors="replace")):
                 raise CannotPlan(str(error)) from error
@@ -305,7 +307,6 @@ class Session:
             except ServerFailed:
                 if not out_of_memory(server.log_text()):
                     raise
-                self.console.print(f"{name}: out of memory: {phase.name}")
                 needs.append(measure.PhaseNeed(phase.name, False, "out of memory", 0, 0, 0, ""))
                 found = replace(found, ran_out=phase.name, logprobs_driven=logprobs)
                 return replace(found, phases=tuple(needs), not_driven=tuple(missing))
@@ -379,7 +380,7 @@ class Session:
         self.console.print(f"{server.name}: verifying for {self.goal.verify_s:.0f} s")
         try:
             with self.console.status(f"{server.name}: verifying"):
-                return verify.verify(
+                came = verify.verify(
                     server,
                     watch,
                     processes,
@@ -392,7 +393,9 @@ class Session:
         except ServerFailed as error:
             if not out_of_memory(server.log_text()):
                 raise CannotPlan(str(error)) from error
-            return Verified(False, fraction, ("the server ran out of memory",))
+            came = Verified(False, fraction, ("the server ran out of memory",))
+        self.console.print(f"{server.name}: verification: {'held' if came.held else '; '.join(came.reasons)}")
+        return came
 
 
 def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> list[Measured]:
@@ -518,6 +521,14 @@ SETTINGS = (
     *("disable_radix_cache", "attention_backend", "moe_runner_backend", "kv_cache_dtype", "tp_size", "dp_size"),
     *("pp_size", "enable_dp_attention", "speculative_algorithm", "speculative_num_draft_tokens", "page_size"),
 )
+
+
+def _left(found: Measured) -> str:
+    """What a server left free, for the reader who waits."""
+    free = found.logprobs_free if found.logprobs_driven else found.lowest_free
+    if free is not None:
+        return f"lowest free memory {free / MB:,.0f} MB"
+    return f"not enough memory for {found.ran_out}" if found.ran_out else "the allocator had to give memory back"
 
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
