@@ -4,7 +4,7 @@
     python benchmark/triton_server.py --fp8                                # FP8 experts in blocks
     python benchmark/triton_server.py --model qwen3-235b --changes moe-workspace
     python benchmark/triton_server.py --graphs --json graphs.json          # with the engine's default graphs
-    python benchmark/triton_server.py --tp 4                               # the whole widths on four GPUs
+    python benchmark/triton_server.py --shard 1 --tp 4                     # the whole widths on four GPUs
     python benchmark/triton_server.py --quick                              # a tiny model, CPU: does it run at all?
 
 Three real servers at the same time on the same GPUs, stock, patched and stock again: a few layers of the model's widths
@@ -51,7 +51,7 @@ def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
-    whole = TINY if options.quick else MODELS[options.model].shard(options.shard // options.tp)
+    whole = TINY if options.quick else MODELS[options.model].shard(options.shard)
     served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
     if environment.has_gpu():
@@ -165,7 +165,7 @@ def run_of(result: output.Result) -> str:
     """What sets a run apart, from its command."""
     words = result["command"].split()
     named = dict(zip(words, [*words[1:], ""], strict=True))
-    rank = [f"a rank of TP={named['--shard']}"] if "--shard" in named else []
+    rank = [f"a rank of TP={named['--shard']}"] if named.get("--shard", "1") != "1" else []
     rank += [f"TP={named['--tp']}"] if "--tp" in named else []
     parts = [named.get("--model", "kimi-k2.5"), *rank, "FP8" if "--fp8" in named else "BF16"]
     parts += ["default graphs" if "--graphs" in named else "eager", result["conditions"]["engine"]]
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
-    parser.add_argument("--shard", type=int, default=4, help="the TP whose shard sizes a GPU gets (%(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that serve; a divisor of --shard (%(default)s)")
+    parser.add_argument("--shard", type=int, default=4, help="serve the sizes of one rank of so many (%(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that serve them (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
@@ -189,8 +189,6 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
-    if options.shard % options.tp:
-        parser.error(f"--tp {options.tp} does not divide --shard {options.shard}")
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")
     with tempfile.TemporaryDirectory() as folder:
