@@ -161,14 +161,18 @@ def keep(folder: Path | None, work: Path) -> None:
 
 
 def described(figures: dict[str, Any]) -> str:
-    ranks = f", TP={figures['tp']}" if figures["tp"] > 1 else ""
-    shard = f", a rank of TP={figures['shard']}" if figures["shard"] > 1 else ""
-    return f"{figures['model']}{shard}, {figures['layers']} layers{ranks}"
+    ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
+    sizes = figures["shard"] * figures["tp"]
+    share = f", a rank's sizes of TP={sizes}" if sizes > 1 else ""
+    return f"{figures['model']}{share}, {figures['layers']} layers{ranks}"
 
 
 def tables(results: Sequence[output.Result]) -> str:
     """Default and planned value of each server, and what the survival tests say of it."""
-    header = ("", "chunk", "server", "set aside by the rule", "needed", "fraction", "planned", "KV tokens", "then")
+    header = (
+        *("", "chunk", "server", "set aside by the rule", "needed", "fraction", "planned", "without its margin"),
+        *("KV tokens", "then"),
+    )
     rows = []
     for result in results:
         figures = result["figures"]
@@ -185,6 +189,7 @@ def tables(results: Sequence[output.Result]) -> str:
                     f"{needed(server) / GB:.1f} GB",
                     f"{first['fraction']:.3f}",
                     f"{value['fraction']:.3f}",
+                    f"{value['before_margin']:.3f}",
                     f"{first['cache_tokens']:,}",
                     gain,
                 )
@@ -216,7 +221,7 @@ def verified(results: Sequence[output.Result]) -> str:
                 if found["not_seen"]:
                     held += f" (not seen: {', '.join(found['not_seen'])})"
                 counts = (f"{found[each]:,}" for each in ("requests", "aborted", "retractions"))
-                cells = (described(figures), f"{figures['chunk']:,}", name, f"{value['fraction']:.3f}", held)
+                cells = (described(figures), f"{figures['chunk']:,}", name, f"{found['fraction']:.3f}", held)
                 rows.append((*cells, f"{least / MB:,.0f} MB", *counts))
     return output.table(header, rows, left=3) if rows else ""
 
@@ -227,14 +232,14 @@ def survived(results: Sequence[output.Result]) -> str:
     rows = []
     for result in results:
         figures = result["figures"]
-        for each in sorted(figures.get("survivals", ()), key=lambda found: float(found["fraction"])):
+        for each in figures.get("survivals", ()):
             if each["held"] is None:
                 continue
             least = min(each["lowest_free"].values(), default=None)
             held = "yes" if each["held"] else f"no: {'; '.join(each['reasons'])}"
             cells = (described(figures), f"{figures['chunk']:,}", figures["only"], f"{each['fraction']:.3f}", held)
             rows.append((*cells, "" if least is None else f"{least / MB:,.0f} MB"))
-    return output.table(header, rows, left=3) if rows else ""
+    return output.table(header, sorted(rows), left=3) if rows else ""
 
 
 def main() -> int:

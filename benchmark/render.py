@@ -26,6 +26,7 @@ import moe_workspace
 import mori_rows
 import overhead
 import peak_memory
+import plan
 import triton_server
 import weight_shuffle
 from common import machine, output
@@ -72,9 +73,11 @@ TRITON_SERVERS = tuple(
     f"triton-server-{run}"
     for run in (
         *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
-        *("glm-4.5", "glm-4.5-0.5.17"),
+        *("glm-4.5", "glm-4.5-0.5.17", "kimi-k2.5-fp8-0.5.17", "qwen3-235b-0.5.17"),
     )
 )
+PLANS = tuple(f"plan-kimi-k2.5-{run}" for run in ("16384", "8192", "tp2-stock", "tp2-patched"))
+SURVIVALS = ("plan-survive-kimi-k2.5-16384", "plan-survive-kimi-k2.5-16384-more")
 HOSTS = ("overhead-host-cpu", "overhead-host-triton-cpu")
 SECTIONS = {
     "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
@@ -90,6 +93,8 @@ SECTIONS = {
     "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
     "overhead-host-h200": one("overhead-host-h200", overhead.host_tables),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "plan": Section(PLANS, plan.tables),
+    "plan-survivals": Section(SURVIVALS, plan.tables),
     "mori-rows": one("mori-rows", mori_rows.tables),
     "mori-kernel": one("mori-kernel", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost", launcher_cost.tables),

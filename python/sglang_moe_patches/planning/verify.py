@@ -222,7 +222,8 @@ def judge(
         found = measure.rank(processes[name], 0)
         lowest[found.name] = found.lowest_free
         if found.retries:
-            reasons.append(f"{found.name}: the allocator gave memory back and tried again {found.retries} times")
+            often = "once" if found.retries == 1 else f"{found.retries} times"
+            reasons.append(f"{found.name}: the allocator gave memory back and tried again {often}")
     reasons += [f"a request failed: {error}" for error in load.errors[:3]]
     retractions = len(RETRACTED.findall(log))
     usage = max((float(value) for value in re.findall(r"token usage: ([0-9.]+\d)", log)), default=0.0)
