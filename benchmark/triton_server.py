@@ -99,8 +99,8 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             raise SystemExit(f"triton_server: forwards of ranks {sorted(ranks)} were seen, of {options.tp}")
         wholes = [[one for one in ranks[rank] if one.tokens == options.tokens][WARM_UP:] for rank in sorted(ranks)]
         lines, whole = ranks[0], wholes[0]
-        decode = [one for one in lines if one.tokens == 1]
-        batch = [one for one in lines if one.tokens == options.batch]
+        decode = [one for one in lines if one.decode and one.tokens == 1]
+        batch = [one for one in lines if one.decode and one.tokens == options.batch]
         return {
             "forwards": len(whole),
             "peak": max(one.peak for whole in wholes for one in whole),

@@ -3,7 +3,8 @@
 A plugin of the engine (``register``) for the servers that a benchmark or a test starts. It writes a line for each
 forward to the file that ``VARIABLE`` names: tokens, wall-clock milliseconds between two synchronizations, the
 allocator's bytes, and what was seen at the seams. What was seen outside of any forward, while graphs were captured,
-gets a line of its own.
+gets a line of its own. With ``UNTIMED`` set it does not wait for the device, and says nothing of time and bytes:
+forwards, sends and receives overlap as they do without it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SGLANG_MOE_PATCHES_BENCHMARK_FORWARDS"
+UNTIMED = "SGLANG_MOE_PATCHES_BENCHMARK_UNTIMED"
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Forward:
     """One forward of one rank.
 
     :param tokens: of its batch; ``None``: the line is about what was captured.
+    :param decode: whether it is one.
     :param ms: wall-clock milliseconds, the device's work included.
     :param before: bytes allocated when it started.
     :param peak: the most bytes beyond those.
@@ -46,6 +49,7 @@ class Forward:
     """
 
     tokens: int | None
+    decode: bool = False
     ms: float = 0
     before: int = 0
     peak: int = 0
@@ -118,7 +122,7 @@ def _time_forwards(module: Any) -> None:
     import torch
 
     original = module.ModelRunner.forward
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and UNTIMED not in os.environ
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +135,7 @@ def _time_forwards(module: Any) -> None:
             before = torch.cuda.memory_allocated()
         started = time.perf_counter()
         result = original(self, batch, *args, **kwargs)
-        made = Forward(batch.input_ids.shape[0], before=before, seen=_seen)
+        made = Forward(batch.input_ids.shape[0], batch.forward_mode.is_decode(), before=before, seen=_seen)
         if cuda:
             torch.cuda.synchronize()
             made.peak, made.reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()

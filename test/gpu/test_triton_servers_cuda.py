@@ -2,13 +2,14 @@
 
 Each case starts a stock and a patched server of a few layers of a model's widths, random weights, and asks both the
 same prompts. It counts only if the patched one was seen to act: to run in more than one slice, and where a layer has a
-dead input to write its output, or its activation's, over it.
+dead input to write its output, or its activation's, over it. Nothing waits for the device between forwards.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from sglang_moe_patches.regression.server import Server  # noqa: E402
 SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}
 QWEN, DEEPSEEK = "qwen3-235b", "deepseek-v3"
 LAYERS = 3
+#: Two for each stage: the first layer of a stage has no dead input.
+STAGED_LAYERS = 4
+IN_FLIGHT = 6
 #: Its [tokens, top-k, hidden] tensor is of 384 MiB in the narrowest model.
 TOKENS = 8192
 CAPTURED_TOKENS = 4096
@@ -58,6 +62,8 @@ class Case:
     """The experts get other tokens than the layer has, or a part of them at a time."""
     draft: bool = False
     """EAGLE-3's draft model reads hidden states of the model's layers."""
+    staged: bool = False
+    """Two pipeline stages: while one runs a forward, the other sends and receives those of other requests."""
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -92,9 +98,9 @@ CASES = {
     "two ranks of MiniMax-M2": Case(TWO_RANKS, "minimax-m2", gpus=2, ranks=2),
     "expert parallelism": Case((*TWO_RANKS, "--ep-size", "2"), gpus=2, ranks=2),
     "data-parallel attention": Case((*TWO_RANKS, "--dp", "2", "--enable-dp-attention"), gpus=2, scattered=True),
-    "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2),
+    "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2, staged=True),
     "pipeline stages of DeepSeek-V3": Case(
-        (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2
+        (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2, staged=True
     ),
 }
 
@@ -178,12 +184,15 @@ def write_adapter(folder: Path, target: str) -> Path:
 
 
 def ask(server: Server, case: Case) -> list[Any]:
-    """Tokens and their log-probabilities, of prompts that are asked one after the other."""
+    """Tokens and their log-probabilities, of prompts that are asked one after the other, and of some at once.
 
-    def one(tokens: int) -> Any:
+    Those are as long as a forward can be, and want one token: no batch depends on when they arrive.
+    """
+
+    def one(tokens: int, seed: int = 0, new_tokens: int = 6) -> Any:
         body = {
-            "input_ids": prompt(tokens, tokens),
-            "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+            "input_ids": prompt(tokens, seed or tokens),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": True,
             **case.request,
         }
@@ -193,13 +202,25 @@ def ask(server: Server, case: Case) -> list[Any]:
     if case.before:
         httpx.post(f"{server.url}/{case.before}", timeout=60).raise_for_status()
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
-    return [one(tokens) for tokens in [*lengths, *((CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ())]]
+    lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
+    answers = [one(tokens) for tokens in lengths]
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        many = range(1, IN_FLIGHT + 1) if case.staged else ()
+        return [*answers, *pool.map(lambda seed: one(TOKENS, seed, new_tokens=1), many)]
 
 
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
     """Variables of each server."""
+    always = (
+        (forwards.UNTIMED, "1"),
+        # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
+        ("TORCHINDUCTOR_DETERMINISTIC", "1"),
+    )
     return {
-        name: (*case.variables, (forwards.VARIABLE, str(folder / name)), ("DRAFT_READ", str(folder / f"{name}-draft")))
+        name: (
+            *(*case.variables, *always),
+            *((forwards.VARIABLE, str(folder / name)), ("DRAFT_READ", str(folder / f"{name}-draft"))),
+        )
         for name in ("stock", "patched")
     }
 
@@ -209,7 +230,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     case = CASES[name]
     if torch.cuda.device_count() < case.gpus:
         pytest.skip(f"needs {case.gpus} GPUs")
-    arguments = [*case.arguments, "--max-running-requests", "8", "--max-total-tokens", str(4 * TOKENS)]
+    arguments = [*case.arguments, "--max-running-requests", "8", "--max-total-tokens", str(8 * TOKENS)]
     arguments += ["--mem-fraction-static", "0.9"]
     if case.lora:
         adapter = write_adapter(tmp_path / "adapter", case.lora)
@@ -218,7 +239,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         arguments += ["--speculative-draft-model-path", str(write_draft(tmp_path / "draft"))]
         folder = plugins.write_module(tmp_path / "reader", "draft_reader", DRAFT)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    served = Served(MODELS[case.model].shard(SHARES[case.model]), moe_layers=LAYERS, runner="triton")
+    served = Served(MODELS[case.model].shard(SHARES[case.model]), moe_layers=layers(case), runner="triton")
     setups = {
         name: Setup(
             served, tmp_path / "servers", tokens=TOKENS, arguments=tuple(arguments), observe=False, variables=variables
@@ -242,11 +263,16 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
     check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
 
+def layers(case: Case) -> int:
+    """With experts."""
+    return STAGED_LAYERS - (case.model == DEEPSEEK) if case.staged else LAYERS
+
+
 def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_tokens: int) -> None:
     last = case.model == DEEPSEEK and "--disable-shared-experts-fusion" in case.arguments
     captured = [one for one in lines if one.tokens is None]
     prefills = [one for one in lines if (one.tokens or 0) > CAPTURED_TOKENS // 2]
-    decodes = [one for one in lines if one.tokens == 1]
+    decodes = [one for one in lines if one.decode]
     print(*captured, *prefills, *decodes[:1], sep="\n")
     if case.whole:
         assert all(one.seen.slices == [] for one in lines)
@@ -260,16 +286,16 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_toke
     assert all(max(one.seen.slices) > 1 for one in ran)
     if case.scattered:
         return
-    prompts = len(ran) // case.ranks
-    assert prompts == 3 + (case.graphs and not captured_tokens) * 2
+    prompts = 3 + (case.graphs and not captured_tokens) * 2 + case.staged * IN_FLIGHT
     # The first layer of the model, and of a pipeline's second stage, has no dead input.
-    dying = LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1 - ("--pp-size" in case.arguments)
-    acted = [one.seen.outputs if last else one.seen.scratch for one in ran]
-    assert sum(acted) == prompts * dying * (case.ranks if "--tp" in case.arguments else 1)
+    dying = 1 if case.staged else LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1
+    for rank in range(case.ranks):
+        acted = [one.seen.outputs if last else one.seen.scratch for one in ran if one.rank == rank]
+        assert acted == [dying] * prompts
     # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
     assert decodes or case.draft
     if case.graphs:
         assert all(one.seen == forwards.Seen() for one in decodes)
         assert (sum(one.seen.outputs for one in captured) > 0) == last
-    elif "--pp-size" not in case.arguments:
+    elif not case.staged:
         assert {one.seen.outputs for one in decodes} <= {dying if last else 0}
