@@ -8,7 +8,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from planning_events import GB, process
@@ -18,6 +21,9 @@ from sglang_moe_patches.planning import measure, plan, report, rule
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.planning.verify import Verified
+
+SLOW = Path(__file__).parent / "standin_slow"
+"""An engine that takes an hour to be imported."""
 
 
 class Command:
@@ -64,6 +70,7 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch) -> None:
     [
         (("--mem-fraction-static", "0.9"), "--mem-fraction-static: this is what plan finds; leave it out"),
         (("--mem-fraction-static=0.9",), "--mem-fraction-static: this is what plan finds; leave it out"),
+        (("--mem-fraction", "0.9"), "--mem-fraction-static: this is what plan finds; leave it out"),
         (("--port", "1"), "--port: plan sets it"),
         (("--enable-memory-saver",), "--enable-memory-saver: memory comes and goes"),
         (("--cpu-offload-gb", "4"), "--cpu-offload-gb: weights come and go"),
@@ -71,6 +78,7 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch) -> None:
         (("--lora-paths", "a"), "--lora-paths: adapters"),
         (("--nnodes", "2"), "--nnodes: the ranks of other machines"),
         (("--enable-pdmux",), "--enable-pdmux: prefill and decode run at the same time"),
+        (("--max-queued-requests", "8"), "--max-queued-requests: the load is longer than the queue"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(command, arguments, reason) -> None:
@@ -125,6 +133,29 @@ def test_a_resolver_that_does_not_answer_is_named() -> None:
         rule.resolve([], os.environ, timeout=0.001)
 
 
+def test_a_signal_ends_the_resolver() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        rule.resolve([], {**os.environ, "PYTHONPATH": os.fspath(SLOW)}, None, interrupt)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_patched_server_without_patches_is_refused(command, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_MOE_PATCHES", "none")
+    code, said = command("--only", "patched")
+    assert code == 2
+    assert "with SGLANG_MOE_PATCHES=none nothing is patched" in one_line(said)
+
+
+def test_a_trial_of_an_unknown_server_is_refused(tmp_path) -> None:
+    command = [sys.executable, "-m", "sglang_moe_patches.planning.survive", "--model", "m", "--fraction", "0.9"]
+    done = subprocess.run([*command, "--only", "Stock"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (2, "survive: --only Stock: give stock or patched\n")
+
+
 def test_an_unknown_server_is_refused(command) -> None:
     code, said = command("--only", "neither")
     assert code == 2
@@ -145,6 +176,9 @@ def test_help_names_every_argument_that_is_refused_for_what_it_does(capsys, monk
     ("log", "ran_out"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", True),
+        ("RuntimeError: CUDA driver error: out of memory", True),
+        ("CUDA_ERROR_OUT_OF_MEMORY", True),
         ("RuntimeError: CUDA error: out of memory", True),
         ("NCCL WARN Cuda failure 'out of memory'", True),
         ("lower --mem-fraction-static if you see out of memory errors", False),

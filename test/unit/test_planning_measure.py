@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from planning_events import GB, TOTAL, forward, memory, process
 from sglang_moe_patches import observing
 from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
+from sglang_moe_patches.planning.client import Unanswered, watched
 from sglang_moe_patches.planning.load import Bound, Configuration
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
 from sglang_moe_patches.planning.result import MB, Recommendation
@@ -177,6 +179,19 @@ def test_the_phases_follow_from_the_configuration() -> None:
     assert names(chunk=None)[0] == "longest prefill"
 
 
+@pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100)])
+def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page: int, context: int) -> None:
+    c = configured(page=page, input_tokens=context)
+    phase = load.derive(c, logprobs=False).phases[1]
+    prefix, prompt = phase.prompts(load.Tokens("x", c.vocabulary))
+    assert prompt[: len(prefix)] == prefix
+    assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
+    assert context - page < len(prompt) <= context
+    # Without the cache a prompt comes in whole chunks.
+    (alone,) = load.derive(configured(radix_cache=False), logprobs=False).phases[1].prompts(load.Tokens("x", 5000))
+    assert len(alone) == 9 * c.chunk
+
+
 def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
     # The engine puts off the request with which a forward would reach them.
     phase = load.derive(configured(prefill_tokens=CONFIGURATION.chunk), logprobs=False).phases[2]
@@ -188,7 +203,7 @@ def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
 
 def test_what_cannot_be_driven_is_said() -> None:
     assert load.derive(CONFIGURATION, logprobs=False).not_driven == ()
-    assert "less than two chunks" in load.derive(configured(input_tokens=2000), logprobs=False).not_driven[0]
+    assert "request is a chunk" in load.derive(configured(input_tokens=1000), logprobs=False).not_driven[0]
     assert "no radix cache" in load.derive(configured(radix_cache=False), logprobs=False).not_driven[0]
     assert "one rank" in load.derive(configured(all_to_all=True), logprobs=False).not_driven[0]
     assert "chunked prefill is off" in load.derive(configured(chunk=None), logprobs=False).not_driven[0]
@@ -409,6 +424,48 @@ def test_a_default_that_cannot_serve_prompt_logprobs_gets_a_lower_value_for_them
     assert 0.735 <= found.fraction <= 0.74
 
 
+def test_a_fraction_without_a_kv_cache_ends_the_search_and_not_the_plan() -> None:
+    servers = Servers(3, 35)
+
+    def measured(fraction: float | None, logprobs: bool) -> Measured:
+        if fraction is not None and fraction < 0.75:
+            raise plan.TooLow("no KV cache")
+        return servers.measure(fraction, logprobs)
+
+    trials = plan.search(measured, plan.Goal(1000 * MB))
+    assert plan.recommend(trials, 1000 * MB, False, []).fraction >= 0.95
+    assert plan.recommend(trials, 1000 * MB, True, []).fraction is None
+
+
+def test_a_server_that_drove_no_prompt_logprobs_says_nothing_of_them() -> None:
+    servers = Servers(3, 10)
+    trials = plan.search(lambda fraction, logprobs: servers.measure(fraction, False), plan.Goal(1000 * MB))
+    assert len(trials) < need.MOST_TRIALS
+    assert plan.recommend(trials, 1000 * MB, False, []).fraction >= 0.95
+    assert plan.recommend(trials, 1000 * MB, True, []).fraction is None
+    # The first server did, and the next one did not: it is not asked for ever.
+    once = plan.search(lambda fraction, logprobs: servers.measure(fraction, fraction is None), plan.Goal(1000 * MB))
+    assert len(once) <= need.MOST_TRIALS + 1
+
+
+def test_a_value_that_leaves_no_kv_cache_is_none() -> None:
+    trial = Measured("s", 0.8, 100 * GB, 10_000, 10 * GB, lowest_free=GB)
+    assert plan.recommend([trial], 5 * GB, False, []).tokens == pytest.approx(6000, abs=1)
+    assert plan.recommend([trial], 12 * GB, False, []).fraction is None
+
+
+def test_a_signal_is_heard_while_a_server_is_waited_for() -> None:
+    released = threading.Event()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched(released.wait, interrupt)
+    released.set()
+    assert watched(lambda: 5, interrupt) == 5
+
+
 def test_without_prompt_logprobs_none_are_driven() -> None:
     servers = Servers(3, 10)
     plan.search(servers.measure, plan.Goal(1000 * MB, logprobs=False))
@@ -432,21 +489,23 @@ def test_a_knob_is_named_with_what_it_would_give() -> None:
         PhaseNeed("prefill chunk behind the longest prefix", True, "", 5 * GB, 0, 0, ""),
         PhaseNeed(load.LOGPROBS, True, "", 15 * GB, 0, 0, ""),
     )
-    trial = Measured("s", 0.8, TOTAL, 5000, 1, phases=phases, settings={"max_total_tokens": 5000})
-    said = "\n".join(plan.knobs([trial], {}))
+    settings = {"max_total_tokens": 5000, "logprob_switch": "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"}
+    trial = Measured("s", 0.8, TOTAL, 5000, 1, phases=phases, settings=settings)
+    said = "\n".join(plan.knobs([trial]))
     assert "--max-total-tokens 5000" in said
     assert "SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs 2,000 MB more" in said
     assert "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need 10,000 MB more" in said
-    again = "\n".join(plan.knobs([trial], {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"}))
-    assert "LOGITS_PROCESSER" not in again
+    assert "LOGITS_PROCESSER" not in "\n".join(plan.knobs([replace(trial, settings={"logprob_switch": ""})]))
 
 
 # --- verification -----------------------------------------------------------------------------------------------------
 
 
-def judged(events: list[dict], log: str = "", errors: tuple[str, ...] = ()) -> verify.Verified:
+def judged(
+    events: list[dict], log: str = "", errors: tuple[str, ...] = (), during: list[dict] | None = None
+) -> verify.Verified:
     answered = SimpleNamespace(answered=10, aborted=2, errors=list(errors))
-    return verify.judge({"1": events}, log, answered, CONFIGURATION, 0.9)
+    return verify.judge({"1": events}, {"1": during or events}, log, answered, CONFIGURATION, 0.9)
 
 
 def test_a_verification_holds_only_without_retries_and_failed_requests() -> None:
@@ -459,6 +518,27 @@ def test_a_verification_holds_only_without_retries_and_failed_requests() -> None
     retried[-1]["memory"]["retries"] = 3
     assert judged(retried).reasons == ("GPU 3 (TP rank 1): the allocator gave memory back and tried again 3 times",)
     assert not judged(process(), errors=("HTTP 500: no",)).held
+
+
+def test_a_verification_that_was_not_observed_to_its_end_does_not_hold() -> None:
+    events = process()
+    forwards = [event for event in events if event["event"] == "forward"]
+    assert judged(events, during=forwards).held
+    unseen = judged(events, during=[event for event in events if event["event"] == "ready"])
+    assert unseen.reasons == ("GPU 3 (TP rank 1): no forward was recorded, so it is not known what was free",)
+    failed = judged([*events, {"event": "failure", "reason": "no space left"}], during=forwards)
+    assert failed.reasons == ("what was free is not known to the end: no space left",)
+
+
+@pytest.mark.parametrize(("leaves", "excused"), [(0.5, True), (None, False)])
+def test_only_a_client_that_was_to_leave_may_go_without_an_answer(leaves: float | None, excused: bool) -> None:
+    class Silent:
+        def generate(self, *args: Any, **kwargs: Any) -> str:
+            raise Unanswered(TimeoutError("nothing"), lost=False)
+
+    asked = verify._Load(Silent(), CONFIGURATION, False)
+    asked.ask([[1]], 1, threading.Event(), leaves=leaves)
+    assert (asked.aborted, asked.errors) == ((1, []) if excused else (0, ["TimeoutError: nothing"]))
 
 
 def test_what_a_verification_did_not_bring_about_is_said() -> None:

@@ -100,6 +100,32 @@ def test_what_was_not_seen_at_its_bound_is_said(given, monkeypatch, capsys) -> N
     assert [(server["server"], len(values(server))) for server in shown["servers"]] == [("stock", 1)]
 
 
+@pytest.mark.product
+def test_where_a_chunk_is_longer_than_the_context_the_longest_prompt_is_driven_and_verified(given, monkeypatch) -> None:
+    more = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
+    assert given.here(monkeypatch, *more, "--", "--chunked-prefill-size", "20000") == 0
+    (server,) = given.written()["servers"]
+    # With the engine's own fraction there is no memory for it.
+    phases = {phase["name"]: phase["seen"] for phase in server["trials"][-1]["phases"]}
+    assert phases["prefill chunk"]
+    assert all(phases.values())
+    assert server["recommendations"][0]["verified"]["held"]
+
+
+def test_prompt_logprobs_that_the_server_refuses_have_no_value(given, monkeypatch) -> None:
+    assert given.here(monkeypatch, "--only", "patched", wrong=("no logprobs",)) == 0
+    (server,) = given.written()["servers"]
+    assert values(server) == [pytest.approx(0.927), None]
+    assert "no log-probabilities here" in given.written()["not_driven"][0]
+
+
+def test_a_value_with_prompt_logprobs_for_which_the_weights_are_too_large_ends_no_plan(given, monkeypatch) -> None:
+    more = ("--only", "patched", "--", "--chunked-prefill-size", "8192")
+    assert given.here(monkeypatch, *more, wrong=("large weights",)) == 0
+    (server,) = given.written()["servers"]
+    assert values(server) == [pytest.approx(0.865), None]
+
+
 def test_a_value_that_holds_is_said_with_the_lowest_free_memory(given, monkeypatch, capsys) -> None:
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
     assert given.here(monkeypatch, *arguments) == 0

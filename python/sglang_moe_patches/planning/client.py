@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
 
 LONGEST_S = 900.0
 """Seconds that an answer may take: a prefill of the longest context is slow."""
+
+
+def watched(work: Callable[[], Answer], watching: Callable[[], None]) -> Answer:
+    """What ``work`` returns, which may wait for a server: in a thread of its own, so that a signal is heard meanwhile.
+
+    :param watching: called about five times a second; what it raises is raised here. The server's end ends the work.
+    """
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    while wait([future], 0.2).not_done:
+        watching()
+    return future.result()
 
 
 class Unanswered(RuntimeError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
+from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.planning.observe import Watch
 
 DECODES = ("DECODE", "TARGET_VERIFY")
@@ -87,7 +87,8 @@ def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configur
     chunk = info.get("chunked_prefill_size")
     return Configuration(
         chunk=int(chunk) if chunk and chunk > 0 else None,
-        input_tokens=int(info.get("max_req_input_len") or facts["context"] - 6),
+        # The engine refuses a prompt of as many tokens as that.
+        input_tokens=int(info.get("max_req_input_len") or facts["context"] - 6) - 1,
         cache_tokens=int(info.get("max_total_num_tokens") or facts["kv_tokens"]),
         requests=int(states[0].get("effective_max_running_requests_per_dp") or facts["table_requests"]),
         captured=_captured(info),
@@ -199,23 +200,23 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     name = "longest prefill" if c.chunk is None else "prefill chunk"
     phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
 
-    longest = min(c.input_tokens, c.cache_tokens - chunk - 2 * c.page) // chunk * chunk
+    room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
+    # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
+    before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // c.page * c.page
     if c.chunk is None:
         missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
-    elif longest < 2 * chunk:
-        missing.append("a long cached prefix: the longest request is less than two chunks")
+    elif before < c.page:
+        missing.append("a long cached prefix: the longest request is a chunk")
     else:
-        before = longest - chunk
-        behind = replace(prefill, longest_prefix=before // c.page * c.page)
-        phases.append(Phase("prefill chunk behind the longest prefix", behind, _beginning(longest, before, c)))
+        behind = replace(prefill, longest_prefix=before)
+        prompts = _behind(before, chunk, c)
+        phases.append(Phase("prefill chunk behind the longest prefix", behind, prompts, in_turn=True))
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         part = (min(chunk, c.prefill_tokens or chunk) - 1) // SHARING // c.page * c.page
-        filler = min(3 * chunk, longest)
+        filler = min(3 * chunk, room // chunk * chunk)
         if c.radix_cache and part and before + filler + 2 * chunk + SHARING * c.page <= c.cache_tokens:
             # The filler runs while the others arrive, so that they share the forward after its last chunk.
-            sharing = Bound(
-                PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * (before // c.page * c.page)
-            )
+            sharing = Bound(PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * before)
             phases.append(Phase(f"{SHARING} requests behind one prefix", sharing, _sharing(filler, before, part, c)))
         else:
             missing.append("several requests behind the longest prefix: no radix cache, or the KV cache is too small")
@@ -246,9 +247,14 @@ def _fresh(count: int) -> Callable[[Tokens], list[list[int]]]:
     return lambda tokens: [tokens.some(count)]
 
 
-def _beginning(count: int, shared: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
-    """A prompt of ``count`` tokens, the first ``shared`` of which later phases ask for again."""
-    return lambda tokens: [Tokens("prefix", c.vocabulary).some(shared) + tokens.some(count - shared)]
+def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
+
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        prefix = Tokens("prefix", c.vocabulary).some(before)
+        return [*([prefix] if c.radix_cache else []), prefix + tokens.some(chunk)]
+
+    return prompts
 
 
 def _sharing(filler: int, shared: int, part: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
@@ -394,7 +400,8 @@ class Driver:
             self._until(self._never, [], patience_s=ENDING_S)
         outcome.said = outcome.said or next(filter(None, said), "")
         # Sampling comes after a forward and is seen when the next begins.
-        self._ask([[tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)]], 2, False)
+        ending = [tokens.some(SHORT_PROMPT) for _ in range(self.c.ranks)]
+        watched(lambda: self._ask([ending], 2, False), self.watching)
         outcome.seen = look() or outcome.seen
 
     def _until(

@@ -37,6 +37,8 @@ STAGES = (
     "init_prefill_cuda_graph",
 )
 """Methods of ``ModelRunner``, of all releases; those that a release has are recorded."""
+LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK")
+"""Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
 
 
 def read_device() -> dict[str, int]:
@@ -124,7 +126,16 @@ def server_facts(runner: Any) -> dict[str, Any]:
         "images": bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
         "hybrid": hybrid(pool, table),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
+        "logprob_switch": _logprob_switch(),
     }
+
+
+def _logprob_switch() -> str:
+    """The variable that has prompt log-probabilities computed in chunks, where this release has one and it is off."""
+    from sglang.srt.environ import envs
+
+    switches = [name for name in LOGPROB_SWITCHES if hasattr(envs, name)]
+    return switches[0] if switches and not getattr(envs, switches[0]).get() else ""
 
 
 class Observer(Observing):

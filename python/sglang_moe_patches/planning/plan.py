@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.planning import load, measure, need, observe, report, rule, verify
-from sglang_moe_patches.planning.client import Client, Unanswered
+from sglang_moe_patches.planning.client import Client, Unanswered, watched
 from sglang_moe_patches.planning.measure import Measured
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.planning.verify import Verified
@@ -36,6 +36,10 @@ STOCK, PATCHED = "stock", "patched"
 
 class CannotPlan(RuntimeError):
     """A plan could not be made. The message says what to change, or carries the end of the server's log."""
+
+
+class TooLow(CannotPlan):
+    """With that fraction the weights alone leave nothing for a KV cache."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ REFUSED: dict[str, Refusal] = {
     "--prefill-only-disable-kv-cache": Refusal("there is no KV cache to enlarge", "nothing is to be planned"),
     "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", _OTHER_POOLS),
     "--delete-ckpt-after-loading": Refusal("the next server needs the checkpoint, too", "leave it out"),
+    "--max-queued-requests": Refusal("the load is longer than the queue would be", "leave it out: memory is the same"),
 }
 """Server arguments that are refused, by name."""
 POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
@@ -167,7 +172,7 @@ def run(
         try:
             console.print("Asking the engine what it sets aside by its rule")
             try:
-                ruled = rule.resolve(subject.given, environment, gpu_memory_mib)
+                ruled = rule.resolve(subject.given, environment, gpu_memory_mib, interrupts.check)
             except rule.NotResolved as error:
                 interrupts.check()  # Ctrl-C in a terminal ends the resolver, too
                 raise CannotPlan(str(error)) from None
@@ -216,7 +221,7 @@ class Session:
         found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
         if self.goal.verify_s:
             found = [after(each, self._verification(name, each, trials), trials[-1].before_load) for each in found]
-        return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials, self.environment)))
+        return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials)))
 
     @contextmanager
     def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, observe.Watch]]:
@@ -253,7 +258,11 @@ class Session:
                 self.console.print(f"{said}: {_left(found)}")
                 return found
         except ServerFailed as error:
-            if not out_of_memory(self.log.read_text(errors="replace")):
+            log = self.log.read_text(errors="replace")
+            if fraction is not None and TOO_LOW in log:
+                self.console.print(f"{said}: no memory for a KV cache")
+                raise TooLow(str(error)) from error
+            if not out_of_memory(log):
                 raise CannotPlan(str(error)) from error
             if fraction is None:
                 raise CannotPlan(
@@ -267,14 +276,14 @@ class Session:
         allocator keeps depends on the order in which sizes come.
         """
         name = server.name
-        client = Client(server.url)
-        info, processes, ranks = _introduced(server, client, watch)
+        client, watching = Client(server.url), partial(self._check, server)
+        info, processes, ranks = _introduced(server, client, watch, watching)
         ready = [measure.of_kind(processes[rank], "ready")[0] for rank in sorted(ranks)]
         if hybrid := next((event["hybrid"] for event in ready if event["hybrid"]), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
         limits = load.configuration(info, ready[0])
         derived = load.derive(limits, logprobs=logprobs)
-        driver = load.Driver(client, watch, ranks, limits, partial(self._check, server))
+        driver = load.Driver(client, watch, ranks, limits, watching)
         found = Measured(
             server=name,
             fraction=float(info["mem_fraction_static"]),
@@ -287,7 +296,7 @@ class Session:
             table_bytes=ready[0]["table_bytes"],
             table_requests=ready[0]["table_requests"],
             allocator=ready[0]["allocator"],
-            settings=_settings(info),
+            settings={**_settings(info), "logprob_switch": ready[0].get("logprob_switch", "")},
             changes=tuple(map(tuple, measure.of_kind(processes[min(ranks)], "start")[0]["changes"])),
         )
         if verified:
@@ -322,10 +331,10 @@ class Session:
                 missing.append(f"{phase.name}: seen at most {needs[-1].largest or 'nothing'}{said}")
             self.console.print(f"{name}: {phase.name}: {'seen' if outcome.seen else 'not seen at its bound'}")
         lowest = self._lowest(processes, ranks)
-        if logprobs:
-            found = replace(found, logprobs_free=lowest, logprobs_driven=True)
-        else:
+        if not logprobs:
             found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
+        elif any(need.seen for need in needs if need.name == load.LOGPROBS):
+            found = replace(found, logprobs_free=lowest, logprobs_driven=True)
         return replace(found, phases=tuple(needs), not_driven=tuple(missing))
 
     def _check(self, server: Server) -> None:
@@ -360,11 +369,15 @@ class Session:
         """
         try:
             with self.serving(name, fraction) as (server, watch):
-                info, processes, ranks = _introduced(server, Client(server.url), watch)
+                watching = partial(self._check, server)
+                info, processes, ranks = _introduced(server, Client(server.url), watch, watching)
                 limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
-            if not out_of_memory(self.log.read_text(errors="replace")):
+            log = self.log.read_text(errors="replace")
+            if TOO_LOW in log:
+                return Verified(False, fraction, ("the server has no memory for a KV cache with it",))
+            if not out_of_memory(log):
                 raise CannotPlan(str(error)) from error
             return Verified(False, fraction, ("the server ran out of memory at start-up",))
 
@@ -406,8 +419,16 @@ def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> li
     trials = [measured(None, goal.logprobs)]
     kinds = (False, True) if goal.logprobs else (False,)
     for logprobs in kinds:
-        while (fraction := need.next_fraction(_trials(trials, logprobs), goal.margin)) is not None:
-            trials.append(_with_base(measured(fraction, logprobs), trials[0]))
+        tried = 0
+        # Not again where the last server said nothing of this need, because it drove no log-probabilities.
+        while len(known := _trials(trials, logprobs)) > tried:
+            tried, fraction = len(known), need.next_fraction(known, goal.margin)
+            if fraction is None:
+                break
+            try:
+                trials.append(_with_base(measured(fraction, logprobs), trials[0]))
+            except TooLow:
+                break
     return trials
 
 
@@ -431,12 +452,16 @@ def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Se
     :param given: server arguments with the model.
     """
     used = _trials(trials, logprobs)
+    if not used:
+        return Recommendation(logprobs, None, 0.0)
     fraction, ceiling = need.proven(used, margin), need.ceiling(used, margin)
     if fraction is None:
         return Recommendation(logprobs, None, ceiling)
     # Of the servers that said how large a token is, the one nearest to it.
     base = min((t for t in trials if t.cache_tokens), key=lambda t: abs(t.fraction - fraction))
     tokens = need.kv_tokens(base.trial, base.cache_tokens, base.token_bytes, fraction, base.page)
+    if not tokens:
+        return Recommendation(logprobs, None, ceiling)
     return Recommendation(
         logprobs=logprobs,
         fraction=fraction,
@@ -466,7 +491,7 @@ WORTH = 256 * MB
 """Another knob is named from so many bytes on."""
 
 
-def knobs(trials: Sequence[Measured], environment: Mapping[str, str]) -> Iterator[str]:
+def knobs(trials: Sequence[Measured]) -> Iterator[str]:
     """Other settings that bind, each with what it would give."""
     first, last = trials[0], next((t for t in reversed(trials) if t.ranks), trials[0])
     limit = first.settings.get("max_total_tokens") if first.settings else None
@@ -488,18 +513,22 @@ def knobs(trials: Sequence[Measured], environment: Mapping[str, str]) -> Iterato
         )
     asked = needs.get(load.LOGPROBS)
     most = max((n.tensors for name, n in needs.items() if name != load.LOGPROBS), default=0)
-    chunked = environment.get("SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "").lower() in ("1", "true")
-    if asked and asked.tensors - most >= WORTH and not chunked:
+    switch = first.settings.get("logprob_switch")  # "" where it is on already
+    if asked and asked.tensors - most >= WORTH and switch:
         yield (
-            f"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} "
-            "MB more than all else; computed in chunks they need a part of it"
+            f"{switch}=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} MB more than all else; "
+            "computed in chunks they need a part of it"
         )
 
 
 RAN_OUT = re.compile(
-    r"OutOfMemoryError|CUDA (error: )?out of memory|Cuda failure.*out of memory|cudaErrorMemoryAllocation"
-    r"|CUBLAS_STATUS_ALLOC_FAILED"
+    r"OutOfMemoryError|CUDA[\w\] ]*:? out of memory|CUDA_ERROR_OUT_OF_MEMORY|Cuda failure.*out of memory"
+    r"|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
 )
+"""As PyTorch, Triton, the driver, NCCL and cuBLAS say it."""
+TOO_LOW = "Not enough memory. Please try to increase --mem-fraction-static"
+"""As the engine says it, in every release."""
 
 
 def out_of_memory(log: str) -> bool:
@@ -536,7 +565,7 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _introduced(
-    server: Server, client: Client, watch: observe.Watch
+    server: Server, client: Client, watch: observe.Watch, watching: Callable[[], None]
 ) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], set[str]]:
     """What the server resolved, what its processes recorded, and which of them run the model.
 
@@ -547,7 +576,7 @@ def _introduced(
     """
     try:
         info = client.info()
-        said = client.generate([[11, 12, 13]] * int(info.get("dp_size") or 1), 2)
+        said = watched(lambda: client.generate([[11, 12, 13]] * int(info.get("dp_size") or 1), 2), watching)
     except Unanswered as error:
         deadline = time.monotonic() + load.ENDING_S
         while time.monotonic() < deadline:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,32 +79,43 @@ REST = "all else, and the least that the engine sets aside"
 
 
 def resolve(
-    arguments: list[str], environment: Mapping[str, str], gpu_memory_mib: float | None = None, timeout: float = 600
+    arguments: list[str],
+    environment: Mapping[str, str],
+    gpu_memory_mib: float | None = None,
+    watching: Callable[[], None] = lambda: None,
+    timeout: float = 600,
 ) -> Rule:
     """Ask the engine.
 
     :param arguments: of the server, the model among them, without ``--mem-fraction-static``.
     :param environment: of the process that resolves.
     :param gpu_memory_mib: what to tell the resolver the GPU's memory is; ``None``: it asks the device itself.
+    :param watching: called about five times a second; what it raises ends the resolver.
     :param timeout: seconds that it may take.
     :raises NotResolved: the engine refuses the arguments, or does not answer.
     """
     asked = {"arguments": arguments, "gpu_memory_mib": gpu_memory_mib, "steps": [ways for _, ways in INPUTS]}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "sglang_moe_patches.planning.resolve"],
-            input=json.dumps(asked),
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        raise NotResolved(f"the engine's resolver did not answer within {timeout:.0f} s") from None
-    found = json.loads(done.stdout) if done.stdout else {"base": {"error": ""}}
+    command = [sys.executable, "-W", "ignore", "-m", "sglang_moe_patches.planning.resolve"]
+    given: str | None = json.dumps(asked)
+    pipe = subprocess.PIPE
+    deadline = time.monotonic() + timeout
+    with subprocess.Popen(command, env=dict(environment), text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        try:
+            while True:
+                try:
+                    out, errors = process.communicate(given, timeout=min(timeout, 0.2))
+                    break
+                except subprocess.TimeoutExpired:
+                    given = None  # is on its way
+                watching()
+                if time.monotonic() > deadline:
+                    raise NotResolved(f"the engine's resolver did not answer within {timeout:.0f} s")
+        except BaseException:
+            process.kill()
+            raise
+    found = json.loads(out) if out else {"base": {"error": ""}}
     if "error" in found["base"]:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        said = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
         raise NotResolved(f"the engine refuses the server arguments: {found['base']['error'] or said[-1]}")
     return read(found)
 

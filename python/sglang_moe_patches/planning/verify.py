@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_moe_patches.planning import measure
-from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered
+from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
 from sglang_moe_patches.planning.observe import Watch
 from sglang_moe_patches.regression.server import Server
@@ -39,7 +39,7 @@ FILLED = 0.95
 class Verified:
     """What came of it.
 
-    :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us.
+    :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us, every rank seen.
     :param reasons: why it did not hold.
     :param fraction: ``--mem-fraction-static``.
     :param lowest_free: bytes by rank.
@@ -82,6 +82,7 @@ def verify(
     """
     load = _Load(Client(server.url), c, logprobs)
     begin, before = time.monotonic(), len(server.log_text())
+    known = {name: len(events) for name, events in processes.items()}
 
     def look() -> None:
         watching()
@@ -114,9 +115,10 @@ def verify(
                 load.errors.append(f"what was aborted is not answered after {ABORTING_S:.0f} s")
                 break
             future.result()
-    load.after()
+    watched(load.after, look)
     look()
-    return judge(processes, server.log_text()[before:], load, c, fraction)
+    during = {name: events[known.get(name, 0) :] for name, events in processes.items()}
+    return judge(processes, during, server.log_text()[before:], load, c, fraction)
 
 
 class _Load:
@@ -166,9 +168,10 @@ class _Load:
                 prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs, patience_s=leaves or LONGEST_S
             )
         except Unanswered as error:
+            left = not error.lost and leaves is not None
             with self._lock:
-                self.aborted += 0 if error.lost else len(prompts)
-                if error.lost and not stop.is_set():
+                self.aborted += len(prompts) if left else 0
+                if not left and not stop.is_set():
                     self.errors.append(str(error))
             if error.lost:
                 stop.wait(1)  # the server may be ending: who watches it says so
@@ -208,10 +211,16 @@ def _length(draw: random.Random, most: int) -> int:
 
 
 def judge(
-    processes: Mapping[str, Sequence[measure.Event]], log: str, load: Any, c: Configuration, fraction: float
+    processes: Mapping[str, Sequence[measure.Event]],
+    during: Mapping[str, Sequence[measure.Event]],
+    log: str,
+    load: Any,
+    c: Configuration,
+    fraction: float,
 ) -> Verified:
     """What came of a load that the server survived.
 
+    :param during: the events that the load brought about.
     :param log: the server's.
     :param load: with ``answered``, ``aborted`` and ``errors``.
     """
@@ -221,9 +230,13 @@ def judge(
     for name in sorted(ranks):
         found = measure.rank(processes[name], 0)
         lowest[found.name] = found.lowest_free
+        if not measure.of_kind(during.get(name, ()), "forward"):
+            reasons.append(f"{found.name}: no forward was recorded, so it is not known what was free")
         if found.retries:
             often = "once" if found.retries == 1 else f"{found.retries} times"
             reasons.append(f"{found.name}: the allocator gave memory back and tried again {often}")
+    if failure := measure.failure(processes):
+        reasons.append(f"what was free is not known to the end: {failure}")
     reasons += [f"a request failed: {error}" for error in load.errors[:3]]
     retractions = len(RETRACTED.findall(log))
     usage = max((float(value) for value in re.findall(r"token usage: ([0-9.]+\d)", log)), default=0.0)

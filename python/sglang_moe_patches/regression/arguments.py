@@ -67,9 +67,10 @@ def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] 
     :raises ValueError: one of them cannot be served; the message says why and what to do instead.
     """
     for flag, value in [*_pairs(arguments), *_from_config(arguments)]:
-        refusal = refused.get(flag)
-        if refusal and refusal.applies(value):
-            raise ValueError(f"{flag}: {refusal.why}; {refusal.instead}")
+        # The engine's parser takes the beginning of a name for it, where no other name begins so.
+        name = flag if flag in refused else next((name for name in refused if name.startswith(flag)), "")
+        if name and flag != "--" and refused[name].applies(value):
+            raise ValueError(f"{name}: {refused[name].why}; {refused[name].instead}")
 
 
 def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:

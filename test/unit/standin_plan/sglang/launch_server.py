@@ -21,6 +21,8 @@ ARGS = prepare_server_args(sys.argv[1:])
 CHUNK, REQUESTS, CAPTURED, CONTEXT, TOKEN_BYTES = ARGS.chunked_prefill_size, 40, 16, 20_000, MB
 CACHE = round((69 * GB - 99 * GB * (1 - ARGS.mem_fraction_static)) / TOKEN_BYTES)
 LOCK = Lock()
+CACHED: list = []
+"""Prompts that were answered: what begins as one of them goes on behind it."""
 
 
 class Gpu:
@@ -76,7 +78,8 @@ def serve(gpus, asked):
             part = (CHUNK - 1) // 8
             gpu.forward("EXTEND", 8 * part, 8, prefix=8 * (len(prompts[1]) - part))
         elif len(prompts) == 1:
-            for start in range(0, len(prompts[0]), CHUNK):
+            behind = max((len(one) for one in CACHED if prompts[0][: len(one)] == one != prompts[0]), default=0)
+            for start in range(behind, len(prompts[0]), CHUNK):
                 tokens = min(CHUNK, len(prompts[0]) - start)
                 gpu.forward("EXTEND", tokens, 1, prefix=start, logprobs=tokens if logprobs else 0)
         else:
@@ -84,6 +87,7 @@ def serve(gpus, asked):
         if new > 1:
             running = min(len(prompts), REQUESTS if "fewer" not in WRONG else 20)
             gpu.forward("DECODE", running, running, graph=running <= CAPTURED)
+    CACHED.extend(prompts[:1])
     if "dies" in WRONG and logprobs:
         print("ValueError: something else", flush=True)
         os._exit(3)
@@ -106,15 +110,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if any(len(prompt) >= CONTEXT - 6 for prompt in asked.get("input_ids", ())):
+            return self.answer({"error": "longer than the model's context"}, 400)
+        if self.path == "/generate" and asked.get("return_logprob") and "no logprobs" in WRONG:
+            return self.answer({"error": "no log-probabilities here"}, 400)
         if self.path == "/generate":
             with LOCK:
                 serve(self.gpus, asked)
             time.sleep(0.01)
         self.answer({})
 
-    def answer(self, content):
+    def answer(self, content, code=200):
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -126,6 +134,8 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     if "cannot start" in WRONG:
         sys.exit("no such model")
+    if "large weights" in WRONG and ARGS.mem_fraction_static < 0.75:
+        sys.exit("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
     Handler.gpus = (Gpu(0), Gpu(1))
     (Path(os.environ["STANDIN_FOLDER"]) / "started").touch()
     print("Decode batch, token usage: 0.99", "KV cache pool is full. Retract requests.", flush=True)
