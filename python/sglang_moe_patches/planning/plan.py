@@ -495,8 +495,12 @@ def knobs(trials: Sequence[Measured]) -> Iterator[str]:
     """Other settings that bind, each with what it would give."""
     first, last = trials[0], next((t for t in reversed(trials) if t.ranks), trials[0])
     limit = first.settings.get("max_total_tokens") if first.settings else None
-    if limit and first.cache_tokens >= limit - first.page:
-        yield f"--max-total-tokens {limit}: holds the KV cache there whatever the fraction; leave it out"
+    if limit and first.token_bytes and first.cache_tokens >= limit - first.page:
+        more = (first.lowest_free or 0) / first.token_bytes
+        yield (
+            f"--max-total-tokens {limit}: holds the KV cache there whatever the fraction; leave it out: "
+            f"{more:,.0f} tokens more fit in what was free at the worst moment"
+        )
     if last.table_bytes >= WORTH and last.table_requests:
         each = last.table_bytes / last.table_requests
         yield (
@@ -517,7 +521,7 @@ def knobs(trials: Sequence[Measured]) -> Iterator[str]:
     if asked and asked.tensors - most >= WORTH and switch:
         yield (
             f"{switch}=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} MB more than all else; "
-            "computed in chunks they need a part of it"
+            "computed in chunks they need a part of it, and a plan with that variable says how much"
         )
 
 
