@@ -126,6 +126,11 @@ def test_a_value_with_prompt_logprobs_for_which_the_weights_are_too_large_ends_n
     assert values(server) == [pytest.approx(0.865), None]
 
 
+def test_a_server_that_finds_a_port_taken_is_started_once_more(given, monkeypatch) -> None:
+    assert given.here(monkeypatch, "--only", "patched", "--no-prompt-logprobs", wrong=("port taken",)) == 0
+    assert (given.folder / "taken").exists()
+
+
 def test_a_value_that_holds_is_said_with_the_lowest_free_memory(given, monkeypatch, capsys) -> None:
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
     assert given.here(monkeypatch, *arguments) == 0
@@ -178,6 +183,7 @@ def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
     [
         ("cannot start", "the stock server ended with exit code 1 at start-up"),
         ("dies", "ValueError: something else"),
+        ("ports taken", "EADDRINUSE"),
         ("hybrid", "the model has Mamba pools beside its KV cache"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import re
 import socket
 import sys
 import time
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TAIL_LINES = 30
+
+
+PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+"""As PyTorch's store, ZeroMQ and uvicorn say it."""
 
 
 class ServerFailed(RuntimeError):
@@ -46,11 +51,15 @@ def port_in_use(port: int) -> bool:
 class Server:
     """``python -m sglang.launch_server`` on a loopback port.
 
+    The engine chooses more ports, and listens on them many seconds later. Where one is taken by then, it is started
+    once more: other servers that start meanwhile choose from the same.
+
     :param name: for messages.
     :param arguments: server arguments, without host and port.
     :param environment: the whole environment of the process.
     :param log: file that takes the server's output.
     :param timeout: seconds until the server must answer.
+    :param port: ``None``: a free one.
     :param progress: called about twice a second while waiting, with the seconds waited and the log's last line. What it
         raises ends the server.
     """
@@ -67,13 +76,8 @@ class Server:
         progress: Callable[[float, str], None] = lambda seconds, line: None,
     ) -> None:
         self.name = name
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
-            *arguments,
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-        ]
+        self._arguments, self._given_port = arguments, port
+        self._choose_port()
         self.environment = environment
         self.log = log
         self.timeout = timeout
@@ -81,7 +85,25 @@ class Server:
         self.startup_s = 0.0
         self._process: Kept | None = None
 
+    def _choose_port(self) -> None:
+        self.port = self._given_port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *self._arguments,
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+        ]
+
     def __enter__(self) -> Server:
+        try:
+            return self._start()
+        except ServerFailed:
+            if not PORT_TAKEN.search(self.log_text()):
+                raise
+        self._choose_port()
+        return self._start()
+
+    def _start(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
             self._process = Kept(self.command, self.environment, output, join_error=True)

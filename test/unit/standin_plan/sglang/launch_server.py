@@ -134,6 +134,10 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     if "cannot start" in WRONG:
         sys.exit("no such model")
+    taken = Path(os.environ["STANDIN_FOLDER"]) / "taken"
+    if "ports taken" in WRONG or ("port taken" in WRONG and not taken.exists()):
+        taken.touch()
+        sys.exit("DistNetworkError: port: 34479, code: -98, name: EADDRINUSE, message: address already in use")
     if "large weights" in WRONG and ARGS.mem_fraction_static < 0.75:
         sys.exit("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
     Handler.gpus = (Gpu(0), Gpu(1))
