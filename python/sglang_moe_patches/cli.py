@@ -368,12 +368,7 @@ def plan(
     from sglang_moe_patches.planning import plan as planning
     from sglang_moe_patches.planning import report
 
-    if only not in (None, planning.STOCK, planning.PATCHED):
-        fail(f"--only {only}: give {planning.STOCK} or {planning.PATCHED}")
-    none = os.environ.get(SELECT_VARIABLE) == "none"
-    if none and only == planning.PATCHED:
-        fail(f"--only {only}: with {SELECT_VARIABLE}=none nothing is patched; leave one of the two out")
-    both = (planning.STOCK,) if none else (planning.STOCK, planning.PATCHED)
+    both = (planning.STOCK, planning.PATCHED) if os.environ.get(SELECT_VARIABLE) != "none" else (planning.STOCK,)
     servers = both if only is None else (only,)
     try:
         found = planning.run(

@@ -211,16 +211,14 @@ def ask(server: Server, case: Case) -> list[Any]:
 
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
     """Variables of each server."""
-    always = (
+    own = (
+        *case.variables,
         (forwards.UNTIMED, "1"),
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
         ("TORCHINDUCTOR_DETERMINISTIC", "1"),
     )
     return {
-        name: (
-            *(*case.variables, *always),
-            *((forwards.VARIABLE, str(folder / name)), ("DRAFT_READ", str(folder / f"{name}-draft"))),
-        )
+        name: (*own, (forwards.VARIABLE, str(folder / name)), ("DRAFT_READ", str(folder / f"{name}-draft")))
         for name in ("stock", "patched")
     }
 

@@ -489,14 +489,15 @@ def test_a_knob_is_named_with_what_it_would_give() -> None:
         PhaseNeed("prefill chunk behind the longest prefix", True, "", 5 * GB, 0, 0, ""),
         PhaseNeed(load.LOGPROBS, True, "", 15 * GB, 0, 0, ""),
     )
-    settings = {"max_total_tokens": 5000, "logprob_switch": "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"}
+    settings, switch = {"max_total_tokens": 5000}, "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"
     trial = Measured("s", 0.8, TOTAL, 5000, 5 * GB, lowest_free=GB, phases=phases, settings=settings)
+    trial = replace(trial, logprob_switch=switch)
     said = "\n".join(plan.knobs([trial]))
     assert "--max-total-tokens 5000: holds" in said
     assert "1,000 tokens more fit" in said
     assert "SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs 2,000 MB more" in said
     assert "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need 10,000 MB more" in said
-    assert "LOGITS_PROCESSER" not in "\n".join(plan.knobs([replace(trial, settings={"logprob_switch": ""})]))
+    assert "LOGITS_PROCESSER" not in "\n".join(plan.knobs([replace(trial, logprob_switch="")]))
 
 
 # --- verification -----------------------------------------------------------------------------------------------------

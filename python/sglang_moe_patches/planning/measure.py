@@ -71,6 +71,7 @@ class Measured:
         memory back and try again.
     :param ran_out: the phase in which that happened, or "".
     :param cache_bytes: of the KV cache on the rank where it is largest.
+    :param logprob_switch: the variable that computes prompt log-probabilities in chunks; "": none, or it is on.
     :param verified: what a verification in the same server found; ``None``: there was none.
     """
 
@@ -92,6 +93,7 @@ class Measured:
     phases: tuple[PhaseNeed, ...] = ()
     not_driven: tuple[str, ...] = ()
     allocator: str = ""
+    logprob_switch: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     changes: tuple[tuple[str, str, str], ...] = ()
     verified: Verified | None = None
@@ -112,6 +114,12 @@ class Measured:
     @property
     def worst(self) -> Rank:
         return min(self.ranks, key=lambda rank: rank.lowest_free)
+
+
+def add(processes: dict[str, list[Event]], more: Mapping[str, Sequence[Event]]) -> None:
+    """Append later events of each process to those known."""
+    for name, events in more.items():
+        processes.setdefault(name, []).extend(events)
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

@@ -42,6 +42,10 @@ class TooLow(CannotPlan):
     """With that fraction the weights alone leave nothing for a KV cache."""
 
 
+ENDS_A_PLAN = (StillRunning, gpu.MemoryHeld, measure.NotObserved)
+"""What else a server can bring about that no plan survives; the messages say what to do."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is served.
@@ -128,6 +132,12 @@ def check(subject: Subject, environment: Mapping[str, str], output: Path) -> Non
 
     :raises CannotPlan: one line that names the argument and what to give instead.
     """
+    for name in subject.servers:
+        if name not in (STOCK, PATCHED):
+            raise CannotPlan(f"--only {name}: give {STOCK} or {PATCHED}")
+        if name == PATCHED and environment.get(patch.SELECT_VARIABLE) == "none":
+            off = f"{patch.SELECT_VARIABLE}=none"
+            raise CannotPlan(f"--only {name}: with {off} nothing is patched; leave one of the two out")
     if not machine.has_gpu():
         raise CannotPlan("no NVIDIA GPU here; plan measures on the machine that will serve")
     try:
@@ -182,7 +192,7 @@ def run(
             found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, servers)
             report.write(found, output)
             report.print_table(found, console)
-        except (StillRunning, gpu.MemoryHeld, measure.NotObserved) as error:
+        except ENDS_A_PLAN as error:
             raise CannotPlan(str(error)) from error
         finally:
             recorded = {path.name: path.read_bytes() for path in sorted(logs.glob("*.jsonl"))}
@@ -296,7 +306,8 @@ class Session:
             table_bytes=ready[0]["table_bytes"],
             table_requests=ready[0]["table_requests"],
             allocator=ready[0]["allocator"],
-            settings={**_settings(info), "logprob_switch": ready[0].get("logprob_switch", "")},
+            settings=_settings(info),
+            logprob_switch=ready[0]["logprob_switch"],
             changes=tuple(map(tuple, measure.of_kind(processes[min(ranks)], "start")[0]["changes"])),
         )
         if verified:
@@ -321,8 +332,7 @@ class Session:
                 return replace(found, phases=tuple(needs), not_driven=tuple(missing))
             except load.Stuck as error:
                 raise CannotPlan(f"the {name} server: {error}. {server.log_tail()}") from error
-            for process, more in outcome.events.items():
-                processes.setdefault(process, []).extend(more)
+            measure.add(processes, outcome.events)
             if reason := measure.failure(processes):
                 raise CannotPlan(f"the {name} server: {reason}")
             needs.append(measure.phase_need(phase.name, phase.bound.met, outcome.seen, outcome.events, processes))
@@ -517,11 +527,10 @@ def knobs(trials: Sequence[Measured]) -> Iterator[str]:
         )
     asked = needs.get(load.LOGPROBS)
     most = max((n.tensors for name, n in needs.items() if name != load.LOGPROBS), default=0)
-    switch = first.settings.get("logprob_switch")  # "" where it is on already
-    if asked and asked.tensors - most >= WORTH and switch:
+    if asked and asked.tensors - most >= WORTH and first.logprob_switch:
         yield (
-            f"{switch}=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} MB more than all else; "
-            "computed in chunks they need a part of it, and a plan with that variable says how much"
+            f"{first.logprob_switch}=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} MB more "
+            "than all else; computed in chunks they need a part of it, and a plan with that variable says how much"
         )
 
 

@@ -31,9 +31,6 @@ def main(
     from sglang_moe_patches.regression.folders import keep, logs_in, scratch
     from sglang_moe_patches.regression.interrupts import Interrupts
 
-    if only not in (plan.STOCK, plan.PATCHED):
-        typer.echo(f"survive: --only {only}: give {plan.STOCK} or {plan.PATCHED}", err=True)
-        raise typer.Exit(2)
     subject = plan.Subject(model, tuple(server_args or ()), servers=(only,))
     try:
         plan.check(subject, os.environ, output)
@@ -44,7 +41,7 @@ def main(
                 found = session.verify(only, fraction, logprobs=False)
             finally:
                 keep(logs_in(logs), output)
-    except (plan.CannotPlan, plan.StillRunning, plan.gpu.MemoryHeld, plan.measure.NotObserved) as error:
+    except (plan.CannotPlan, *plan.ENDS_A_PLAN) as error:
         typer.echo(f"survive: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(json_module.dumps(asdict(found)))

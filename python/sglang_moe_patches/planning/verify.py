@@ -86,8 +86,7 @@ def verify(
 
     def look() -> None:
         watching()
-        for process, more in watch.new().items():
-            processes.setdefault(process, []).extend(more)
+        measure.add(processes, watch.new())
 
     def retracted() -> bool:
         return RETRACTED.search(server.log_text()[before:]) is not None

@@ -77,7 +77,7 @@ class Server:
     ) -> None:
         self.name = name
         self._arguments, self._given_port = arguments, port
-        self._choose_port()
+        self.port = port or free_port()
         self.environment = environment
         self.log = log
         self.timeout = timeout
@@ -85,10 +85,13 @@ class Server:
         self.startup_s = 0.0
         self._process: Kept | None = None
 
-    def _choose_port(self) -> None:
-        self.port = self._given_port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        return [
             *(sys.executable, "-m", "sglang.launch_server"),
             *self._arguments,
             *("--host", "127.0.0.1", "--port", str(self.port)),
@@ -100,7 +103,7 @@ class Server:
         except ServerFailed:
             if not PORT_TAKEN.search(self.log_text()):
                 raise
-        self._choose_port()
+        self.port = self._given_port or free_port()
         return self._start()
 
     def _start(self) -> Server:

@@ -37,7 +37,8 @@ class Gpu:
         self.used += CACHE * TOKEN_BYTES
         facts = {"kv_bytes": CACHE * TOKEN_BYTES, "kv_tokens": CACHE, "page": 1, "table_bytes": 8, "table_requests": 40}
         kind = "Mamba" if "hybrid" in WRONG else ""
-        more = {"context": CONTEXT, "vocabulary": 5000, "images": False, "hybrid": kind, "allocator": ""}
+        more = {"context": CONTEXT, "vocabulary": 5000, "images": False, "hybrid": kind}
+        more |= {"allocator": "", "logprob_switch": ""}
         self.write("ready", **self.rank(), **facts, **more, pools={}, memory=self.memory())
 
     def rank(self):
