@@ -73,12 +73,20 @@ TRITON_SERVERS = tuple(
     f"triton-server-{run}"
     for run in (
         *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
-        *("glm-4.5", "glm-4.5-0.5.17", "kimi-k2.5-fp8-0.5.17", "qwen3-235b-0.5.17"),
+        *("kimi-k2.5-tp4", "kimi-k2.5-0.5.17", "kimi-k2.5-fp8-0.5.17"),
+        *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
     )
 )
-PLANS = tuple(f"plan-kimi-k2.5-{run}" for run in ("16384", "8192", "tp2-stock", "tp2-patched"))
+PLANS = tuple(
+    f"plan-{run}"
+    for run in (
+        *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
+        *("qwen3-30b-16384", "qwen3-30b-8192"),
+    )
+)
 SURVIVALS = ("plan-survive-kimi-k2.5-16384", "plan-survive-kimi-k2.5-16384-more")
 HOSTS = ("overhead-host-cpu", "overhead-host-triton-cpu")
+H200_HOSTS = ("overhead-host-h200", "overhead-host-triton-h200")
 SECTIONS = {
     "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
     "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
@@ -91,7 +99,7 @@ SECTIONS = {
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
     "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
-    "overhead-host-h200": one("overhead-host-h200", overhead.host_tables),
+    "overhead-host-h200": Section(H200_HOSTS, lambda results: overhead.host_tables(*results)),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "plan": Section(PLANS, plan.tables),
     "plan-survivals": Section(SURVIVALS, plan.tables),
