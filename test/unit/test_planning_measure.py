@@ -321,9 +321,35 @@ def test_without_its_margin_a_plan_counts_what_the_verification_needed(
 ) -> None:
     value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
     came = verify.Verified(bool(held), fraction, lowest_free={"GPU 0": 5 * GB, "GPU 1": round(free * GB)})
-    found = plan.after(value, came, 100 * GB)
+    found = plan.after(value, came, [Measured("stock", 0.95, 100 * GB)], 0, [])
     assert found.verified is came
     assert found.before_margin == pytest.approx(before_margin)
+
+
+@pytest.mark.parametrize(
+    ("held", "at", "free", "fraction"),
+    [(1, 0.9, 1, 0.9), (1, 0.9, 0.02, 0.89), (1, 0.905, 0.5, 0.9), (1, 0.905, 0, 0.895), (0, 0.9, 0, 0.9)],
+)
+def test_a_value_whose_verification_left_less_than_the_margin_is_lowered(
+    held: int, at: float, free: float, fraction: float
+) -> None:
+    trials = [Measured("stock", 0.9, 100 * GB, 1_000_000, 40 * GB, lowest_free=GB)]
+    value = plan.recommend(trials, GB, False, ["--model-path", "m"])
+    assert value.fraction == pytest.approx(0.9)
+    came = verify.Verified(bool(held), at, lowest_free={"GPU 0": round(free * GB)})
+    found = plan.after(value, came, trials, GB, ["--model-path", "m"])
+    assert found.verified is came
+    assert found.fraction == pytest.approx(fraction)
+    assert found.command.endswith(f"--mem-fraction-static {fraction:.3f}")
+    assert found.tokens == pytest.approx(1_000_000 - (0.9 - fraction) * 100 * GB / 40_000, abs=1)
+
+
+def test_a_verification_that_leaves_no_room_for_the_margin_leaves_no_value() -> None:
+    trials = [Measured("stock", 0.1, 100 * GB, 1_000_000, 40 * GB, lowest_free=20 * GB)]
+    value = plan.recommend(trials, 20 * GB, False, [])
+    came = verify.Verified(True, 0.1, lowest_free={"GPU 0": GB})
+    found = plan.after(value, came, trials, 20 * GB, [])
+    assert (value.fraction, found.fraction, found.command) == (pytest.approx(0.1), None, "")
 
 
 class Deaf:

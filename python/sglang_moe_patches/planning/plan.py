@@ -230,7 +230,10 @@ class Session:
         kinds = (False, True) if self.goal.logprobs else (False,)
         found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
         if self.goal.verify_s:
-            found = [after(each, self._verification(name, each, trials), trials[-1].before_load) for each in found]
+            found = [
+                after(each, self._verification(name, each, trials), trials, margin, self.subject.given)
+                for each in found
+            ]
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials)))
 
     @contextmanager
@@ -455,17 +458,21 @@ def _trials(trials: Sequence[Measured], logprobs: bool) -> list[need.Trial]:
     return [each.trial for each in trials if not (each.logprobs_driven and each.verified)]
 
 
-def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Sequence[str]) -> Recommendation:
+def recommend(
+    trials: Sequence[Measured], margin: int, logprobs: bool, given: Sequence[str], highest: float = need.HIGHEST
+) -> Recommendation:
     """The value to set, from the servers that were started.
 
     :param margin: bytes that must stay free.
     :param given: server arguments with the model.
+    :param highest: no higher one, whatever they left free.
     """
     used = _trials(trials, logprobs)
     if not used:
         return Recommendation(logprobs, None, 0.0)
     fraction, ceiling = need.proven(used, margin), need.ceiling(used, margin)
-    if fraction is None:
+    fraction = None if fraction is None else min(fraction, highest)
+    if not fraction:
         return Recommendation(logprobs, None, ceiling)
     # Of the servers that said how large a token is, the one nearest to it.
     base = min((t for t in trials if t.cache_tokens), key=lambda t: abs(t.fraction - fraction))
@@ -485,16 +492,24 @@ def recommend(trials: Sequence[Measured], margin: int, logprobs: bool, given: Se
     )
 
 
-def after(value: Recommendation, verified: Verified | None, before_load: int) -> Recommendation:
+def after(
+    value: Recommendation, verified: Verified | None, trials: Sequence[Measured], margin: int, given: Sequence[str]
+) -> Recommendation:
     """The recommendation with its verification, whose load may have needed more than the one that it was planned with.
 
-    :param before_load: bytes, what the fraction is of.
+    If it held and left less than the margin, the value is lowered by what is missing.
+
+    :param margin: bytes that must stay free.
+    :param given: server arguments with the model.
     """
     if verified is None or value.fraction is None:
         return value
     free = min(verified.lowest_free.values(), default=0) if verified.held else None
-    known = need.down(need.Trial(verified.fraction, before_load, free).bound(0))
-    return replace(value, verified=verified, before_margin=min(value.before_margin, known))
+    trial = need.Trial(verified.fraction, trials[-1].before_load, free)
+    known = need.down(trial.bound(margin))
+    if verified.held and known < value.fraction:
+        value = recommend(trials, margin, value.logprobs, given, known)
+    return replace(value, verified=verified, before_margin=min(value.before_margin, need.down(trial.bound(0))))
 
 
 WORTH = 256 * MB
