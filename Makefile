@@ -7,7 +7,7 @@ MARKS   ?= not product
 PYTEST   = python -m pytest -n $(WORKERS) -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
-# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=256
+# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=512 SERVER="--tp 2"
 # With an NVIDIA GPU: the bfloat16 model through the engine's own kernels, one request at a time, as only then a stock
 # server repeats its answers. Without one: the NVFP4 model through the reference kernels.
 ifneq ($(wildcard /dev/nvidia0),)

@@ -135,19 +135,25 @@ def section(name: str) -> str:
     results = [output.load(result) for result in names]
     if not results:
         return f"\n{tables(results)}\n"
-    commands = dict.fromkeys(command_lines(result["command"]) for result in results)
+    commands: dict[str, list[str]] = {}
+    for result in results:
+        commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
+    several = len({release for releases in commands.values() for release in releases}) > 1
+    lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
     files = ", ".join(f"[{result}.json](../benchmark/results/{result}.json)" for result in names)
     if len(names) > 2:
         files = f"[results](../benchmark/results): {', '.join(names)}"
     if any(result.get("transcribed") for result in results):
         files += " (typed in)"
-    console = "\n".join(("```console", *commands, "```"))
+    console = "\n".join(("```console", *lines, "```"))
     return f"\n{console}\n\n{conditions(results)}.\n\n{tables(results)}\nData: {files}.\n\n"
 
 
-def command_lines(command: str) -> str:
+def command_lines(command: str, releases: list[str]) -> str:
+    """The command as it is typed, and in a comment the releases on which it was run."""
     lines = textwrap.wrap(command, 112, break_long_words=False, break_on_hyphens=False, subsequent_indent="    ")
-    return "$ " + " \\\n".join(lines)
+    said = f"  # {', '.join(dict.fromkeys(releases))}" if releases else ""
+    return "$ " + " \\\n".join(lines) + said
 
 
 def conditions(results: list[output.Result]) -> str:

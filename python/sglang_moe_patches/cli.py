@@ -58,7 +58,7 @@ def require_engine() -> None:
     if not engine.has_plugin_framework():
         fail(f"SGLang {found} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
     if not engine.loads_us():
-        fail("the engine does not find this package; pip install sglang-moe-patches into the engine's environment")
+        fail("the engine does not find this package; pip install it into the engine's environment")
 
 
 EXTRAS = {
@@ -73,7 +73,7 @@ def require_extra(command: str) -> None:
     extra, modules = EXTRAS[command]
     missing = [name for name in modules if util.find_spec(name) is None]
     if missing:
-        fail(f"{command} needs {', '.join(missing)}: pip install 'sglang-moe-patches[{extra}]'")
+        fail(f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in a clone of sglang-moe-patches")
 
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
@@ -185,7 +185,8 @@ def make_model(
     nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer (deepseek-v3).")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4."""
+    """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
+    unless --bf16 is given."""
     require_extra("make-model")
     from sglang_moe_patches.reference.model import OF_FAMILY, ModelSpec
     from sglang_moe_patches.reference.model import make_model as write
@@ -346,8 +347,9 @@ def plan(
     of long prompts; --no-prompt-logprobs leaves it out, and its servers.
 
     --only patched takes half the time. With SGLANG_MOE_PATCHES=none there is a
-    stock server alone, of any model. --verify drives a load of another kind with
-    each value: a full KV cache, retraction, random lengths, clients that leave.
+    stock server alone, of any model whose KV cache is one pool. --verify drives a
+    load of another kind with each value: a full KV cache, retraction, random
+    lengths, clients that leave.
 
     Refused as server arguments: --mem-fraction-static, which is what plan finds;
     --port, --model (before the `--`); what makes memory come and go

@@ -251,9 +251,13 @@ def without_extras(tmp_path):
     [
         (
             ["regress"],
-            "regress needs scipy, psutil, httpx, jinja2, matplotlib: pip install 'sglang-moe-patches[regress]'",
+            "regress needs scipy, psutil, httpx, jinja2, matplotlib: "
+            "pip install '.[regress]' in a clone of sglang-moe-patches",
         ),
-        (["make-model", "x"], "make-model needs safetensors, tokenizers: pip install 'sglang-moe-patches[model]'"),
+        (
+            ["make-model", "x"],
+            "make-model needs safetensors, tokenizers: pip install '.[model]' in a clone of sglang-moe-patches",
+        ),
     ],
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras, arguments, message):

@@ -78,7 +78,8 @@ def _dead_input() -> tuple[Install | None, str]:
 
 CHANGE = Change(
     name="moe-workspace",
-    summary="the Triton runner sums over the top-k in columns, in a fifth of its memory; other runners are left alone",
+    summary="the Triton runner sums over the top-k in columns, in as little as a sixth of its memory; "
+    "other runners are left alone",
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS,),

@@ -50,6 +50,7 @@ def _plan() -> Plan:
 CHANGE = Change(
     name="output-buffer",
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
-    f"{', '.join(family.models for family in dead_input.FAMILIES)}; other models and runners are left alone",
+    f"{', '.join(family.models for family in dead_input.FAMILIES)}; DeepSeek's attention inputs are dropped with every "
+    "runner; other models are left alone",
     plan=_plan,
 )
