@@ -39,17 +39,20 @@ class Observing:
 
 
 def observe_forwards(observer: Observing, starts: Callable[[Any, Any], None], ends: Callable[[Any, Any], None]) -> None:
-    """Call both around every forward of a model in this process.
+    """Call both around every forward of a model in this process, but for those that a draft model's graph captures.
 
     :param starts: takes the engine's ``ModelRunner`` and its ``ForwardBatch``.
     :param ends: takes the runner and what its forward returned.
     """
+    import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     original = ModelRunner.forward
 
     @functools.wraps(original)
     def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return original(self, forward_batch, *args, **kwargs)
         observer.attempt(starts, self, forward_batch)
         result = original(self, forward_batch, *args, **kwargs)
         observer.attempt(ends, self, result)

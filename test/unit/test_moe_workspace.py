@@ -234,6 +234,16 @@ def test_token_slices_are_for_every_server(monkeypatch):
     assert moe_workspace.CHANGE.unneeded(server_args) is None
 
 
+def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch):
+    from sglang_moe_patches.changes.moe_workspace import seams, token_slices
+    from sglang_moe_patches.patch import Plan
+
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
+    monkeypatch.setattr(seams, "plan", lambda: Plan.not_needed("AMD's sums have not been tried"))
+    monkeypatch.setattr(token_slices, "plan", lambda most: Plan.applied(lambda patcher: None))
+    assert moe_workspace.CHANGE.plan().reason == "token slices alone: AMD's sums have not been tried"
+
+
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
 
 

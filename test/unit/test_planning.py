@@ -92,6 +92,14 @@ def test_a_server_that_runs_out_of_memory_proves_nothing_and_a_lower_fraction_is
     assert need.next_fraction(first, MARGIN) == pytest.approx(0.88)
 
 
+def test_a_fraction_at_which_memory_ran_out_is_not_proven_by_a_trial_that_left_enough() -> None:
+    # By another load: a verification's.
+    trials = [Trial(0.8, MEMORY, 2 * GB), Trial(0.7, MEMORY, 2 * GB)]
+    assert need.proven(trials, MARGIN) == pytest.approx(0.8)
+    assert need.proven([*trials, Trial(0.8, MEMORY, None)], MARGIN) == pytest.approx(0.7)
+    assert need.next_fraction([trials[0], Trial(0.8, MEMORY, None)], MARGIN) == pytest.approx(0.78)
+
+
 def test_a_trial_that_leaves_less_than_the_margin_proves_only_what_leaves_it() -> None:
     assert need.proven([Trial(0.9, 100 * GB, GB // 2)], MARGIN) == pytest.approx(0.895)
 

@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from planning_events import GB, process
 from rich.console import Console
 from sglang_moe_patches import cli
-from sglang_moe_patches.planning import measure, plan, report, rule
+from sglang_moe_patches.planning import measure, plan, report, rule, survive
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.planning.verify import Verified
@@ -156,6 +158,14 @@ def test_a_trial_of_an_unknown_server_is_refused(tmp_path) -> None:
     assert (done.returncode, done.stderr) == (2, "survive: --only Stock: give stock or patched\n")
 
 
+def test_a_trial_that_meets_an_unforeseen_error_does_not_say_that_the_server_ended(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(plan, "check", lambda *args: 1 / 0)
+    with pytest.raises(typer.Exit) as ended:
+        survive.main("m", 0.9)
+    assert ended.value.exit_code == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_an_unknown_server_is_refused(command) -> None:
     code, said = command("--only", "neither")
     assert code == 2
@@ -216,6 +226,20 @@ def test_the_table_says_the_value_its_need_and_the_command() -> None:
         assert text in said
     assert "none found, none above 0.700 fits" in said
     assert "Not driven: images: they are not sent." in said
+
+
+def test_the_table_says_how_well_a_value_is_known_and_what_a_kv_cache_is_of() -> None:
+    (server,) = found().servers
+    value = replace(server.recommendations[0], ceiling=0.97)
+    first = replace(server.default, settings={"dp_size": 8})
+    rows = dict(report.server_rows(replace(server, trials=(first,), recommendations=(value,))))
+    assert rows["not known more closely"] == "none above 0.970 fits; more servers would tell"
+    assert rows["KV cache"] == "1,300,000 tokens on each of 8 data-parallel ranks (+30.0 %)"
+    closely = dict(report.server_rows(server))
+    assert "not known more closely" not in closely
+    assert closely["KV cache"] == "1,300,000 tokens (+30.0 %)"
+    unknown = replace(server, recommendations=(Recommendation(True, None, 0.0),))
+    assert dict(report.server_rows(unknown))["fraction with prompt log-probabilities"] == "not known: it was not driven"
 
 
 def test_a_value_that_did_not_hold_is_the_verdict_and_the_exit_code() -> None:

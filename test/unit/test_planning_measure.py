@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_events import GB, TOTAL, forward, memory, process
+from rich.console import Console
 from sglang_moe_patches import observing
 from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
 from sglang_moe_patches.planning.client import Unanswered, watched
@@ -62,6 +64,19 @@ def test_retries_before_the_first_forward_do_not_count() -> None:
         for name in {"memory", "before"} & set(event):
             event[name]["retries"] = 2
     assert measure.lowest_free(events) is not None
+
+
+def test_a_draft_model_that_is_ready_first_is_not_taken_for_the_model() -> None:
+    # Capturing its graphs runs forwards of it, before any of the model.
+    events = process()
+    at = next(number for number, event in enumerate(events) if event["event"] == "ready")
+    draft = {**events[at], "draft": True, "kv_bytes": 1, "memory": {**events[at]["memory"], "retries": -3}}
+    both = [*events[:at], draft, *events[at:]]
+    assert measure.ready(both) == events[at]
+    assert measure.ready([draft]) is None
+    assert measure.target_ranks({"1": both, "2": [draft]}) == {"1"}
+    assert measure.retries(both) == measure.retries(events) == 0
+    assert measure.rank(both, 40 * GB) == measure.rank(events, 40 * GB)
 
 
 def test_a_phase_is_named_with_the_rank_that_needed_most() -> None:
@@ -201,6 +216,35 @@ def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
     assert sum(new) == phase.bound.tokens < CONFIGURATION.chunk
 
 
+@pytest.mark.parametrize(
+    ("changed", "count"),
+    [
+        ({"input_tokens": 250}, 4),
+        ({"input_tokens": 512}, 1),  # two would be max_prefill_tokens, where that is a chunk
+        ({"input_tokens": 511, "prefill_tokens": 1024}, 2),
+        ({"input_tokens": 250, "prefill_tokens": 600}, 2),
+        ({"input_tokens": 250, "requests": 3}, 2),
+        ({"input_tokens": 250, "cache_tokens": 800}, 2),
+        ({"chunk": None, "prefill_tokens": 25_001}, 2),
+        ({"chunk": None, "prefill_tokens": 8192}, 1),
+        ({}, 1),
+    ],
+)
+def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed: dict[str, Any], count: int) -> None:
+    c = configured(**changed)
+    phases = {phase.name: phase for phase in load.derive(c, logprobs=True).phases}
+    logprobs = phases[load.LOGPROBS]
+    assert logprobs.bound.logprobs == count * c.largest
+    several = phases.get(f"{count} of the longest prompts")
+    assert (several is None) == (count == 1)
+    for phase in (logprobs, several or logprobs):
+        prompts = phase.prompts(load.Tokens("x", c.vocabulary))
+        # One more that they wait for: all arrive while it runs.
+        assert [len(prompt) for prompt in prompts] == [c.largest] * (count + (count > 1))
+    if several is not None:
+        assert (several.bound.tokens, several.bound.requests) == (count * c.largest, count)
+
+
 def test_what_cannot_be_driven_is_said() -> None:
     assert load.derive(CONFIGURATION, logprobs=False).not_driven == ()
     assert "request is a chunk" in load.derive(configured(input_tokens=1000), logprobs=False).not_driven[0]
@@ -294,6 +338,7 @@ def test_a_value_is_verified_by_a_server_that_held_with_it_or_a_higher_one(monke
     alone = verify.Verified(True, 0.95)
     monkeypatch.setattr(plan.Session, "verify", lambda *args: alone)
     session, value = plan.Session.__new__(plan.Session), Recommendation(False, 0.95, 0.96)
+    session.goal = plan.Goal(0, verify_s=1)
     for trials, used in (
         ([verified(0.96), verified(0.951)], 1),
         ([verified(0.96), verified(0.95, held=False)], 1),  # what did not hold with the value itself is not tried again
@@ -303,6 +348,17 @@ def test_a_value_is_verified_by_a_server_that_held_with_it_or_a_higher_one(monke
         found = session._verification("stock", value, trials)
         assert found is (alone if used is None else trials[used].verified)
     assert session._verification("stock", Recommendation(True, None, 0.9), [verified(0.96)]) is None
+
+
+def test_what_a_server_said_is_printed_as_it_is(monkeypatch) -> None:
+    out = io.StringIO()
+    session = plan.Session.__new__(plan.Session)
+    session.goal, session.console, session.interrupt = plan.Goal(0, verify_s=1), Console(file=out), lambda: None
+    came = verify.Verified(False, 0.9, ("a request failed: no [/usr/x] here, [dim]",))
+    monkeypatch.setattr(plan.verify, "verify", lambda *args, **kwargs: came)
+    server: Any = SimpleNamespace(name="stock")
+    assert session._verify(server, None, {}, CONFIGURATION, 0.9, False) is came
+    assert "no [/usr/x] here, [dim]" in out.getvalue()
 
 
 def test_a_verification_with_prompt_logprobs_says_nothing_of_the_need_without() -> None:
@@ -340,7 +396,8 @@ def test_a_value_whose_verification_left_less_than_the_margin_is_lowered(
     found = plan.after(value, came, trials, GB, ["--model-path", "m"])
     assert found.verified is came
     assert found.fraction == pytest.approx(fraction)
-    assert found.command.endswith(f"--mem-fraction-static {fraction:.3f}")
+    # What did not hold is no command to paste.
+    assert found.command.endswith(f"--mem-fraction-static {fraction:.3f}") if held else found.command == ""
     assert found.tokens == pytest.approx(1_000_000 - (0.9 - fraction) * 100 * GB / 40_000, abs=1)
 
 

@@ -170,12 +170,27 @@ def test_a_value_that_the_verification_shows_to_be_too_high_is_lowered(given, mo
 
 
 @pytest.mark.usefixtures("one_odd_prompt")
+def test_the_engine_s_own_fraction_is_lowered_too_where_it_does_not_hold(given, monkeypatch) -> None:
+    # With this margin the search is at its end with it, which it has not verified.
+    arguments = ("--only", "patched", "--no-prompt-logprobs", "--margin", "13600", "--verify", "--verify-seconds", "1")
+    assert given.here(monkeypatch, *arguments, wrong=("retries above 0.75",)) == 0
+    (server,) = given.written()["servers"]
+    (value,) = server["recommendations"]
+    fractions = [trial["fraction"] for trial in server["trials"]]
+    assert fractions[:2] == [pytest.approx(0.8)] * 2
+    assert next(trial["ran_out"] for trial in server["trials"][1:] if trial["fraction"] > 0.75) == "verification"
+    assert 0.73 < value["fraction"] <= 0.75
+    assert value["verified"]["held"]
+
+
+@pytest.mark.usefixtures("one_odd_prompt")
 def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
     monkeypatch.setattr(plan.need, "MOST_TRIALS", 2)
     arguments = ("--only", "patched", "--no-prompt-logprobs", "--verify", "--verify-seconds", "1")
     assert given.here(monkeypatch, *arguments, wrong=("retries",)) == 1
     (value,) = given.written()["servers"][0]["recommendations"]
     assert "tried again" in value["verified"]["reasons"][0]
+    assert value["command"] == ""
 
 
 @pytest.mark.parametrize(
@@ -188,6 +203,8 @@ def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
     ],
 )
 def test_a_server_that_cannot_be_planned_gives_exit_2_with_its_log(given, monkeypatch, capsys, wrong, said) -> None:
+    given.output.mkdir()
+    (given.output / "plan.json").write_text("of an earlier plan")
     assert given.here(monkeypatch, wrong=(wrong,)) == 2
     assert said in capsys.readouterr().err
     assert (given.output / "1-stock.log").exists()

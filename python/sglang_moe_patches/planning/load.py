@@ -77,6 +77,15 @@ class Configuration:
         """Tokens of the largest prefill of one request: a chunk, or the longest prompt where that is less."""
         return min(self.chunk or self.input_tokens, self.input_tokens)
 
+    @property
+    def together(self) -> int:
+        """How many of the largest prefills of one request are computed in one forward; 1 where one is a chunk."""
+        most = min(size for size in (self.chunk, self.prefill_tokens, self.cache_tokens) if size)
+        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all. One
+        # more than those must fit into the KV cache: what they wait for.
+        fitting = self.cache_tokens // (self.largest + 2 * self.page) - 1
+        return max(1, min((most - 1) // self.largest, fitting, self.requests - 1))
+
 
 def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configuration:
     """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready.
@@ -199,6 +208,9 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     prefill = Bound(PREFILLS, tokens=whole, all_ranks=gathered)
     name = "longest prefill" if c.chunk is None else "prefill chunk"
     phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
+    if c.together > 1:
+        several = Bound(PREFILLS, tokens=c.together * whole, requests=c.together, all_ranks=c.together * gathered)
+        phases.append(Phase(f"{c.together} of the longest prompts", several, _several(chunk, c.together)))
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -223,7 +235,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     if c.mixed and c.chunk is not None:
         decodes = min(MIXED_DECODES, c.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes, all_ranks=0)
-        phases.append(Phase("mixed chunk", mixed, _fresh(chunk), background=decodes))
+        phases.append(Phase("mixed chunk", mixed, _several(chunk, 1), background=decodes))
 
     captured = min(c.captured, c.requests)
     if captured:
@@ -232,7 +244,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(_decode(f"eager decode of {c.requests} requests", c.requests, c, graph=False))
     phases.append(Phase(VARIED_LENGTHS, prefill, _varied(chunk, c), new_tokens=4, to_the_end=True))
     if logprobs:
-        phases.append(Phase(LOGPROBS, Bound(PREFILLS, logprobs=whole), _fresh(chunk), logprobs=True))
+        asked = Bound(PREFILLS, logprobs=c.together * whole)
+        phases.append(Phase(LOGPROBS, asked, _several(chunk, c.together), logprobs=True))
     if c.all_to_all:
         missing.append("tokens that all go to the experts of one rank")
     return Load(tuple(phases), tuple(missing))
@@ -243,8 +256,9 @@ def rising(chunk: int) -> list[int]:
     return sorted({-(-chunk * part // RISING) for part in range(1, RISING + 1)})
 
 
-def _fresh(count: int) -> Callable[[Tokens], list[list[int]]]:
-    return lambda tokens: [tokens.some(count)]
+def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
+    """Prompts that are computed together; where there are several, the first runs while the others arrive."""
+    return lambda tokens: [tokens.some(length) for _ in range(count + (count > 1))]
 
 
 def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:

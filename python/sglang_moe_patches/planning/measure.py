@@ -126,6 +126,14 @@ def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
+def ready(events: Iterable[Event]) -> Event | None:
+    """What a process said of the model itself when that was ready; ``None``: it runs no more than a draft model.
+
+    A draft model may be ready before: capturing its graphs runs forwards of it.
+    """
+    return next((event for event in of_kind(events, "ready") if not event["draft"]), None)
+
+
 def before_load(processes: Mapping[str, Sequence[Event]]) -> int:
     """What the engine's fraction is of, in bytes.
 
@@ -139,7 +147,7 @@ def before_load(processes: Mapping[str, Sequence[Event]]) -> int:
 
 def target_ranks(processes: Mapping[str, Sequence[Event]]) -> set[str]:
     """The processes that run the model itself."""
-    return {name for name, events in processes.items() if any(not event["draft"] for event in of_kind(events, "ready"))}
+    return {name for name, events in processes.items() if ready(events) is not None}
 
 
 def failure(processes: Mapping[str, Sequence[Event]]) -> str:
@@ -166,9 +174,10 @@ def lowest_free(events: Sequence[Event]) -> int | None:
 
 
 def retries(events: Sequence[Event]) -> int:
-    """How often the allocator gave memory back and tried again, or gave up, since the first forward."""
-    ready = next((i for i, event in enumerate(events) if event["event"] == "ready"), 0)
-    seen = [reading["retries"] + reading["ooms"] for reading in memories(events[ready:])]
+    """How often the allocator gave memory back and tried again, or gave up, since the model's first forward."""
+    first = ready(events)
+    begin = 0 if first is None else events.index(first)
+    seen = [reading["retries"] + reading["ooms"] for reading in memories(events[begin:])]
     return max(seen, default=0) - (seen[0] if seen else 0)
 
 
@@ -178,12 +187,13 @@ def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
     :param events: all of the process, from its start.
     :param cache_bytes: of its KV cache.
     """
-    ready = next(event for event in of_kind(events, "ready") if not event["draft"])
+    first = ready(events)
+    assert first is not None
     loads = [event for event in of_kind(events, "stage") if event["name"] == "load_model" and not event["draft"]]
     sized = of_kind(events, "sized")[0]["memory"]
-    at, begin = ready["memory"], (loads[0] if loads else of_kind(events, "sized")[0])["memory"]
+    at, begin = first["memory"], (loads[0] if loads else of_kind(events, "sized")[0])["memory"]
     loaded = loads[1]["memory"] if len(loads) > 1 else sized
-    position = events.index(ready)
+    position = events.index(first)
     later = list(memories(events[position:]))
     free = min((reading["free"] for reading in later), default=at["free"])
     worst = min(later, key=lambda reading: reading["free"], default=at)
@@ -194,7 +204,7 @@ def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
     pools: Mapping[str, int] = next((e["pools"] for e in reversed(events) if e.get("pools")), {})
     forwards = at["free"] - free
     return Rank(
-        name=f"GPU {ready['gpu']}" + (f" (TP rank {ready['tp']})" if ready["tp"] else ""),
+        name=f"GPU {first['gpu']}" + (f" (TP rank {first['tp']})" if first["tp"] else ""),
         total=at["total"],
         before=begin["total"] - begin["free"],
         # What loading leaves in the allocator and gives back before the sizing is no weight.
@@ -227,11 +237,11 @@ def phase_need(
     """
     found = []
     for process, events in during.items():
-        ready = [e for e in of_kind(processes[process], "ready") if not e["draft"]]
+        first = ready(processes[process])
         readings = list(memories(events))
-        if not ready or not readings:
+        if first is None or not readings:
             continue
-        at = ready[0]["memory"]
+        at = first["memory"]
         largest = max(of_kind(events, "forward"), key=lambda e: (met(e), e["tokens"], e["requests"]), default=None)
         found.append(
             PhaseNeed(
@@ -242,7 +252,7 @@ def phase_need(
                 tensors=max(reading["peak"] for reading in readings[1:] or readings) - at["allocated"],
                 grown=readings[0]["free"] - min(reading["free"] for reading in readings),
                 lowest_free=min(reading["free"] for reading in readings),
-                rank=f"GPU {ready[0]['gpu']}",
+                rank=f"GPU {first['gpu']}",
             )
         )
     if not found:

@@ -55,10 +55,12 @@ def proven(trials: Iterable[Trial], margin: int) -> float | None:
     """The highest fraction that is known to fit; ``None``: none is.
 
     Of a trial: its own fraction, where that left the margin free; else the one that its need allows, which is lower,
-    and has no larger need.
+    and has no larger need. None at which memory ran out, with this load or another one.
     """
+    trials = list(trials)
+    out = min((t.fraction for t in trials if t.lowest_free is None), default=1.0)
     known = [down(min(t.fraction, t.bound(margin))) for t in trials if t.lowest_free is not None]
-    return max((fraction for fraction in known if fraction > 0), default=None)
+    return max((fraction for fraction in known if 0 < fraction < out - STEP / 2), default=None)
 
 
 def ceiling(trials: Iterable[Trial], margin: int) -> float:

@@ -82,6 +82,11 @@ class Goal:
     logprobs: bool = True
     verify_s: float = 0.0
 
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of values: without prompt log-probabilities, and with."""
+        return (False, True) if self.logprobs else (False,)
+
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ def check(subject: Subject, environment: Mapping[str, str], output: Path) -> Non
         patch.check_environment(CHANGES, environment)
     except ValueError as error:
         raise CannotPlan(str(error)) from None
-    if environment.get(POST_CAPTURE, "").lower() in ("1", "true", "yes"):
+    if environment.get(POST_CAPTURE, "").lower() in ("1", "true", "yes", "y"):
         raise CannotPlan(f"{POST_CAPTURE}: there the engine itself sizes the KV cache by what is left; leave it out")
     _check_port(subject.port)
 
@@ -178,6 +183,8 @@ def run(
     :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
     check(subject, environment, output)
+    for name in report.WRITTEN:  # of an earlier plan: beside the logs of this one they would be taken for its own
+        (output / name).unlink(missing_ok=True)
     with Interrupts() as interrupts, scratch() as logs:
         try:
             console.print("Asking the engine what it sets aside by its rule")
@@ -225,15 +232,20 @@ class Session:
 
         :raises CannotPlan: a server did not start or died of something else than want of memory.
         """
-        margin = self.goal.margin
-        trials = search(partial(self.measure, name), self.goal)
-        kinds = (False, True) if self.goal.logprobs else (False,)
-        found = [recommend(trials, margin, logprobs, self.subject.given) for logprobs in kinds]
-        if self.goal.verify_s:
-            found = [
-                after(each, self._verification(name, each, trials), trials, margin, self.subject.given)
-                for each in found
-            ]
+        margin, given, measured = self.goal.margin, self.subject.given, partial(self.measure, name)
+        trials = search(measured, self.goal)
+        found = []
+        for logprobs in self.goal.kinds:
+            value = recommend(trials, margin, logprobs, given)
+            came = self._verification(name, value, trials)
+            while came is not None and came.ran_out:  # in a server of its own: it was not known from the search
+                failed = Measured(name, came.fraction, trials[0].before_load, ran_out="verification", verified=came)
+                trials = search(measured, self.goal, [*trials, replace(failed, logprobs_driven=logprobs)])
+                lower = recommend(trials, margin, logprobs, given)
+                if lower.fraction is None:
+                    break
+                value, came = lower, self._verification(name, lower, trials)
+            found.append(after(value, came, trials, margin, given))
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials)))
 
     @contextmanager
@@ -291,8 +303,9 @@ class Session:
         name = server.name
         client, watching = Client(server.url), partial(self._check, server)
         info, processes, ranks = _introduced(server, client, watch, watching)
-        ready = [measure.of_kind(processes[rank], "ready")[0] for rank in sorted(ranks)]
-        if hybrid := next((event["hybrid"] for event in ready if event["hybrid"]), ""):
+        ready = [event for rank in sorted(ranks) if (event := measure.ready(processes[rank])) is not None]
+        everyone = [event for events in processes.values() for event in measure.of_kind(events, "ready")]
+        if hybrid := next((event["hybrid"] for event in everyone if event["hybrid"]), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
         limits = load.configuration(info, ready[0])
         derived = load.derive(limits, logprobs=logprobs)
@@ -316,7 +329,7 @@ class Session:
         if verified:
             came = self._verify(server, watch, processes, limits, found.fraction, logprobs)
             found = replace(found, verified=came)
-            if not came.lowest_free or self._lowest(processes, ranks) is None:
+            if came.ran_out:
                 return replace(found, ran_out="verification", logprobs_driven=logprobs)
         needs: list[measure.PhaseNeed] = []
         missing = list(derived.not_driven)
@@ -365,7 +378,7 @@ class Session:
 
     def _verification(self, name: str, value: Recommendation, trials: Sequence[Measured]) -> Verified | None:
         """What came of verifying the value, or a higher one that held; in a server of its own if there was neither."""
-        if value.fraction is None:
+        if value.fraction is None or not self.goal.verify_s:
             return None
         for each in sorted(trials, key=lambda each: each.fraction):
             above, came = each.fraction - value.fraction, each.verified
@@ -384,7 +397,7 @@ class Session:
             with self.serving(name, fraction) as (server, watch):
                 watching = partial(self._check, server)
                 info, processes, ranks = _introduced(server, Client(server.url), watch, watching)
-                limits = load.configuration(info, measure.of_kind(processes[min(ranks)], "ready")[0])
+                limits = load.configuration(info, measure.ready(processes[min(ranks)]) or {})
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
             log = self.log.read_text(errors="replace")
@@ -392,7 +405,7 @@ class Session:
                 return Verified(False, fraction, ("the server has no memory for a KV cache with it",))
             if not out_of_memory(log):
                 raise CannotPlan(str(error)) from error
-            return Verified(False, fraction, ("the server ran out of memory at start-up",))
+            return Verified(False, fraction, ("the server ran out of memory at start-up",), ran_out=True)
 
     def _verify(
         self,
@@ -419,23 +432,27 @@ class Session:
         except ServerFailed as error:
             if not out_of_memory(server.log_text()):
                 raise CannotPlan(str(error)) from error
-            came = Verified(False, fraction, ("the server ran out of memory",))
-        self.console.print(f"{server.name}: verification: {'held' if came.held else '; '.join(came.reasons)}")
+            came = Verified(False, fraction, ("the server ran out of memory",), ran_out=True)
+        said = "held" if came.held else "; ".join(came.reasons)
+        self.console.print(f"{server.name}: verification: {said}", markup=False)  # it has the server's own words
         return came
 
 
-def search(measured: Callable[[float | None, bool], Measured], goal: Goal) -> list[Measured]:
+def search(
+    measured: Callable[[float | None, bool], Measured], goal: Goal, known: Sequence[Measured] = ()
+) -> list[Measured]:
     """Start servers until the fraction is known well enough: without prompt log-probabilities, then with.
 
     :param measured: starts and drives one, with a fraction or the engine's own, and with or without them.
+    :param known: servers that were started before.
+    :returns: these and those, in order.
     """
-    trials = [measured(None, goal.logprobs)]
-    kinds = (False, True) if goal.logprobs else (False,)
-    for logprobs in kinds:
+    trials = list(known) or [measured(None, goal.logprobs)]
+    for logprobs in goal.kinds:
         tried = 0
         # Not again where the last server said nothing of this need, because it drove no log-probabilities.
-        while len(known := _trials(trials, logprobs)) > tried:
-            tried, fraction = len(known), need.next_fraction(known, goal.margin)
+        while len(used := _trials(trials, logprobs)) > tried:
+            tried, fraction = len(used), need.next_fraction(used, goal.margin)
             if fraction is None:
                 break
             try:
@@ -470,7 +487,7 @@ def recommend(
     used = _trials(trials, logprobs)
     if not used:
         return Recommendation(logprobs, None, 0.0)
-    fraction, ceiling = need.proven(used, margin), need.ceiling(used, margin)
+    fraction, ceiling = need.proven(used, margin), min(need.ceiling(used, margin), highest)
     fraction = None if fraction is None else min(fraction, highest)
     if not fraction:
         return Recommendation(logprobs, None, ceiling)
@@ -509,7 +526,9 @@ def after(
     known = need.down(trial.bound(margin))
     if verified.held and known < value.fraction:
         value = recommend(trials, margin, value.logprobs, given, known)
-    return replace(value, verified=verified, before_margin=min(value.before_margin, need.down(trial.bound(0))))
+    before_margin = min(value.before_margin, need.down(trial.bound(0)))
+    command = value.command if verified.held else ""
+    return replace(value, verified=verified, before_margin=before_margin, command=command)
 
 
 WORTH = 256 * MB
@@ -567,8 +586,8 @@ def out_of_memory(log: str) -> bool:
 def _ranks(processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> tuple[measure.Rank, ...]:
     found = []
     for name in ranks:
-        ready = next(event for event in measure.of_kind(processes[name], "ready") if not event["draft"])
-        found.append(measure.rank(processes[name], ready["kv_bytes"]))
+        if (ready := measure.ready(processes[name])) is not None:
+            found.append(measure.rank(processes[name], ready["kv_bytes"]))
     return tuple(sorted(found, key=lambda rank: rank.name))
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_patches.planning import need
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Rank
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.regression import pages
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 NOT_MEASURED = "not measured"
+WRITTEN = ("plan.json", "plan.html")
 PARTS = (
     ("before", "in use before loading", "#c9ced8"),
     ("weights", "weights", "#5b6677"),
@@ -65,7 +67,7 @@ def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
     first = server.default
     rows = [
         ("fraction by the engine", f"{first.fraction:.3f}"),
-        ("KV cache then", f"{first.cache_tokens:,} tokens"),
+        ("KV cache then", f"{first.cache_tokens:,} tokens{_each(first)}"),
         ("lowest free memory then", NOT_MEASURED if first.lowest_free is None else mb(first.lowest_free)),
     ]
     for value in server.recommendations:
@@ -73,16 +75,25 @@ def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
     return rows
 
 
+def _each(server: Measured) -> str:
+    """What a KV cache is of, where there is one for each data-parallel rank."""
+    ranks = int(server.settings.get("dp_size") or 1)
+    return f" on each of {ranks} data-parallel ranks" if ranks > 1 else ""
+
+
 def _value_rows(value: Recommendation, first: Measured) -> list[tuple[str, str]]:
     label = "with prompt log-probabilities" if value.logprobs else "without prompt log-probabilities"
     if value.fraction is None:
-        return [(f"fraction {label}", f"none found, none above {value.ceiling:.3f} fits")]
+        why = f"none found, none above {value.ceiling:.3f} fits" if value.ceiling else "not known: it was not driven"
+        return [(f"fraction {label}", why)]
     gain = f" ({100 * (value.tokens / first.cache_tokens - 1):+.1f} %)" if first.cache_tokens else ""
     rows = [
         (f"fraction {label}", f"{value.fraction:.3f}"),
-        ("KV cache", f"{value.tokens:,} tokens{gain}"),
-        (f"requests of {first.context:,} tokens at once", f"{value.requests_at_context:.1f}"),
+        ("KV cache", f"{value.tokens:,} tokens{_each(first)}{gain}"),
+        (f"requests of {first.context:,} tokens at once", f"{value.requests_at_context:.1f}{_each(first)}"),
     ]
+    if value.ceiling - value.fraction > need.TOLERANCE + need.STEP / 2:
+        rows.insert(1, ("not known more closely", f"none above {value.ceiling:.3f} fits; more servers would tell"))
     found = value.verified
     if found is not None:
         what = "held" if found.held else f"DID NOT HOLD: {'; '.join(found.reasons)}"
@@ -262,7 +273,8 @@ def write(plan: Plan, directory: Path) -> Path:
     :param directory: created if need be; an earlier plan there is replaced.
     :returns: the path of plan.html.
     """
-    pages.replace({"plan.json": json.dumps(to_dict(plan), indent=2) + "\n"}, directory)
+    figures, page = WRITTEN
+    pages.replace({figures: json.dumps(to_dict(plan), indent=2) + "\n"}, directory)
     # The page last: one that cannot be drawn loses no figure.
-    pages.replace({"plan.html": render_html(plan)}, directory)
-    return directory / "plan.html"
+    pages.replace({page: render_html(plan)}, directory)
+    return directory / page

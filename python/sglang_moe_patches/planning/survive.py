@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sglang_moe_patches.cli import require_extra
 
 
 def main(
@@ -21,10 +24,11 @@ def main(
     fraction: Annotated[float, typer.Option(min=0.1, max=0.999)],
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     only: Annotated[str, typer.Option()] = "patched",
-    seconds: Annotated[float, typer.Option()] = 120,
+    seconds: Annotated[float, typer.Option(min=1)] = 120,
     output: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("plan-survive"),
 ) -> None:
     """Print what came of it as one JSON object."""
+    require_extra("plan")
     from rich.console import Console
 
     from sglang_moe_patches.planning import plan
@@ -43,6 +47,9 @@ def main(
                 keep(logs_in(logs), output)
     except (plan.CannotPlan, *plan.ENDS_A_PLAN) as error:
         typer.echo(f"survive: {error}", err=True)
+        raise typer.Exit(2) from None
+    except Exception:  # 1 would say that the server does not survive
+        traceback.print_exc()
         raise typer.Exit(2) from None
     typer.echo(json_module.dumps(asdict(found)))
     raise typer.Exit(0 if found.held else 1)

@@ -47,6 +47,7 @@ class Verified:
     :param retractions: batches from which the scheduler took requests back, by the server's log.
     :param usage: the highest token usage of the KV cache that the log names; 0 to 1.
     :param not_seen: what the load was to bring about and did not.
+    :param ran_out: it did not hold for want of memory.
     """
 
     held: bool
@@ -59,6 +60,7 @@ class Verified:
     usage: float = 0.0
     cache_tokens: int = 0
     not_seen: tuple[str, ...] = ()
+    ran_out: bool = False
 
 
 def verify(
@@ -226,12 +228,14 @@ def judge(
     ranks = measure.target_ranks(processes)
     lowest = {}
     reasons = []
+    ran_out = False
     for name in sorted(ranks):
         found = measure.rank(processes[name], 0)
         lowest[found.name] = found.lowest_free
         if not measure.of_kind(during.get(name, ()), "forward"):
             reasons.append(f"{found.name}: no forward was recorded, so it is not known what was free")
         if found.retries:
+            ran_out = True
             often = "once" if found.retries == 1 else f"{found.retries} times"
             reasons.append(f"{found.name}: the allocator gave memory back and tried again {often}")
     if failure := measure.failure(processes):
@@ -255,4 +259,5 @@ def judge(
         usage=usage,
         cache_tokens=c.cache_tokens,
         not_seen=tuple(not_seen),
+        ran_out=ran_out,
     )

@@ -55,7 +55,7 @@ def _plan() -> Plan:
     most = MAX_MOE_TOKENS.read()
     if most is None and by_columns.install is None:
         return by_columns
-    offer, note = _dead_input() if by_columns.install else (None, "")
+    offer, note = _dead_input() if by_columns.install else (None, f"token slices alone: {by_columns.reason}")
     parts = [offer, by_columns.install]
     if most is not None:
         parts.append(token_slices.plan(most).install)

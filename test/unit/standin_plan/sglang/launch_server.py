@@ -63,7 +63,8 @@ class Gpu:
         before = self.memory()
         each = MB if self.number == 0 else 1.5 * MB
         self.kept = max(self.kept, round(tokens * each + logprobs * 2 * MB))
-        wrong = "retries" in WRONG or ("retries above 0.9" in WRONG and ARGS.mem_fraction_static > 0.9)
+        above = [float(each.split()[-1]) for each in WRONG if each.startswith("retries above")]
+        wrong = "retries" in WRONG or any(ARGS.mem_fraction_static > fraction for fraction in above)
         self.retries += wrong and requests == 1 and tokens == 77
         facts = {"mode": mode, "tokens": tokens, "requests": requests, "prefix": prefix, "logprobs": logprobs}
         more = {"longest_prefix": prefix // requests, "all_ranks": 0, "graph": graph, "pools": {}}
