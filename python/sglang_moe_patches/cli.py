@@ -343,8 +343,9 @@ def plan(
     that the arguments allow, reads what every GPU had left, and starts further
     servers until the highest fraction that leaves --margin free is known to
     0.3 % of the memory: mostly two for the stock engine and two for the patched
-    one, five of each at most. A second value is for servers that are asked for the log-probabilities
-    of long prompts; --no-prompt-logprobs leaves it out, and its servers.
+    one, five of each at most. A second value is for servers that are asked for
+    the log-probabilities of long prompts; --no-prompt-logprobs leaves it out,
+    and its servers.
 
     --only patched takes half the time. With SGLANG_MOE_PATCHES=none there is a
     stock server alone, of any model whose KV cache is one pool. --verify drives a

@@ -217,24 +217,29 @@ def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "count"),
+    ("changed", "count", "packed"),
     [
-        ({"input_tokens": 250}, 4),
-        ({"input_tokens": 512}, 1),  # two would be max_prefill_tokens, where that is a chunk
-        ({"input_tokens": 511, "prefill_tokens": 1024}, 2),
-        ({"input_tokens": 250, "prefill_tokens": 600}, 2),
-        ({"input_tokens": 250, "requests": 3}, 2),
-        ({"input_tokens": 250, "cache_tokens": 800}, 2),
-        ({"chunk": None, "prefill_tokens": 25_001}, 2),
-        ({"chunk": None, "prefill_tokens": 8192}, 1),
-        ({}, 1),
+        ({"input_tokens": 250}, 5, 1019),  # the last in part
+        ({"input_tokens": 700, "prefill_tokens": 16_384}, 2, 1022),
+        ({"input_tokens": 700, "prefill_tokens": 1400}, 1, 700),  # two would be max_prefill_tokens
+        ({"input_tokens": 511, "prefill_tokens": 1024}, 2, 1022),
+        ({"input_tokens": 250, "prefill_tokens": 600}, 2, 500),
+        ({"input_tokens": 250, "requests": 3}, 2, 500),
+        ({"input_tokens": 250, "cache_tokens": 800}, 2, 500),
+        ({"input_tokens": 250, "page": 64}, 4, 750),  # each takes four pages
+        ({"chunk": None, "prefill_tokens": 25_001}, 2, 20_000),
+        ({"chunk": None, "prefill_tokens": 8192}, 1, 10_000),
+        ({"chunk": None}, 1, 10_000),
+        ({}, 1, 1024),
     ],
 )
-def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed: dict[str, Any], count: int) -> None:
+def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
+    changed: dict[str, Any], count: int, packed: int
+) -> None:
     c = configured(**changed)
     phases = {phase.name: phase for phase in load.derive(c, logprobs=True).phases}
     logprobs = phases[load.LOGPROBS]
-    assert logprobs.bound.logprobs == count * c.largest
+    assert logprobs.bound.logprobs == packed
     several = phases.get(f"{count} of the longest prompts")
     assert (several is None) == (count == 1)
     for phase in (logprobs, several or logprobs):
@@ -242,7 +247,7 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed: di
         # One more that they wait for: all arrive while it runs.
         assert [len(prompt) for prompt in prompts] == [c.largest] * (count + (count > 1))
     if several is not None:
-        assert (several.bound.tokens, several.bound.requests) == (count * c.largest, count)
+        assert (several.bound.tokens, several.bound.requests) == (packed, count)
 
 
 def test_what_cannot_be_driven_is_said() -> None:

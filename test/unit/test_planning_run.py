@@ -205,6 +205,8 @@ def test_a_value_that_does_not_hold_is_exit_code_1(given, monkeypatch) -> None:
 def test_a_server_that_cannot_be_planned_gives_exit_2_with_its_log(given, monkeypatch, capsys, wrong, said) -> None:
     given.output.mkdir()
     (given.output / "plan.json").write_text("of an earlier plan")
+    assert given.here(monkeypatch, "--", "--no-such-thing") == 2
+    assert (given.output / "plan.json").exists()  # no server was started: it is lost for nothing
     assert given.here(monkeypatch, wrong=(wrong,)) == 2
     assert said in capsys.readouterr().err
     assert (given.output / "1-stock.log").exists()

@@ -79,12 +79,31 @@ class Configuration:
 
     @property
     def together(self) -> int:
-        """How many of the largest prefills of one request are computed in one forward; 1 where one is a chunk."""
-        most = min(size for size in (self.chunk, self.prefill_tokens, self.cache_tokens) if size)
-        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all. One
-        # more than those must fit into the KV cache: what they wait for.
-        fitting = self.cache_tokens // (self.largest + 2 * self.page) - 1
-        return max(1, min((most - 1) // self.largest, fitting, self.requests - 1))
+        """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
+        # One more than those must fit into the KV cache: what they wait for.
+        most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1]
+        if self.chunk:
+            most.append(-(-self.chunk // self._paged))
+        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        if self.prefill_tokens:
+            most.append((self.prefill_tokens - 1) // self.largest)
+        return max(1, min(most)) if self.chunk or self.prefill_tokens else 1
+
+    @property
+    def packed(self) -> int:
+        """Tokens of those in one forward; of several at least so many, whose last is cut at a page."""
+        if self.together == 1:
+            return self.largest // self.page * self.page
+        all_whole, before = self.together * self.largest, self.together - 1
+        if self.chunk is None:
+            return all_whole
+        left = self.chunk - before * self._paged - self.together * self.page
+        return min(all_whole, before * self.largest + max(0, left))
+
+    @property
+    def _paged(self) -> int:
+        """What the largest prefill takes of a chunk."""
+        return -(-self.largest // self.page) * self.page
 
 
 def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configuration:
@@ -209,7 +228,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     name = "longest prefill" if c.chunk is None else "prefill chunk"
     phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
     if c.together > 1:
-        several = Bound(PREFILLS, tokens=c.together * whole, requests=c.together, all_ranks=c.together * gathered)
+        all_ranks = c.packed * c.ranks if c.gathered else 0
+        several = Bound(PREFILLS, tokens=c.packed, requests=c.together, all_ranks=all_ranks)
         phases.append(Phase(f"{c.together} of the longest prompts", several, _several(chunk, c.together)))
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
@@ -244,7 +264,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(_decode(f"eager decode of {c.requests} requests", c.requests, c, graph=False))
     phases.append(Phase(VARIED_LENGTHS, prefill, _varied(chunk, c), new_tokens=4, to_the_end=True))
     if logprobs:
-        asked = Bound(PREFILLS, logprobs=c.together * whole)
+        asked = Bound(PREFILLS, logprobs=c.packed)
         phases.append(Phase(LOGPROBS, asked, _several(chunk, c.together), logprobs=True))
     if c.all_to_all:
         missing.append("tokens that all go to the experts of one rank")

@@ -183,8 +183,7 @@ def run(
     :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
     check(subject, environment, output)
-    for name in report.WRITTEN:  # of an earlier plan: beside the logs of this one they would be taken for its own
-        (output / name).unlink(missing_ok=True)
+    planned = False
     with Interrupts() as interrupts, scratch() as logs:
         try:
             console.print("Asking the engine what it sets aside by its rule")
@@ -198,12 +197,16 @@ def run(
             servers = tuple(session.plan(name) for name in subject.servers)
             found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, servers)
             report.write(found, output)
+            planned = True
             report.print_table(found, console)
         except ENDS_A_PLAN as error:
             raise CannotPlan(str(error)) from error
         finally:
             recorded = {path.name: path.read_bytes() for path in sorted(logs.glob("*.jsonl"))}
             if files := {**logs_in(logs), **recorded}:
+                if not planned:  # an earlier plan would be taken for what came of the servers whose logs are beside it
+                    for name in report.WRITTEN:
+                        (output / name).unlink(missing_ok=True)
                 keep(files, output)
     return found
 
