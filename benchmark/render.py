@@ -53,6 +53,11 @@ def one(name: str, tables: Callable[[output.Result], str]) -> Section:
     return Section((name,), lambda results: tables(results[0]))
 
 
+def hosts(*runs: str) -> Section:
+    """Host times of several runs in one table."""
+    return Section(tuple(f"overhead-host-{run}" for run in runs), lambda results: overhead.host_tables(*results))
+
+
 def rows_as_they_are(result: output.Result) -> str:
     """The table of a result without a script of its own."""
     return output.table(("", "stock", "patched"), result["figures"]["rows"])
@@ -85,8 +90,6 @@ PLANS = tuple(
     )
 )
 SURVIVALS = ("plan-survive-kimi-k2.5-16384", "plan-survive-kimi-k2.5-16384-more")
-HOSTS = ("overhead-host-cpu", "overhead-host-triton-cpu")
-H200_HOSTS = ("overhead-host-h200", "overhead-host-triton-h200")
 SECTIONS = {
     "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
     "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
@@ -99,8 +102,8 @@ SECTIONS = {
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
     "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
-    "overhead-host-h200": Section(H200_HOSTS, lambda results: overhead.host_tables(*results)),
-    "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "overhead-host-h200": hosts("h200", "triton-h200"),
+    "overhead-host": hosts("cpu", "triton-cpu"),
     "plan": Section(PLANS, plan.tables),
     "plan-survivals": Section(SURVIVALS, plan.tables),
     "mori-rows": one("mori-rows", mori_rows.tables),
@@ -138,7 +141,7 @@ def section(name: str) -> str:
     commands: dict[str, list[str]] = {}
     for result in results:
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
-    several = len({release for releases in commands.values() for release in releases}) > 1
+    several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
     files = ", ".join(f"[{result}.json](../benchmark/results/{result}.json)" for result in names)
     if len(names) > 2:

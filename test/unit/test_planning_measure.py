@@ -397,7 +397,7 @@ def test_a_value_whose_verification_left_less_than_the_margin_is_lowered(
     trials = [Measured("stock", 0.9, 100 * GB, 1_000_000, 40 * GB, lowest_free=GB)]
     value = plan.recommend(trials, GB, False, ["--model-path", "m"])
     assert value.fraction == pytest.approx(0.9)
-    came = verify.Verified(bool(held), at, lowest_free={"GPU 0": round(free * GB)})
+    came = verified(at, held=bool(held), free=free).verified
     found = plan.after(value, came, trials, GB, ["--model-path", "m"])
     assert found.verified is came
     assert found.fraction == pytest.approx(fraction)
@@ -409,7 +409,7 @@ def test_a_value_whose_verification_left_less_than_the_margin_is_lowered(
 def test_a_verification_that_leaves_no_room_for_the_margin_leaves_no_value() -> None:
     trials = [Measured("stock", 0.1, 100 * GB, 1_000_000, 40 * GB, lowest_free=20 * GB)]
     value = plan.recommend(trials, 20 * GB, False, [])
-    came = verify.Verified(True, 0.1, lowest_free={"GPU 0": GB})
+    came = verified(0.1).verified
     found = plan.after(value, came, trials, 20 * GB, [])
     assert (value.fraction, found.fraction, found.command) == (pytest.approx(0.1), None, "")
 

@@ -223,13 +223,15 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     missing: list[str] = []
     chunk = c.largest
     whole = chunk // c.page * c.page
-    gathered = whole * c.ranks if c.gathered else 0
-    prefill = Bound(PREFILLS, tokens=whole, all_ranks=gathered)
+
+    def of(tokens: int) -> Bound:
+        return Bound(PREFILLS, tokens=tokens, all_ranks=tokens * c.ranks if c.gathered else 0)
+
+    prefill = of(whole)
     name = "longest prefill" if c.chunk is None else "prefill chunk"
     phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
     if c.together > 1:
-        all_ranks = c.packed * c.ranks if c.gathered else 0
-        several = Bound(PREFILLS, tokens=c.packed, requests=c.together, all_ranks=all_ranks)
+        several = replace(of(c.packed), requests=c.together)
         phases.append(Phase(f"{c.together} of the longest prompts", several, _several(chunk, c.together)))
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request

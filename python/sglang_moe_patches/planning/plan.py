@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -305,29 +305,29 @@ class Session:
         """
         name = server.name
         client, watching = Client(server.url), partial(self._check, server)
-        info, processes, ranks = _introduced(server, client, watch, watching)
-        ready = [event for rank in sorted(ranks) if (event := measure.ready(processes[rank])) is not None]
+        info, processes, ready = _introduced(server, client, watch, watching)
+        rank, first = next(iter(ready.items()))
         everyone = [event for events in processes.values() for event in measure.of_kind(events, "ready")]
         if hybrid := next((event["hybrid"] for event in everyone if event["hybrid"]), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
-        limits = load.configuration(info, ready[0])
+        limits = load.configuration(info, first)
         derived = load.derive(limits, logprobs=logprobs)
-        driver = load.Driver(client, watch, ranks, limits, watching)
+        driver = load.Driver(client, watch, set(ready), limits, watching)
         found = Measured(
             server=name,
             fraction=float(info["mem_fraction_static"]),
             before_load=measure.before_load(processes),
             cache_tokens=limits.cache_tokens,
-            cache_bytes=max(event["kv_bytes"] for event in ready),
+            cache_bytes=max(event["kv_bytes"] for event in ready.values()),
             page=limits.page,
             context=limits.context,
             requests=limits.requests,
-            table_bytes=ready[0]["table_bytes"],
-            table_requests=ready[0]["table_requests"],
-            allocator=ready[0]["allocator"],
+            table_bytes=first["table_bytes"],
+            table_requests=first["table_requests"],
+            allocator=first["allocator"],
             settings=_settings(info),
-            logprob_switch=ready[0]["logprob_switch"],
-            changes=tuple(map(tuple, measure.of_kind(processes[min(ranks)], "start")[0]["changes"])),
+            logprob_switch=first["logprob_switch"],
+            changes=tuple(map(tuple, measure.of_kind(processes[rank], "start")[0]["changes"])),
         )
         if verified:
             came = self._verify(server, watch, processes, limits, found.fraction, logprobs)
@@ -336,10 +336,10 @@ class Session:
                 return replace(found, ran_out="verification", logprobs_driven=logprobs)
         needs: list[measure.PhaseNeed] = []
         missing = list(derived.not_driven)
-        missing += ["images: they are not sent"] if any(event["images"] for event in ready) else []
+        missing += ["images: they are not sent"] if any(event["images"] for event in ready.values()) else []
         for phase in derived.phases:
             if phase.name == load.LOGPROBS:
-                found = replace(found, lowest_free=self._lowest(processes, ranks), ranks=_ranks(processes, ranks))
+                found = replace(found, lowest_free=self._lowest(processes, ready), ranks=_ranks(processes, ready))
             try:
                 with self.console.status(f"{name}: {phase.name}"):
                     outcome = driver.drive(phase)
@@ -359,9 +359,9 @@ class Session:
                 said = f" ({outcome.said})" if outcome.said else ""
                 missing.append(f"{phase.name}: seen at most {needs[-1].largest or 'nothing'}{said}")
             self.console.print(f"{name}: {phase.name}: {'seen' if outcome.seen else 'not seen at its bound'}")
-        lowest = self._lowest(processes, ranks)
+        lowest = self._lowest(processes, ready)
         if not logprobs:
-            found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ranks))
+            found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ready))
         elif any(need.seen for need in needs if need.name == load.LOGPROBS):
             found = replace(found, logprobs_free=lowest, logprobs_driven=True)
         return replace(found, phases=tuple(needs), not_driven=tuple(missing))
@@ -375,7 +375,7 @@ class Session:
         self.interrupt()
         server.check()
 
-    def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> int | None:
+    def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: Iterable[str]) -> int | None:
         found = [measure.lowest_free(processes[rank]) for rank in ranks]
         return None if None in found else min(free for free in found if free is not None)
 
@@ -399,8 +399,8 @@ class Session:
         try:
             with self.serving(name, fraction) as (server, watch):
                 watching = partial(self._check, server)
-                info, processes, ranks = _introduced(server, Client(server.url), watch, watching)
-                limits = load.configuration(info, measure.ready(processes[min(ranks)]) or {})
+                info, processes, ready = _introduced(server, Client(server.url), watch, watching)
+                limits = load.configuration(info, next(iter(ready.values())))
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
             log = self.log.read_text(errors="replace")
@@ -586,11 +586,10 @@ def out_of_memory(log: str) -> bool:
     return RAN_OUT.search(log) is not None
 
 
-def _ranks(processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: set[str]) -> tuple[measure.Rank, ...]:
-    found = []
-    for name in ranks:
-        if (ready := measure.ready(processes[name])) is not None:
-            found.append(measure.rank(processes[name], ready["kv_bytes"]))
+def _ranks(
+    processes: Mapping[str, Sequence[Mapping[str, Any]]], ready: Mapping[str, Mapping[str, Any]]
+) -> tuple[measure.Rank, ...]:
+    found = (measure.rank(processes[name], event["kv_bytes"]) for name, event in ready.items())
     return tuple(sorted(found, key=lambda rank: rank.name))
 
 
@@ -616,8 +615,8 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def _introduced(
     server: Server, client: Client, watch: observe.Watch, watching: Callable[[], None]
-) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], set[str]]:
-    """What the server resolved, what its processes recorded, and which of them run the model.
+) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], dict[str, Mapping[str, Any]]]:
+    """What the server resolved, what its processes recorded, and what those that run the model said when it was ready.
 
     Once each data-parallel rank has run a forward: with ``--skip-server-warmup`` none has when it is ready.
 
@@ -636,8 +635,8 @@ def _introduced(
     if said:
         raise CannotPlan(f"the {server.name} server does not answer: {said}. {server.log_tail()}")
     processes = watch.new()
-    ranks = measure.target_ranks(processes)
-    if not ranks:
+    ready = {name: event for name, events in sorted(processes.items()) if (event := measure.ready(events)) is not None}
+    if not ready:
         reason = measure.failure(processes) or "it recorded nothing of itself"
         raise CannotPlan(f"the {server.name} server: {reason}. {server.log_tail()}")
-    return info, processes, ranks
+    return info, processes, ready
