@@ -7,7 +7,7 @@ MARKS   ?= not product
 PYTEST   = python -m pytest -n $(WORKERS) -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
-# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=data/gsm8k/test.jsonl SHOTS=5 TOKENS=512 SERVER="--tp 2"
+# What `make demo` serves and asks. The real GSM8K: make demo MODEL=... DATA=benchmark/gsm8k/test.jsonl SHOTS=5 TOKENS=512 SERVER="--tp 2"
 # With an NVIDIA GPU: the bfloat16 model through the engine's own kernels, one request at a time, as only then a stock
 # server repeats its answers. Without one: the NVFP4 model through the reference kernels.
 ifneq ($(wildcard /dev/nvidia0),)
@@ -16,18 +16,18 @@ QUESTIONS ?= 200
 REGRESS   ?= --require-identical --parallel 1
 SERVER    ?= --mem-fraction-static 0.3
 else
-MODEL     ?= data/tiny_moe/model
+MODEL     ?= benchmark/tiny_moe/model
 QUESTIONS ?= 100
 REGRESS   ?= --reference-kernels
 SERVER    ?= --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
 endif
-DATA      ?= data/tiny_moe/test.jsonl
+DATA      ?= benchmark/tiny_moe/test.jsonl
 SHOTS     ?= 1
 TOKENS    ?= 128
 
 # The SGLang release: the default of releases.toml unless ENGINE says otherwise.
 ENGINE ?= $(DEFAULT)
-DEFAULT := $(shell $(PYTHON) test/releases.py default)
+DEFAULT := $(shell $(PYTHON) test/tools/releases.py default)
 ifeq ($(DEFAULT),)
   $(error no release to work with; the line above says why)
 endif
@@ -55,11 +55,11 @@ $(UV):
 	$(PYTHON) -m venv .venvs/tools
 	.venvs/tools/bin/pip install -q --disable-pip-version-check uv
 
-# As constraints/$ENGINE.txt froze it; without that file, the newest of everything that the release allows.
-FROZEN = $(wildcard constraints/$(ENGINE).txt)
+# As test/constraints/$ENGINE.txt froze it; without that file, the newest of everything that the release allows.
+FROZEN = $(wildcard test/constraints/$(ENGINE).txt)
 $(STAMP): $(FROZEN) releases.toml pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(PYTHON) test/releases.py overrides $(ENGINE) > $(VENV)/overrides.txt
+	$(PYTHON) test/tools/releases.py overrides $(ENGINE) > $(VENV)/overrides.txt
 	$(UV) pip install -q --python $(BIN)/python $(addprefix --constraint ,$(FROZEN)) --override $(VENV)/overrides.txt \
 	  "sglang==$(ENGINE)" -e '.[regress,model]' --group dev
 	@touch $@
@@ -94,18 +94,18 @@ on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
     cat $(LOGS)/test-$$release-*.log | tee $(LOGS)/test-$$release.log; done; exit $$status
 
 test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
-	@$(call on-each,$(shell $(PYTHON) test/releases.py others),WORKERS=0 MARKS="every_release and not product")
+	@$(call on-each,$(shell $(PYTHON) test/tools/releases.py others),WORKERS=0 MARKS="every_release and not product")
 
 test-all: lint types ## all tests on every release that is tested every time, JOBS at a time (an hour or two)
-	@$(call on-each,$(shell $(PYTHON) test/releases.py every-time),WORKERS=0 MARKS= ALL_CASES=1)
-	$(PYTHON) test/compatibility.py --record $(LOGS)
+	@$(call on-each,$(shell $(PYTHON) test/tools/releases.py every-time),WORKERS=0 MARKS= ALL_CASES=1)
+	$(PYTHON) test/tools/compatibility.py --record $(LOGS)
 
 pages: env ## write what is generated in the pages: of releases and changes, and the figures of benchmark/results
-	$(PYTHON) test/pages.py
+	$(PYTHON) test/tools/pages.py
 	$(BIN)/python benchmark/render.py
 
 demo/bf16: | env
-	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.export bf16 data/tiny_moe $@
+	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.export bf16 benchmark/tiny_moe $@
 
 demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic, stock and patched, and compare them
 	rm -rf demo/report
@@ -123,19 +123,19 @@ soak: env ## 64 concurrent requests for two minutes, every answer compared with 
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
 	  $(BIN)/python -m pytest -q -s test/engine/test_servers.py -k concurrent
 
-constraints: env ## write constraints/$ENGINE.txt from what is installed
+constraints: env ## write test/constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \
-	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > constraints/.new
-	mv constraints/.new constraints/$(ENGINE).txt
+	  $(UV) pip freeze -q --python $(BIN)/python --exclude-editable; } > test/constraints/.new
+	mv test/constraints/.new test/constraints/$(ENGINE).txt
 	@touch $(STAMP)
 
 new-release: ## install release ENGINE, freeze, ask and test it, write the pages, say what to look at
-	@$(PYTHON) test/releases.py known $(ENGINE) > /dev/null
+	@$(PYTHON) test/tools/releases.py known $(ENGINE) > /dev/null
 	$(MAKE) --no-print-directory constraints ENGINE=$(ENGINE)
-	$(PYTHON) test/compatibility.py $(ENGINE)
+	$(PYTHON) test/tools/compatibility.py $(ENGINE)
 
 compatibility: ## do that with every release in turn, without freezing (half an hour, 10 GB of disk at a time)
-	$(PYTHON) test/compatibility.py
+	$(PYTHON) test/tools/compatibility.py
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

@@ -30,8 +30,8 @@ from typing import Any
 
 from common import machine, output, prediction, servers, timing, weights
 from common.shapes import MODELS, Layout
+from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.reference import environment
-from sglang_moe_patches.regression import observe
 
 MB = 1e6
 PROMPTS = 4
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = shortened(observe.collect(setup.observed(name)))
+                figures[name] = shortened(forwards.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
 def shortened(figures: dict[str, Any] | None) -> dict[str, Any]:
     """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
 
-    :param figures: what ``observe.collect`` found.
+    :param figures: what ``forwards.collect`` found.
     """
     if figures is None or figures.get("failure"):
         raise SystemExit(f"peak_memory.py: {figures['failure'] if figures else 'the servers observed no forward'}")

@@ -22,9 +22,9 @@ from sglang_moe_patches.reference import environment
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.regression.compare import Run
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.server import Server
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
+GSM8K = Path(__file__).parent / "gsm8k" / "test.jsonl"
 BACKEND = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]
 
 SWITCH_OFF = """

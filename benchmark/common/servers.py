@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment, model
 from sglang_moe_patches.reference.flashinfer_kernels import WORKSPACE_VARIABLE
-from sglang_moe_patches.regression import observe
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.server import Server
 
 from common import plugins, weights
 from common.weights import Served
@@ -96,9 +96,9 @@ class Setup:
         if self.workspace_mb:
             own[WORKSPACE_VARIABLE] = str(self.workspace_mb)
         if self.observe:
-            own[observe.VARIABLE] = str(self.observed(name))
+            own[forwards.VARIABLE] = str(self.observed(name))
         if self.history:
-            own[observe.HISTORY_VARIABLE] = str(self.tokens)
+            own[forwards.HISTORY_VARIABLE] = str(self.tokens)
         return own
 
     def observed(self, name: str) -> Path:

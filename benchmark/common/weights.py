@@ -183,7 +183,7 @@ def register() -> None:
     torch.distributed.init_process_group = with_variables_kept
     os.environ.update(kept)
     wrapt.register_post_import_hook(_replace_reader, "sglang.srt.model_loader.loader")
-    wrapt.register_post_import_hook(_observe_runner, "sglang_moe_patches.regression.observe")
+    wrapt.register_post_import_hook(_observe_runner, "sglang_moe_patches.observers.forwards")
 
 
 def _replace_reader(loader: Any) -> None:

@@ -18,12 +18,12 @@ from sglang_moe_patches import engine, patch
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.reference.model import write_checkpoint
 from sglang_moe_patches.regression import gsm8k
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.server import Server
 
 from tiny_moe.export import MODEL, QUESTIONS, shipped_bf16
 from tiny_moe.train import SPEC
 
-SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
+SHIPPED = Path(__file__).parent
 
 
 def tables(result: output.Result) -> str:

@@ -23,9 +23,9 @@ from sglang_moe_patches.patch import Patcher
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.regression.compare import Run, compare
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.server import Server
 
-SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
+SHIPPED = Path(__file__).parent
 LAYER, EXPERT = 1, 4
 """What is mutated: the first MoE layer, and one of its sixteen experts."""
 

@@ -150,20 +150,20 @@ def doctor(
     Exits with 1 if a selected change cannot be applied to this engine, with 2 if a variable has a value with which no
     server starts.
     """
-    from sglang_moe_patches import diagnosis
+    from sglang_moe_patches import doctor
 
     require_engine()
     try:
-        found = diagnosis.examine()
+        found = doctor.examine()
     except ValueError as error:
         fail(str(error))
-    except diagnosis.EngineUnusable as error:
+    except doctor.EngineUnusable as error:
         fail(str(error), 1)
     if json:
         typer.echo(json_module.dumps(found, indent=2))
     else:
-        diagnosis.show(found)
-    raise typer.Exit(1 if diagnosis.unsupported(found) else 0)
+        doctor.show(found)
+    raise typer.Exit(1 if doctor.unsupported(found) else 0)
 
 
 @app.command("make-model")

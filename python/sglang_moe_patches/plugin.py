@@ -90,11 +90,11 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
         raise patch.PatchError(f"{patch.STRICT_VARIABLE}=1 and a change cannot be applied. {summary}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
     if folder := os.environ.get("SGLANG_MOE_PATCHES_OBSERVE"):
-        from sglang_moe_patches.regression import observe
+        from sglang_moe_patches.observers import forwards
 
-        observe.install(folder, plans)
+        forwards.install(folder, plans)
     if folder := os.environ.get("SGLANG_MOE_PATCHES_PLAN"):
-        from sglang_moe_patches.planning import observe as planned
+        from sglang_moe_patches.observers import memory as planned
 
         planned.install(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
     _plans = plans

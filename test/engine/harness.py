@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from common.in_process import InProcess
 from common.triton_on_cpu import triton_runner
-from sglang_moe_patches.regression import observe
+from sglang_moe_patches.observers import forwards
 
 __all__ = ["InProcess", "Kernels", "graph_arguments", "padded_tokens", "triton_runner"]
 
@@ -20,11 +20,11 @@ class Kernels:
     def __init__(self, monkeypatch, tmp_path):
         import flashinfer.fused_moe
 
-        self.observer = observe.Observer(str(tmp_path), [])
+        self.observer = forwards.Observer(str(tmp_path), [])
         self.at_entry = lambda: None
         self.calls = []
         self.marked = []
-        for name in observe.KERNELS:
+        for name in forwards.KERNELS:
             monkeypatch.setattr(flashinfer.fused_moe, name, self._watch(getattr(flashinfer.fused_moe, name)))
 
     def _watch(self, kernel):

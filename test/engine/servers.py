@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from releases import ROOT
+from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.reference import environment
-from sglang_moe_patches.regression import observe
-from sglang_moe_patches.regression.server import Server, free_port
+from sglang_moe_patches.servers.server import Server, free_port
 from tiny_moe.mutations import SHIPPED
 
-ROOT = Path(__file__).parents[2]
-QUESTIONS = ROOT / "data" / "gsm8k" / "test.jsonl"
+QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"
 ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
@@ -70,7 +70,7 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
-    child = child_environment(**{observe.VARIABLE: str(folder / name), **variables})
+    child = child_environment(**{forwards.VARIABLE: str(folder / name), **variables})
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 
 
@@ -106,7 +106,7 @@ def answers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[l
 
 def figures(server: Server) -> dict[str, Any]:
     """What the server has recorded of itself."""
-    return observe.collect(server.log.with_suffix(""))
+    return forwards.collect(server.log.with_suffix(""))
 
 
 def check_figures(stock: dict[str, Any], patched: dict[str, Any], moe_layers: int, backend: str = ROUTED) -> None:

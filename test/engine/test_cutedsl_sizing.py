@@ -19,8 +19,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, li
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.engine import has_module
+from sglang_moe_patches.observers.forwards import _held_bytes
 from sglang_moe_patches.patch import Status, look
-from sglang_moe_patches.regression.observe import _held_bytes
 
 pytestmark = pytest.mark.every_release
 

@@ -1,7 +1,7 @@
 """Token slices in the engine's own model, on the CPU with the reference kernels.
 
 The Triton runner's sequence, which columns are about, never runs on a CPU server: it is tried in Triton's interpreter
-(test/unit/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
+(test/unit/changes/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from harness import Kernels
 from sglang_moe_patches import dead_input, handoff, runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.patch import Patcher, Status, look
-from sglang_moe_patches.regression import observe
 
 pytestmark = pytest.mark.every_release
 
@@ -259,8 +259,8 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     def live():
         model = engine.load(checkpoint())
         found = []
-        before = observe._live_bytes()
-        kernels.at_entry = lambda: found.append(observe._live_bytes() - before)
+        before = forwards._live_bytes()
+        kernels.at_entry = lambda: found.append(forwards._live_bytes() - before)
         engine.generate(model, prompt, 0)
         return max(found)
 

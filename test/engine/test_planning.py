@@ -1,6 +1,6 @@
 """``plan`` on the real engine: its rule asked of the engine's ServerArgs, its phases seen by real servers.
 
-There is no GPU: the forwards are real, what they need is stood in for (``standin_gpu``).
+There is no GPU: the forwards are real, what they need is stood in for (``test/standins/gpu``).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Planning:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> None:
         self.output, self.said = folder / "report", io.StringIO()
-        standin = {"PYTHONPATH": on_path(str(Path(__file__).parent / "standin_gpu"), str(ROOT / "python"))}
+        standin = {"PYTHONPATH": on_path(str(ROOT / "test" / "standins" / "gpu"), str(ROOT / "python"))}
         self.environment = child_environment(**standin, **variables)
         monkeypatch.setattr(plan.machine, "has_gpu", lambda: True)
 

@@ -15,8 +15,8 @@ from harness import graph_arguments
 from safetensors.torch import load_file, save_file
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
+from sglang_moe_patches.observers.forwards import _held_bytes
 from sglang_moe_patches.patch import Status, look
-from sglang_moe_patches.regression.observe import _held_bytes
 
 pytestmark = pytest.mark.every_release
 

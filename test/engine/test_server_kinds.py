@@ -27,7 +27,7 @@ from servers import (
     server,
     started,
 )
-from sglang_moe_patches.regression.server import ServerFailed
+from sglang_moe_patches.servers.server import ServerFailed
 from tiny_moe.mutations import plugin
 
 # --- Stock and patched -----------------------------------------------------------------------------------------------

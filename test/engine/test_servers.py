@@ -38,7 +38,7 @@ from servers import (
     server,
     started,
 )
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.server import Server
 from tiny_moe.mutations import SHIPPED, plugin
 
 # --- What a user runs: regress starts both ---------------------------------------------------------------------------

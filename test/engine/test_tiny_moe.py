@@ -16,7 +16,7 @@ from sglang_moe_patches.regression.compare import Answer, Run, compare
 from tiny_moe import export, mutations, network
 from tiny_moe.train import SPEC
 
-SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
+SHIPPED = Path(__file__).parents[2] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 QUESTIONS = 24
 LONGEST = 113

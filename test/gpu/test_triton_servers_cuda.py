@@ -26,7 +26,7 @@ from common.servers import EAGER, Setup, prompt, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
-from sglang_moe_patches.regression.server import Server  # noqa: E402
+from sglang_moe_patches.servers.server import Server  # noqa: E402
 
 #: A rank's share, of TP=4; of DeepSeek-V3's, of TP=8.
 SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}

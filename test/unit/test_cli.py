@@ -12,10 +12,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli, dead_input, diagnosis, runners
+from sglang_moe_patches import __version__, cli, dead_input, doctor, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
-from sglang_moe_patches.regression import arguments, regress
+from sglang_moe_patches.regression import regress
+from sglang_moe_patches.servers import refusals
 from typer.testing import CliRunner
 
 COMMANDS = ["doctor", "exec", "serve", "make-model", "regress"]
@@ -163,7 +164,7 @@ def test_what_cannot_be_served_is_refused_at_once_and_in_the_help(tmp_path, mode
 
 def test_help_names_every_refused_argument():
     shown = " ".join(regress_help().split())
-    for name in arguments.REFUSED:
+    for name in refusals.REFUSED:
         wanted = "--ssl-*" if "ssl" in name else "--grpc-mode" if "grpc" in name else name
         assert wanted in shown, name
 
@@ -176,7 +177,7 @@ def regress_help() -> str:
     "given", [["--nnodes", "1"], ["--disaggregation-mode", "null"], ["--tp", "4"], ["--config", "no"]]
 )
 def test_what_can_be_served_is_not_refused(given):
-    arguments.check_server_arguments(given)
+    refusals.check_server_arguments(given)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +185,13 @@ def test_what_can_be_served_is_not_refused(given):
     ["gpt2", "deepseek-ai/DeepSeek-V3", "s3://bucket/deep/model", "gs://bucket/model", "instance://10.0.0.1:8000"],
 )
 def test_models_that_are_not_folders_are_the_engines_to_find(name):
-    arguments.check_model(name)
+    refusals.check_model(name)
 
 
 @pytest.mark.parametrize("name", ["/no/where", "./model", "~/nowhere", "a/b/c", "no such name", ""])
 def test_models_that_are_nowhere_are_refused(name):
     with pytest.raises(ValueError, match="no model there"):
-        arguments.check_model(name)
+        refusals.check_model(name)
 
 
 @pytest.mark.parametrize("url", ["http://host", "host:30000", "ftp://host:1", "http://host:port", ""])
@@ -424,7 +425,7 @@ def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others
     asked = ("output-buffer", "deferred-shared-experts", "moe-workspace")
     told = [{"name": n, "summary": by_name[n].summary, "status": "hardened", "reason": "the why"} for n in asked]
     facts = {"engine": "1", "torch": "2", "python": "3", "package": "4", "gpus": [], "variables": {}}
-    diagnosis.show({**facts, "changes": told})
+    doctor.show({**facts, "changes": told})
     lines = capsys.readouterr().out.splitlines()
     said = {name: next(line for line in lines if f" {name} " in line) for name in asked}
     assert all("left alone; the why" in line for line in said.values())

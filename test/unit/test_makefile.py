@@ -24,7 +24,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_default_release_is_what_is_installed_and_as_it_was_frozen():
     said = make("-n", "-B", "env", f"UV={sys.executable}").stdout
     assert f'"sglang=={releases.DEFAULT}"' in said
-    assert f"--constraint constraints/{releases.DEFAULT}.txt" in said
+    assert f"--constraint test/constraints/{releases.DEFAULT}.txt" in said
 
 
 @pytest.mark.parametrize("target", ["env", "constraints"])

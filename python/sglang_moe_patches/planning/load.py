@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered, watched
-from sglang_moe_patches.planning.observe import Watch
+from sglang_moe_patches.observers.memory import Watch
+from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
 
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.planning import load, measure, need, observe, report, rule, verify
-from sglang_moe_patches.planning.client import Client, Unanswered, watched
+from sglang_moe_patches.observers import memory
+from sglang_moe_patches.planning import load, measure, need, report, rule, verify
 from sglang_moe_patches.planning.measure import Measured
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.planning.verify import Verified
 from sglang_moe_patches.reference import environment as machine
-from sglang_moe_patches.regression import arguments, gpu
-from sglang_moe_patches.regression.arguments import Refusal
-from sglang_moe_patches.regression.folders import keep, logs_in, scratch
-from sglang_moe_patches.regression.interrupts import Interrupts
-from sglang_moe_patches.regression.keeper import StillRunning
-from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use, shown_starting
+from sglang_moe_patches.servers import gpu, refusals
+from sglang_moe_patches.servers.client import Client, Unanswered, watched
+from sglang_moe_patches.servers.folders import keep, logs_in, scratch
+from sglang_moe_patches.servers.interrupts import Interrupts
+from sglang_moe_patches.servers.keeper import StillRunning
+from sglang_moe_patches.servers.refusals import Refusal
+from sglang_moe_patches.servers.server import Server, ServerFailed, port_in_use, shown_starting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,10 +147,10 @@ def check(subject: Subject, environment: Mapping[str, str], output: Path) -> Non
     if not machine.has_gpu():
         raise CannotPlan("no NVIDIA GPU here; plan measures on the machine that will serve")
     try:
-        arguments.check_output(output)
-        arguments.check_server_arguments(list(subject.arguments), REFUSED)
-        arguments.check_model(subject.model)
-        arguments.check_plugins(environment)
+        refusals.check_output(output)
+        refusals.check_server_arguments(list(subject.arguments), REFUSED)
+        refusals.check_model(subject.model)
+        refusals.check_plugins(environment)
         patch.check_environment(CHANGES, environment)
     except ValueError as error:
         raise CannotPlan(str(error)) from None
@@ -252,7 +253,7 @@ class Session:
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials)))
 
     @contextmanager
-    def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, observe.Watch]]:
+    def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, memory.Watch]]:
         """A server with that fraction, or with the engine's own."""
         _check_port(self.subject.port)
         if self.started:
@@ -263,10 +264,10 @@ class Session:
         if fraction is not None:
             given = [*given, "--mem-fraction-static", f"{fraction:.3f}"]
         with scratch() as folder:
-            child = {**self.environment, **variables, observe.VARIABLE: str(folder)}
+            child = {**self.environment, **variables, memory.VARIABLE: str(folder)}
             self.log = self.logs / f"{self.started}-{name}.log"
             server = Server(name, given, child, self.log, timeout=self.subject.startup_timeout, port=self.subject.port)
-            watch = observe.Watch(folder)
+            watch = memory.Watch(folder)
             try:
                 with shown_starting(server, self.console, self.interrupt):
                     server.__enter__()
@@ -299,7 +300,7 @@ class Session:
             self.console.print(f"{said}: out of memory at start-up")
             return Measured(name, fraction, 1, ran_out="start-up")
 
-    def _drive(self, server: Server, watch: observe.Watch, logprobs: bool, *, verified: bool) -> Measured:
+    def _drive(self, server: Server, watch: memory.Watch, logprobs: bool, *, verified: bool) -> Measured:
         """:param verified: verify before anything else. A user's server sees no load before its own, and what the
         allocator keeps depends on the order in which sizes come.
         """
@@ -413,7 +414,7 @@ class Session:
     def _verify(
         self,
         server: Server,
-        watch: observe.Watch,
+        watch: memory.Watch,
         processes: dict[str, list[Mapping[str, Any]]],
         limits: load.Configuration,
         fraction: float,
@@ -614,7 +615,7 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _introduced(
-    server: Server, client: Client, watch: observe.Watch, watching: Callable[[], None]
+    server: Server, client: Client, watch: memory.Watch, watching: Callable[[], None]
 ) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], dict[str, Mapping[str, Any]]]:
     """What the server resolved, what its processes recorded, and what those that run the model said when it was ready.
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_moe_patches import pages
 from sglang_moe_patches.planning import need
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Rank
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
-from sglang_moe_patches.regression import pages
 
 if TYPE_CHECKING:
     from rich.console import Console

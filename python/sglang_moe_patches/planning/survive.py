@@ -32,8 +32,8 @@ def main(
     from rich.console import Console
 
     from sglang_moe_patches.planning import plan
-    from sglang_moe_patches.regression.folders import keep, logs_in, scratch
-    from sglang_moe_patches.regression.interrupts import Interrupts
+    from sglang_moe_patches.servers.folders import keep, logs_in, scratch
+    from sglang_moe_patches.servers.interrupts import Interrupts
 
     subject = plan.Subject(model, tuple(server_args or ()), servers=(only,))
     try:

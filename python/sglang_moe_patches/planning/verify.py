@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_moe_patches.observers.memory import Watch
 from sglang_moe_patches.planning import measure
-from sglang_moe_patches.planning.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
-from sglang_moe_patches.planning.observe import Watch
-from sglang_moe_patches.regression.server import Server
+from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
+from sglang_moe_patches.servers.server import Server
 
 CLIENTS = 48
 PREFIXES = 6

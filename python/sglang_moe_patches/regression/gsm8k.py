@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.regression.keeper import Kept
+from sglang_moe_patches.servers.keeper import Kept
 
 
 class DataError(ValueError):

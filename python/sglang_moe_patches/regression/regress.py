@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.regression import arguments, gpu, gsm8k, observe, report
+from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.regression import gsm8k, report
 from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
-from sglang_moe_patches.regression.folders import keep, logs_in, scratch
 from sglang_moe_patches.regression.gsm8k import Evaluation
-from sglang_moe_patches.regression.interrupts import Interrupts
-from sglang_moe_patches.regression.keeper import StillRunning
-from sglang_moe_patches.regression.server import Server, ServerFailed, port_in_use, shown_starting
+from sglang_moe_patches.servers import gpu, refusals
+from sglang_moe_patches.servers.folders import keep, logs_in, scratch
+from sglang_moe_patches.servers.interrupts import Interrupts
+from sglang_moe_patches.servers.keeper import StillRunning
+from sglang_moe_patches.servers.server import Server, ServerFailed, port_in_use, shown_starting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,15 +80,15 @@ def check(
     try:
         if evaluation.data_path is not None:
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
-        arguments.check_output(output)
+        refusals.check_output(output)
         if isinstance(subject, Servers):
-            arguments.check_server_arguments(list(subject.arguments))
-            arguments.check_model(subject.model)
-            arguments.check_plugins(environment)
+            refusals.check_server_arguments(list(subject.arguments))
+            refusals.check_model(subject.model)
+            refusals.check_plugins(environment)
             patch.check_environment(CHANGES, environment)
         else:
-            arguments.check_address("--baseline-url", subject.stock)
-            arguments.check_address("--patched-url", subject.patched)
+            refusals.check_address("--baseline-url", subject.stock)
+            refusals.check_address("--patched-url", subject.patched)
     except ValueError as error:
         raise CannotRun(str(error)) from None
     least = smallest_sample(criterion.alpha)
@@ -209,14 +211,14 @@ class _Asking:
         with scratch() as work:
             observed = work / "observed"
             observed.mkdir()
-            child = {**self.environment, **variables, observe.VARIABLE: str(observed)}
+            child = {**self.environment, **variables, forwards.VARIABLE: str(observed)}
             log = logs / f"{name}.log"
             server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
             try:
                 with ExitStack() as stack:
                     with shown_starting(server, console, self.interrupt):
                         stack.enter_context(server)
-                    if observe.collect(observed) is None:
+                    if forwards.collect(observed) is None:
                         raise CannotRun(
                             f"the {name} server did not load this package's plugin, so nothing would be compared; is "
                             f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
@@ -226,7 +228,7 @@ class _Asking:
                     release = engine.version() or "unknown"
                     found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
                     server.check()
-                    figures = observe.collect(observed) or {}
+                    figures = forwards.collect(observed) or {}
                     # Before the server is ended: whatever happens then, this run is made.
                     yield _with_figures(replace(found, startup_s=server.startup_s), figures)
             except ServerFailed as error:
@@ -236,7 +238,7 @@ class _Asking:
 
     def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
-        ours = (observe.VARIABLE, patch.SELECT_VARIABLE)
+        ours = (forwards.VARIABLE, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
         found = gsm8k.evaluate(url, client, self.evaluation, work, self.interrupt)
         return Run(
@@ -258,7 +260,7 @@ def _failure(name: str) -> type[CannotRun | PatchedFailed]:
 
 
 def _with_figures(found: Run, figures: dict[str, Any]) -> Run:
-    """``found`` with what its server observed of itself; see :func:`observe.collect`."""
+    """``found`` with what its server observed of itself; see :func:`forwards.collect`."""
     measured = {field.name: figures[field.name] for field in fields(Memory)} if figures.get("forwards") else None
     return replace(
         found,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches.regression import pages
+from sglang_moe_patches import pages
 from sglang_moe_patches.regression.compare import Answer, Comparison, Run, smallest_sample
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The command ``regress`` itself, with a stand-in for the engine (``standin/``): its processes are real ones."""
+"""The command ``regress`` with a stand-in for the engine (``engine_for_regress``): its processes are real ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sglang_moe_patches.regression import gpu, keeper, report
-from sglang_moe_patches.regression.interrupts import SIGNALS
-from sglang_moe_patches.regression.server import Server
-from standins import Command
+from command import Command
+from releases import ROOT
+from sglang_moe_patches.regression import report
+from sglang_moe_patches.servers import gpu, keeper
+from sglang_moe_patches.servers.interrupts import SIGNALS
+from sglang_moe_patches.servers.server import Server
 
-STANDIN = Path(__file__).parent / "standin"
+STANDIN = ROOT / "test/standins/engine_for_regress"
 FAMILY = 5
 """Processes of a running stand-in: keeper, server, worker and daemon, and ``regress``."""
 

@@ -10,7 +10,7 @@ import peak_memory
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmark"
+FOLDER = Path(__file__).parents[3] / "benchmark"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 
 

@@ -1,9 +1,9 @@
 """Install engine releases, ask each what every change says, run the tests that show it, and write the pages.
 
-    python test/compatibility.py                    # all releases: about half an hour, and 10 GB of disk at a time
-    python test/compatibility.py 0.5.23 0.5.24      # some; the others keep what was found before
-    python test/compatibility.py --doctor           # only doctor; what the tests showed before is kept
-    python test/compatibility.py --record build     # note what `make test-all` wrote into the logs in build/
+    python test/tools/compatibility.py                    # all releases: half an hour, 10 GB of disk at a time
+    python test/tools/compatibility.py 0.5.23 0.5.24      # some; the others keep what was found before
+    python test/tools/compatibility.py --doctor           # only doctor; what the tests showed before is kept
+    python test/tools/compatibility.py --record build     # note what `make test-all` wrote into the logs in build/
 
 Environments are made by `make env`, and removed again unless they were there before. What was found is in
 docs/compatibility.json; of each release it is said what differs from the one before.
@@ -25,7 +25,7 @@ from typing import Any
 import pages
 import releases
 
-ROOT = Path(__file__).parents[1]
+ROOT = releases.ROOT
 
 # One test or two for each line of the table, on the release's own model and functions.
 TESTS = (

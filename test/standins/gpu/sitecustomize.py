@@ -47,4 +47,4 @@ def stand_in(observe: Any) -> None:
     observe.read_device = device.read
 
 
-wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.planning.observe")
+wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.observers.memory")

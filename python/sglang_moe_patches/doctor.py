@@ -39,7 +39,7 @@ def examine() -> dict[str, Any]:
             raise EngineUnusable(str(error)) from error
         child |= {name: value for name, value in added.items() if name != environment.SWITCH}
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_moe_patches.diagnosis"], env=child, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "sglang_moe_patches.doctor"], env=child, capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_moe_patches.regression.history import describe, replay
+from sglang_moe_patches.observers.history import describe, replay
 
 
 def event(action, addr, size, *lines, time_us=0):

@@ -933,7 +933,7 @@ def test_signature(name: str, home: str) -> None:
 
 def test_the_triton_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    test = Path(__file__).parents[1] / "gpu" / "test_reference_kernels_cuda.py"
+    test = Path(__file__).parents[2] / "gpu" / "test_reference_kernels_cuda.py"
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

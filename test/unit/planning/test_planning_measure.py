@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_events import GB, TOTAL, forward, memory, process
 from rich.console import Console
-from sglang_moe_patches import observing
-from sglang_moe_patches.planning import load, measure, need, observe, plan, verify
-from sglang_moe_patches.planning.client import Unanswered, watched
+from sglang_moe_patches.observers import memory as observed
+from sglang_moe_patches.observers import observer
+from sglang_moe_patches.planning import load, measure, need, plan, verify
 from sglang_moe_patches.planning.load import Bound, Configuration
 from sglang_moe_patches.planning.measure import Measured, PhaseNeed
 from sglang_moe_patches.planning.result import MB, Recommendation
+from sglang_moe_patches.servers.client import Unanswered, watched
 
 CONFIGURATION = Configuration(
     chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
@@ -125,7 +126,7 @@ def test_a_batch_is_described_as_the_engines_forward_batch_says() -> None:
         return_logprob=True,
         global_num_tokens_cpu=[12, 3],
     )
-    found = observe.batch_facts(batch)
+    found = observed.batch_facts(batch)
     assert found == {
         "mode": "EXTEND",
         "tokens": 12,
@@ -136,20 +137,20 @@ def test_a_batch_is_described_as_the_engines_forward_batch_says() -> None:
         "all_ranks": 15,
     }
     batch.return_logprob = False
-    assert observe.batch_facts(batch)["logprobs"] == 0
+    assert observed.batch_facts(batch)["logprobs"] == 0
 
 
 def test_a_failing_observer_says_so_once_and_lets_the_server_go_on(tmp_path) -> None:
-    observer = observe.Observer(str(tmp_path), [])
+    observer = observed.Observer(str(tmp_path), [])
     for _ in range(2):
         observer.attempt(lambda: 1 / 0)
-    events = observe.Watch(tmp_path).new()[observer.path.stem]
+    events = observed.Watch(tmp_path).new()[observer.path.stem]
     assert [event["event"] for event in events] == ["start", "failure"]
     assert "ZeroDivisionError" in measure.failure({"1": events})
 
 
 def test_a_line_that_is_still_being_written_is_read_later(tmp_path) -> None:
-    path, watch = tmp_path / "7.jsonl", observe.Watch(tmp_path)
+    path, watch = tmp_path / "7.jsonl", observed.Watch(tmp_path)
     path.write_text('{"event": "start"}\n{"event": "si')
     assert [event["event"] for event in watch.new()["7"]] == ["start"]
     assert watch.new() == {}
@@ -167,7 +168,7 @@ def test_a_line_that_is_still_being_written_is_read_later(tmp_path) -> None:
     ],
 )
 def test_pools_that_are_more_than_one_kv_cache_are_told_apart(pool: str, table: str, kind: str) -> None:
-    assert observing.hybrid(type(pool, (), {})(), type(table, (), {})()) == kind
+    assert observer.hybrid(type(pool, (), {})(), type(table, (), {})()) == kind
 
 
 # --- the load ---------------------------------------------------------------------------------------------------------

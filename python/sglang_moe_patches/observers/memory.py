@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.observing import GIB, Observing, hybrid, observe_forwards, pool_bytes, pools
+from sglang_moe_patches.observers.observer import GIB, Observing, hybrid, observe_forwards, pool_bytes, pools
 
 VARIABLE = "SGLANG_MOE_PATCHES_PLAN"
 """A folder, which must exist: observe, and write there."""

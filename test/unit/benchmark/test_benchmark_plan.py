@@ -10,9 +10,9 @@ from pathlib import Path
 
 import plan as benchmark
 import pytest
+from releases import ROOT
 
-ROOT = Path(__file__).parents[2]
-STANDIN = Path(__file__).parent / "standin_plan"
+STANDIN = ROOT / "test/standins/engine_for_plan"
 BELIEVES = """
 from sglang_moe_patches.reference import environment
 environment.has_gpu = lambda: True

@@ -1,4 +1,4 @@
-"""A whole ``plan`` with a stand-in for the engine (``standin_plan/``): its processes, requests and records are real."""
+"""The command ``plan`` with a stand-in for the engine (``engine_for_plan``): its processes and records are real."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from command import Command
+from releases import ROOT
 from sglang_moe_patches.planning import load, plan
-from standins import Command
 
-STANDIN = Path(__file__).parent / "standin_plan"
+STANDIN = ROOT / "test/standins/engine_for_plan"
 GPU = """
 from sglang_moe_patches.reference import environment
 environment.has_gpu = lambda: True

@@ -55,4 +55,4 @@ def test_the_engine_that_pip_brings_is_at_least_the_oldest_supported():
 
 def test_every_release_that_is_tested_every_time_is_frozen():
     for release in releases.EVERY_TIME:
-        assert (ROOT / "constraints" / f"{release}.txt").exists(), release
+        assert (ROOT / "test" / "constraints" / f"{release}.txt").exists(), release

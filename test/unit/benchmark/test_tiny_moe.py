@@ -14,7 +14,7 @@ from sglang_moe_patches.reference.model import MARKER, ModelSpec, tokenizer_json
 from sglang_moe_patches.regression.gsm8k import check_questions
 from tiny_moe import export, network, problems, train
 
-SHIPPED = Path(__file__).parents[2] / "data" / "tiny_moe"
+SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
 STEP = re.compile(r"(\d+)([-+*/])(\d+)=<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 WORDS = {
     *(name for names in problems.NAMES.values() for name in names),

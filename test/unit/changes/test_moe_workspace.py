@@ -276,7 +276,7 @@ def test_the_sum_compiles_and_moves_16_bytes_at_a_time(capability, dtype, tmp_pa
 def test_the_engines_sequence_in_the_interpreter() -> None:
     """On the CPU a server never runs this sequence: here the engine's CUDA branch is taken, its kernels interpreted."""
     pytest.importorskip("triton")
-    test = Path(__file__).parents[1] / "gpu" / "test_moe_workspace_cuda.py"
+    test = Path(__file__).parents[2] / "gpu" / "test_moe_workspace_cuda.py"
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

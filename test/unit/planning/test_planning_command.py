@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import typer
 from planning_events import GB, process
+from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
 from sglang_moe_patches.planning import measure, plan, report, rule, survive
@@ -24,7 +24,7 @@ from sglang_moe_patches.planning.measure import Measured, PhaseNeed
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.planning.verify import Verified
 
-SLOW = Path(__file__).parent / "standin_slow"
+SLOW = ROOT / "test/standins/engine_that_is_slow"
 """An engine that takes an hour to be imported."""
 
 

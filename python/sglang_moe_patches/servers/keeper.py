@@ -1,7 +1,7 @@
 """A command and everything it starts, which end when the process that wanted them does, however that comes.
 
 A server is dozens of processes in sessions and groups of their own. :class:`Kept` starts a keeper between it and us
-(``python -m sglang_moe_patches.regression.keeper COMMAND...``), which adopts every process that loses its parent, so
+(``python -m sglang_moe_patches.servers.keeper COMMAND...``), which adopts every process that loses its parent, so
 that none can leave the family, and holds the reading end of a pipe. The writing end is ours: whether we close it, are
 interrupted, or are killed with SIGKILL, the keeper reads its end and ends the whole family.
 """
@@ -20,7 +20,7 @@ from typing import IO
 
 import psutil
 
-from sglang_moe_patches.regression.interrupts import SIGNALS
+from sglang_moe_patches.servers.interrupts import SIGNALS
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 PATIENCE_S = 120.0

@@ -1,6 +1,6 @@
 """The engine releases of releases.toml, for the tests, and by its command line for the Makefile.
 
-python test/releases.py default | every-time | others | known RELEASE | overrides RELEASE
+python test/tools/releases.py default | every-time | others | known RELEASE | overrides RELEASE
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE = Path(__file__).parents[1] / "releases.toml"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "releases.toml"
 
 
 class Releases(NamedTuple):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sglang_moe_patches.regression.keeper import Kept
+from sglang_moe_patches.servers.keeper import Kept
 
 if TYPE_CHECKING:
     from rich.console import Console

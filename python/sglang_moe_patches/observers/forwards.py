@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sglang_moe_patches.observing import Observing, cache_token_bytes, observe_forwards
+from sglang_moe_patches.observers.history import Recorder
+from sglang_moe_patches.observers.observer import Observing, cache_token_bytes, observe_forwards
 from sglang_moe_patches.patch import Plan
-from sglang_moe_patches.regression.history import Recorder
 
 VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
 HISTORY_VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE_HISTORY"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from releases import ROOT
+
 PAGE = (ROOT / "docs" / "guards.md").read_text()
 
 
 def names_in(folder: str) -> set[str]:
-    files = sorted((ROOT / "test" / folder).glob("test_*.py"))
+    files = sorted((ROOT / "test" / folder).rglob("test_*.py"))
     return {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)}
 
 

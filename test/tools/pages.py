@@ -1,6 +1,6 @@
 """Write what README and docs say of the engine releases: from releases.toml, docs/compatibility.json and the changes.
 
-    python test/pages.py            # rewrite the pages
+    python test/tools/pages.py            # rewrite the pages
 
 A page holds `<!-- generated:NAME -->...<!-- /generated -->`, within a line (not at its start, where Markdown takes the
 line for HTML) or as a block of its own; what is between the two is replaced. The names:
@@ -28,7 +28,7 @@ from typing import Any
 
 import releases
 
-ROOT = Path(__file__).parents[1]
+ROOT = releases.ROOT
 FOUND = ROOT / "docs" / "compatibility.json"
 WHOLE = ROOT / "docs" / "test-all.json"
 MARKED = re.compile(r"(?P<start>[^\n]?)<!-- generated:(?P<name>\S+) -->(?P<old>.*?)<!-- /generated -->", re.DOTALL)

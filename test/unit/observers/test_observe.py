@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.observing import cache_token_bytes
-from sglang_moe_patches.regression import observe
-from sglang_moe_patches.regression.observe import KERNELS, Observer, collect
+from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.observers.forwards import KERNELS, Observer, collect
+from sglang_moe_patches.observers.observer import cache_token_bytes
 
 MIB = 1 << 20
 
@@ -78,8 +78,8 @@ def test_what_kernels_hold_between_forwards_counts_shared_storages_once(tmp_path
 
 def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path):
     base = {"peak_forward_bytes": None, "forwards": 3}
-    for pid, live, forwards in ((1, 10, 3), (2, 30, 3), (3, 99, 0)):
-        (tmp_path / f"{pid}.json").write_text(json.dumps({**base, "live_at_kernel_bytes": live, "forwards": forwards}))
+    for pid, live, count in ((1, 10, 3), (2, 30, 3), (3, 99, 0)):
+        (tmp_path / f"{pid}.json").write_text(json.dumps({**base, "live_at_kernel_bytes": live, "forwards": count}))
     assert collect(tmp_path)["live_at_kernel_bytes"] == 30
     (tmp_path / "1.json").unlink()
     (tmp_path / "2.json").unlink()
@@ -137,7 +137,7 @@ def process(monkeypatch, tmp_path):
 
 
 def install(process: Process) -> None:
-    observe.install(str(process.folder), {"output-buffer": SimpleNamespace(status="applied", reason="")})
+    forwards.install(str(process.folder), {"output-buffer": SimpleNamespace(status="applied", reason="")})
 
 
 @pytest.mark.parametrize("name", KERNELS)
