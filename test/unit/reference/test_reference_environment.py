@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from sglang_moe_patches import reference
+from sglang_moe_patches.reference import environment
 
 # What the engine brings with it, and our own.
 ENGINE = {"sglang", "flashinfer", "torch", "triton", "safetensors", "tokenizers"}
@@ -22,3 +23,11 @@ def test_no_module_needs_more_than_the_engine_and_wrapt(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.split(".")[0])
     assert imported - set(sys.stdlib_module_names) <= ENGINE | OWN
+
+
+def test_what_the_user_set_for_the_processor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(environment, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
+    assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # what comes above it are tiles
+    given = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0"}
+    assert environment.variables(given).items() >= given.items()
