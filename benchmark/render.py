@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,12 @@ import peak_memory
 import plan
 import triton_server
 import weight_shuffle
-from common import machine, output
+from common import machine, output, same
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
+Load = Callable[[str], output.Result]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
 
@@ -129,13 +130,14 @@ PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
 }
 
 
-def section(name: str) -> str:
+def section(name: str, load: Load = output.load) -> str:
     """What stands on the page between the comments.
 
+    :param load: gives a result by its name.
     :raises KeyError: no section has this name.
     """
     names, tables = SECTIONS[name].results, SECTIONS[name].tables
-    results = [output.load(result) for result in names]
+    results = [load(result) for result in names]
     if not results:
         return f"\n{tables(results)}\n"
     commands: dict[str, list[str]] = {}
@@ -168,21 +170,23 @@ def conditions(results: list[output.Result]) -> str:
     return machine.sentence(together)
 
 
-def page(text: str) -> str:
+def page(text: str, load: Load = output.load) -> str:
     """The page with every marked place written anew."""
 
     def marked(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
             raise SystemExit(f"render.py: {PAGE.name}: figures: {match[1]}: unknown; known: {', '.join(SECTIONS)}")
-        return f"{match[1]} -->\n{section(match[1])}"
+        return f"{match[1]} -->\n{section(match[1], load)}"
 
     return MARKED.sub(marked, text)
 
 
-def draw(folder: Path) -> None:
-    """Write every plot there."""
-    for image, (result, plot) in PLOTS.items():
-        plot(output.load(result), folder / image)
+def drawn(image: str, load: Load = output.load) -> str:
+    """A plot, as SVG."""
+    result, plot = PLOTS[image]
+    with tempfile.TemporaryDirectory() as scratch:
+        plot(load(result), Path(scratch) / image)
+        return (Path(scratch) / image).read_text(encoding="utf-8")
 
 
 def drawn_by(image: str) -> str:
@@ -191,28 +195,42 @@ def drawn_by(image: str) -> str:
     return found[0] if found else ""
 
 
-def outdated() -> list[str]:
-    """The files that writing them anew would change."""
-    found = [PAGE] if PAGE.read_text() != page(PAGE.read_text()) else []
-    with tempfile.TemporaryDirectory() as scratch:
-        draw(Path(scratch))
-        for image in PLOTS:
-            now = (IMAGES / image).read_text() if (IMAGES / image).exists() else ""
-            new = (Path(scratch) / image).read_text()
-            if now != new and (not now or drawn_by(now) == drawn_by(new)):
-                found.append(IMAGES / image)
-    return [str(path.relative_to(ROOT)) for path in found]
+def nudged(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
+    """What ``make`` makes of results that differ by less than any digit that it prints."""
+    return lambda: (make(lambda name, nudge=nudge: nudge(output.load(name))) for nudge in same.nudges())
+
+
+def outdated(*, redraw: bool = False) -> dict[Path, str]:
+    """The files that do not say what the results say, and what would stand there.
+
+    :param redraw: with the plots that another release of matplotlib drew; they cannot be compared.
+    """
+    before = PAGE.read_text(encoding="utf-8")
+    now = page(before)
+    found = {} if same.same(before, now, nudged(lambda load: page(before, load))) else {PAGE: now}
+    for image in PLOTS:
+        path, now = IMAGES / image, drawn(image)
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if before and drawn_by(before) != drawn_by(now):
+            stale = redraw
+        else:
+            stale = not same.same(before, now, nudged(lambda load, image=image: drawn(image, load)))
+        if stale:
+            found[path] = now
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something would change")
-    if parser.parse_args().check:
-        if stale := outdated():
-            print(f"render.py: not up to date: {', '.join(stale)}; run `python benchmark/render.py`", file=sys.stderr)
-        return 1 if stale else 0
-    PAGE.write_text(page(PAGE.read_text()))
-    draw(IMAGES)
+    check = parser.parse_args().check
+    stale = outdated(redraw=not check)
+    if check and stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        print(f"render.py: not up to date: {names}; run `python benchmark/render.py`", file=sys.stderr)
+        return 1
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

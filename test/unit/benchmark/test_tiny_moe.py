@@ -174,6 +174,7 @@ def test_the_shipped_questions_are_the_generators():
 
 
 def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives():
+    """Bit by bit but for the largest inputs of the experts: sums of products, which processors round differently."""
     from safetensors.torch import load_file
 
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
@@ -181,7 +182,10 @@ def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives():
     assert set(made) == set(shipped)
     for name, tensor in shipped.items():
         assert made[name].dtype == tensor.dtype
-        assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+        if name.endswith(".input_scale"):
+            torch.testing.assert_close(made[name], tensor, rtol=1e-4, atol=0)
+        else:
+            assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
     assert (SHIPPED / export.MODEL / "tokenizer.json").read_text() == tokenizer_json()
 
 
