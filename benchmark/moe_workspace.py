@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from common import machine, output, timing
 from common.shapes import MODELS, Layout, Rank
-from sglang_moe_patches.changes.moe_workspace import columns, seams
+from sglang_moe_patches.changes.moe_workspace import columns, promise, triton
+from sglang_moe_patches.changes.moe_workspace.promise import Promise
 from sglang_moe_patches.patch import Patcher
 
 STARTED = time.monotonic()
@@ -180,7 +181,7 @@ class Ways:
     """The engine's sequence and ours, to switch between; and how many slices ours ran."""
 
     def __init__(self) -> None:
-        plan = seams.plan()
+        plan = triton.plan()
         if plan.install is None:
             print(f"moe_workspace: {plan}", file=sys.stderr)
             raise SystemExit(2)
@@ -191,14 +192,14 @@ class Ways:
         plan.install(Patcher())
         self._ours = fused_moe._fused_moe_kernel_sequence
         self.ran: list[list[tuple[int, int]]] = []
-        slices = seams.slices
+        slices = promise.column_ranges
 
-        def seen(promise: seams.Promise, output: Any) -> list[tuple[int, int]]:
+        def seen(promise: Promise, output: Any) -> list[tuple[int, int]]:
             found = slices(promise, output)
             self.ran.append(found)
             return found
 
-        seams.slices = seen
+        promise.column_ranges = seen
         self.stock()
 
     def stock(self) -> None:

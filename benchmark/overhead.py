@@ -152,19 +152,19 @@ def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
     """With the NVFP4 TRT-LLM runner. Quantization and the kernel return at once: their time is the device's."""
     import flashinfer.fused_moe
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
-    from sglang_moe_patches.changes.output_buffer import lend
+    from sglang_moe_patches.dead_input import takers
 
     patches = Patcher()
     install(patches)
     model = engine.load(folder)
     patches.undo()
-    (positional, keywords), *_ = recorded(engine, runner, lend._RUNNER, [model])
+    (positional, keywords), *_ = recorded(engine, runner, takers.TRTLLM_RUNNER, [model])
     quantized = runner.quantize_hidden_states_fp4(positional[0].hidden_states, positional[1].w13_input_scale_quant)
     around.replace(runner, "quantize_hidden_states_fp4", lambda *args, **kwargs: quantized)
     around.replace(flashinfer.fused_moe, "trtllm_fp4_block_scale_routed_moe", lambda **kwargs: [kwargs["output"]])
 
     def run(server: str) -> Any:
-        return getattr(runner, lend._RUNNER)(*positional, **keywords).hidden_states
+        return getattr(runner, takers.TRTLLM_RUNNER)(*positional, **keywords).hidden_states
 
     return Skeleton(model.model.layers[1], run, positional[0].hidden_states)
 

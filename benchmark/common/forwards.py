@@ -74,24 +74,24 @@ def register() -> None:
     import wrapt
 
     wrapt.register_post_import_hook(_time_forwards, "sglang.srt.model_executor.model_runner")
-    wrapt.register_post_import_hook(_count_slices, "sglang_moe_patches.changes.moe_workspace.seams")
-    wrapt.register_post_import_hook(_count_taken, "sglang_moe_patches.handoff")
+    wrapt.register_post_import_hook(_count_slices, "sglang_moe_patches.changes.moe_workspace.promise")
+    wrapt.register_post_import_hook(_count_taken, "sglang_moe_patches.dead_input.channel")
 
 
-def _count_slices(seams: Any) -> None:
-    original = seams.slices
+def _count_slices(promise: Any) -> None:
+    original = promise.column_ranges
 
     @functools.wraps(original)
-    def slices(promise: Any, output: Any) -> Any:
-        found = original(promise, output)
+    def column_ranges(*args: Any) -> Any:
+        found = original(*args)
         _seen.slices.append(len(found))
         return found
 
-    seams.slices = slices
+    promise.column_ranges = column_ranges
 
 
-def _count_taken(handoff: Any) -> None:
-    take, take_memory = handoff.take, handoff.take_memory
+def _count_taken(channel: Any) -> None:
+    take, take_memory = channel.take, channel.take_memory
 
     @functools.wraps(take)
     def output(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _count_taken(handoff: Any) -> None:
         _seen.scratch += memory is not None
         return memory
 
-    handoff.take, handoff.take_memory = output, scratch
+    channel.take, channel.take_memory = output, scratch
 
 
 def _write(forward: Forward) -> None:

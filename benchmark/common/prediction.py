@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_moe_patches.changes.moe_workspace import columns, seams
+from sglang_moe_patches.changes.moe_workspace import columns, triton
 from sglang_moe_patches.reference.families import (
     HEAD_DIM,
     KV_LORA_RANK,
@@ -167,7 +167,7 @@ def triton_workspace(rank: Rank, tokens: int, *, patched: bool, inplace: bool, f
         return elements + 4 * elements // FP8_GROUP if fp8 else 0
 
     first = 2 * activation + quantized(tokens * size)
-    acts = tensor >= columns.SMALLEST_TENSOR_BYTES and seams.acts(tokens, rank.top_k, hooks=None, defer_sum=False)
+    acts = tensor >= columns.SMALLEST_TENSOR_BYTES and triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False)
     if not (patched and acts):
         return max(first, 3 * activation, activation + quantized(inner * rows) + tensor)
     in_dead_input = inplace and activation <= 2 * tokens * size

@@ -70,8 +70,8 @@ def misplaced_row(patcher: Patcher) -> None:
 
 def residual_as_buffer(patcher: Patcher) -> None:
     """The layer offers the residual, which is still needed, as output buffer."""
-    from sglang_moe_patches import dead_input
-    from sglang_moe_patches.handoff import moe_output_buffer_ctx
+    from sglang_moe_patches.dead_input import offer
+    from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx
 
     # In the place of our own wrapper: beside somebody else's, the change would leave the engine alone.
     def make(original: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def residual_as_buffer(patcher: Patcher) -> None:
 
         return forward
 
-    patcher.replace(dead_input, "_make_layer_forward", make)
+    patcher.replace(offer, "make_layer_forward", make)
 
 
 def lost_row(patcher: Patcher) -> None:

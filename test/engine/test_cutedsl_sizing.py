@@ -12,12 +12,12 @@ import pytest
 import torch
 from conftest import installed
 from harness import graph_arguments
-from sglang_moe_patches import handoff
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, limits_of
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
+from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.engine import has_module
 from sglang_moe_patches.observers.forwards import _held_bytes
 from sglang_moe_patches.patch import Status, look
@@ -201,13 +201,13 @@ def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, che
 def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
     """The shared experts may still read the MoE input when the routed ones have written their output."""
     taken = []
-    take = handoff.take
-    monkeypatch.setattr(handoff, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    take = channel.take
+    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.arguments(**large_enough()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         given = dispatched(layer, 0)
         for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
-            with handoff.moe_output_buffer_ctx(buffer):
+            with channel.moe_output_buffer_ctx(buffer):
                 layer.quant_method.apply(layer, given)
     assert [found is not None for found in taken] == [True, False]
 

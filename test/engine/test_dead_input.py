@@ -7,9 +7,11 @@ import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
 from harness import Kernels, triton_runner
-from sglang_moe_patches import dead_input, engine, handoff
+from sglang_moe_patches import engine
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.dead_input import channel, families, offer, proofs
+from sglang_moe_patches.dead_input import look as look_at
 from sglang_moe_patches.patch import Status, look
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 
@@ -75,18 +77,18 @@ def same(a, b):
 def test_the_change_knows_every_family_on_this_engine():
     plan = look(output_buffer.CHANGE)
     assert plan.status in (Status.APPLIED, Status.HARDENED)
-    offers = dead_input.look()
+    offers = look_at.offers()
     assert offers.changed == ()
-    assert set(offers.families) == {family.name for family in dead_input.FAMILIES}
+    assert set(offers.families) == {family.name for family in families.FAMILIES}
 
 
 def test_a_family_that_changed_is_left_out_with_the_reason(monkeypatch):
-    dies = dead_input.input_dies
-    monkeypatch.setattr(dead_input, "input_dies", lambda forward: "Qwen3" not in forward.__qualname__ and dies(forward))
+    dies = proofs.input_dies
+    monkeypatch.setattr(proofs, "input_dies", lambda forward: "Qwen3" not in forward.__qualname__ and dies(forward))
     plan = look(output_buffer.CHANGE)
     assert plan.install is not None
     assert plan.reason == "some models are left alone: Qwen3MoeDecoderLayer may still use its input"
-    assert set(dead_input.look().families) == {family.name for family in dead_input.FAMILIES} - {"qwen3_moe"}
+    assert set(look_at.offers().families) == {family.name for family in families.FAMILIES} - {"qwen3_moe"}
 
 
 def written_over(engine, model, kernels):
@@ -141,9 +143,9 @@ def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatc
     """The guard removed: the first layer offers its input, which becomes the residual."""
     stock = run(path)
     assert same(run(path, output_buffer.CHANGE), stock)
-    monkeypatch.setattr(layer_class(family), dead_input._OFFERS, True, raising=False)
+    monkeypatch.setattr(layer_class(family), offer._OFFERS, True, raising=False)
     assert same(run(path, output_buffer.CHANGE), stock)  # the residual is looked at in every forward
-    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, output_buffer.CHANGE), stock)
 
 
@@ -175,8 +177,8 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
 def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
     if look(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
-    taken, take = [], handoff.take
-    monkeypatch.setattr(handoff, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    taken, take = [], channel.take
+    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
     with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
         stock = run(path)
         assert taken == []
@@ -204,7 +206,7 @@ def triton(engine, monkeypatch):
     triton_runner(monkeypatch)
     for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("ALIGNMENT", 64)):
         monkeypatch.setattr(columns, name, value)
-    monkeypatch.setattr(dead_input, "SMALLEST_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield
 
@@ -215,7 +217,7 @@ def taken(monkeypatch):
     found = []
 
     def watch(name, label):
-        original = getattr(handoff, name)
+        original = getattr(channel, name)
 
         def poisoned(*args, **kwargs):
             memory = original(*args, **kwargs)
@@ -224,7 +226,7 @@ def taken(monkeypatch):
                 memory.fill_(float("nan"))
             return memory
 
-        monkeypatch.setattr(handoff, name, poisoned)
+        monkeypatch.setattr(channel, name, poisoned)
 
     watch("take", "output")
     watch("take_memory", "scratch")
@@ -272,8 +274,8 @@ def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, sel
 def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, monkeypatch):
     path = bf16(family)
     stock = run(path)
-    monkeypatch.setattr(layer_class(family), dead_input._OFFERS, True, raising=False)
-    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
+    monkeypatch.setattr(layer_class(family), offer._OFFERS, True, raising=False)
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, *TRITON[selected]), stock)
 
 

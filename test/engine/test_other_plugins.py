@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import dead_input, patch, plugin
+from sglang_moe_patches import patch, plugin
 from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.dead_input import channel, families
+from sglang_moe_patches.dead_input import look as look_at
 from sglang_moe_patches.patch import Patcher, Status
 from snapshot import contents, differences, put_back
 
@@ -27,9 +29,9 @@ BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_f
 """A second name for a function of the engine's: the change may go on under the first one, and leave this to whoever has
 replaced it."""
 OFFERING = {
-    *(name for family in dead_input.FAMILIES for name in (family.layer, family.model[1])),
-    *(layer for _, layer in dead_input._OFFERING_LAYERS),
-    dead_input.ENGINE_OFFER,
+    *(name for family in families.FAMILIES for name in (family.layer, family.model[1])),
+    *(layer for _, layer in families.OFFERING_LAYERS),
+    channel.ENGINE_OFFER,
 }
 """What offers dead inputs: a change may do without that of one family, or without any."""
 LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}
@@ -164,7 +166,7 @@ def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
 
 
 def layer_of(family: str) -> Any:
-    (layer,) = (family_.layer for family_ in dead_input.FAMILIES if family_.name == family)
+    (layer,) = (family_.layer for family_ in families.FAMILIES if family_.name == family)
     return getattr(importlib.import_module(f"sglang.srt.models.{family}"), layer)
 
 
@@ -174,8 +176,8 @@ def plans(*names: str) -> dict[str, patch.Plan]:
 
 def test_a_family_that_is_somebody_elses_is_left_out_and_the_others_stand():
     with another_plugin(replaces, (layer_of("qwen3_moe"), "forward")):
-        assert "qwen3_moe" not in dead_input.look().families
-        assert len(dead_input.look().families) == len(dead_input.FAMILIES) - 1
+        assert "qwen3_moe" not in look_at.offers().families
+        assert len(look_at.offers().families) == len(families.FAMILIES) - 1
         for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
             assert plan.install is not None, name
             assert "Qwen3MoeDecoderLayer.forward is wrapped or replaced by" in plan.reason, name
@@ -185,7 +187,7 @@ def test_a_family_that_is_somebody_elses_is_left_out_and_the_others_stand():
 def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
     """Where the engine itself offers in that layer, nobody could withhold what is not dead: no offers at all."""
     layer = layer_of("deepseek_v2")
-    offers = dead_input.engine_has_a_hand_off()
+    offers = look_at.engine_has_a_hand_off()
     with another_plugin(way, (layer, "forward")):
         found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
         assert found["deferred-shared-experts"].status is Status.UNSUPPORTED

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import installed, without_buffer
 from harness import Kernels
-from sglang_moe_patches import dead_input, handoff, runners
+from sglang_moe_patches import runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches.dead_input import channel, offer, takers
 from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.patch import Patcher, Status, look
 
@@ -94,11 +94,9 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend,
 @pytest.mark.usefixtures("hardened")
 def test_the_engines_offer_is_withdrawn_in_the_first_layer_alone(engine, checkpoint, kernels, monkeypatch):
     """Fresh memory where there is no residual; in every other layer the engine's own buffer, as without us."""
-    offers, make = [], dead_input._make_engine_offer
+    offers, make = [], offer.make_engine_offer
     # Within ours: an offer that is not the engine's own would be left alone.
-    monkeypatch.setattr(
-        dead_input, "_make_engine_offer", lambda offer: make(lambda buf: offers.append(buf) or offer(buf))
-    )
+    monkeypatch.setattr(offer, "make_engine_offer", lambda offer: make(lambda buf: offers.append(buf) or offer(buf)))
     with installed(*CHANGES):
         engine.generate(engine.load(checkpoint(dense_layers=0)), PROMPTS[:1], 0)
     assert [buffer is None for buffer in offers] == [True, False, False, False]
@@ -109,19 +107,19 @@ def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
     """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
     path = checkpoint(dense_layers=0)
     stock = run(path)
-    monkeypatch.setattr(dead_input, "may_offer", lambda hidden_states, residual: True)
-    first = dead_input._make_model_init
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
+    first = offer.make_model_init
 
     def offer_the_first_layer_too(original, **known):
         initialise = first(original, **known)
 
         def __init__(self, *args, **kwargs):
             initialise(self, *args, **kwargs)
-            setattr(self.layers[0], dead_input._OFFERS, True)
+            setattr(self.layers[0], offer._OFFERS, True)
 
         return __init__
 
-    monkeypatch.setattr(dead_input, "_make_model_init", offer_the_first_layer_too)
+    monkeypatch.setattr(offer, "make_model_init", offer_the_first_layer_too)
     assert not same(run(path, *CHANGES), stock)
 
 
@@ -133,15 +131,15 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
     with installed(*CHANGES):
         model = engine.load(checkpoint(dense_layers=0))
         offered = []
-        kernels.at_entry = lambda: offered.append(handoff.offered())
+        kernels.at_entry = lambda: offered.append(channel.offered())
         for layer in model.model.layers:
-            setattr(layer, dead_input._OFFERS, True)
+            setattr(layer, offer._OFFERS, True)
         engine.generate(model, PROMPTS[:1], 0)
         # Taken offers are withdrawn, so nothing is left at kernel entry; the first layer made none.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
-        assert not getattr(nextn.decoder, dead_input._OFFERS, False)
+        assert not getattr(nextn.decoder, offer._OFFERS, False)
 
 
 def inside_a_forward(engine, monkeypatch, model, prompts, work):
@@ -343,14 +341,14 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
 
     def offer_fewer_tokens(original, **how):
         def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
-            with handoff.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
+            with channel.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
                 return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
 
         return forward
 
-    monkeypatch.setattr(dead_input, "_make_layer_forward", offer_fewer_tokens)
+    monkeypatch.setattr(offer, "make_layer_forward", offer_fewer_tokens)
     assert same(run(checkpoint(), *CHANGES), stock)
-    monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: True)
+    monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
         run(checkpoint(), *CHANGES)
 
@@ -359,16 +357,16 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
 def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
     stock = run(checkpoint())
-    monkeypatch.setattr(dead_input, "_make_layer_forward", lambda original, **how: original)
+    monkeypatch.setattr(offer, "make_layer_forward", lambda original, **how: original)
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
     original = DeepseekV2MoE.forward
 
     def offer_the_moe_input(self, hidden_states, *args, **kwargs):
-        with handoff.moe_output_buffer_ctx(hidden_states):
+        with channel.moe_output_buffer_ctx(hidden_states):
             return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
     assert same(run(checkpoint(), *CHANGES), stock)
-    monkeypatch.setattr(lend, "shares_storage", lambda a, b: False)
+    monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
     assert not same(run(checkpoint(), *CHANGES), stock)

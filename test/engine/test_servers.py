@@ -178,22 +178,22 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 # --- Mutations -------------------------------------------------------------------------------------------------------
 
 OFFER_THE_RESIDUAL = """
-from sglang_moe_patches import dead_input as change
+from sglang_moe_patches.dead_input import offer as change
 change.may_offer = lambda hidden_states, residual: True
-make = change._make_model_init
+make = change.make_model_init
 def make_model_init(original, **known):
     initialise = make(original, **known)
     def __init__(self, *args, **kwargs):
         initialise(self, *args, **kwargs)
         setattr(self.layers[0], change._OFFERS, True)
     return __init__
-change._make_model_init = make_model_init
+change.make_model_init = make_model_init
 """
 
 # What is offered is the MoE input itself, which the shared experts read after the routed ones have written.
 SHARED_EXPERTS_ON_A_MUTATED_INPUT = """
-from sglang_moe_patches.changes.output_buffer import lend as change
-from sglang_moe_patches.handoff import moe_output_buffer_ctx
+from sglang_moe_patches.dead_input import takers as change
+from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx
 change.shares_storage = lambda a, b: False
 trtllm = change.trtllm
 def trtllm_offered_the_moe_input():
@@ -214,17 +214,17 @@ change.trtllm = trtllm_offered_the_moe_input
 # Buffers of another shape are offered, as under data-parallel attention, where layer and experts see other tokens: to
 # questions, not to the short forward with which the server warms up.
 NO_SHAPE_CHECK = """
-from sglang_moe_patches import dead_input as change
-from sglang_moe_patches import handoff
-handoff.fits = lambda *args, **kwargs: True
-make = change._make_layer_forward
+from sglang_moe_patches.dead_input import channel
+from sglang_moe_patches.dead_input import offer as change
+channel.fits = lambda *args, **kwargs: True
+make = change.make_layer_forward
 def make_layer_forward(original, **how):
     def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
         rows = len(hidden_states) + (len(hidden_states) > 100)
-        with handoff.moe_output_buffer_ctx(hidden_states.new_zeros(rows, hidden_states.shape[1])):
+        with channel.moe_output_buffer_ctx(hidden_states.new_zeros(rows, hidden_states.shape[1])):
             return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
     return forward
-change._make_layer_forward = make_layer_forward
+change.make_layer_forward = make_layer_forward
 """
 
 

@@ -26,9 +26,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
-from sglang_moe_patches import handoff  # noqa: E402
-from sglang_moe_patches.changes import deferred_shared_experts  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace import columns, seams  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace import columns, promise, triton  # noqa: E402
+from sglang_moe_patches.dead_input import channel, takers  # noqa: E402
 from sglang_moe_patches.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -50,8 +49,8 @@ def modules():
         warnings.simplefilter("ignore")
         from sglang_moe_patches import engine
 
-        module = engine.module(seams.SEQUENCE_MODULE)
-        kernels = engine.module(getattr(module, seams.INVOKE).__module__)
+        module = engine.module(triton.SEQUENCE_MODULE)
+        kernels = engine.module(getattr(module, triton.INVOKE).__module__)
     arguments = SimpleNamespace(
         enable_fused_moe_sum_all_reduce=False, moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
     )
@@ -214,7 +213,7 @@ def layer(
 
 def run(modules, given):
     """The output of the sequence as the module has it now; the input is a fresh copy."""
-    sequence = getattr(modules.sequence, seams.SEQUENCE)
+    sequence = getattr(modules.sequence, triton.SEQUENCE)
     # What this layer does not have is off, as in the engine's own calls.
     off = dict.fromkeys(inspect.signature(sequence).parameters)
     off |= {
@@ -236,21 +235,21 @@ def small(monkeypatch):
 def ran(monkeypatch):
     """How many slices each sequence ran in since the test began."""
     counts = []
-    slices = seams.slices
+    slices = promise.column_ranges
 
     def counted(promise, output):
         found = slices(promise, output)
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(seams, "slices", counted)
+    monkeypatch.setattr(promise, "column_ranges", counted)
     return counts
 
 
 @contextlib.contextmanager
 def patched():
     patcher = Patcher()
-    seams.plan().install(patcher)
+    triton.plan().install(patcher)
     try:
         yield
     finally:
@@ -359,7 +358,7 @@ def with_dead_input(modules, given, dead, hidden=None):
     """The output of the sequence as the module has it now, with ``dead`` on offer."""
     hidden = given["hidden_states"].clone() if hidden is None else hidden
     given = {**given, "hidden_states": SimpleNamespace(clone=lambda: hidden)}
-    with handoff.moe_output_buffer_ctx(dead):
+    with channel.moe_output_buffer_ctx(dead):
         return run(modules, given)
 
 
@@ -371,7 +370,7 @@ def nans(*shape):
 def output_into_dead_input():
     """What deferred-shared-experts does to the sequence."""
     patcher = Patcher()
-    deferred_shared_experts.triton()(patcher)
+    takers.triton()(patcher)
     try:
         yield
     finally:
@@ -387,7 +386,7 @@ def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modul
         ours = with_dead_input(modules, given, dead, hidden)
     assert ran[0] > 1
     assert same_bits(stock, ours)
-    assert handoff.shares_storage(ours, hidden)
+    assert channel.shares_storage(ours, hidden)
     assert kind != "bf16" or (120, 32) not in made.sizes  # else the quantized activations have that size
     assert not dead.view(-1)[: 120 * 32].isnan().any()
     assert dead.view(-1)[120 * 32 :].isnan().all()
@@ -402,7 +401,7 @@ def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modul
         for change in changes:
             stack.enter_context(change())
         ours = with_dead_input(modules, given, dead, hidden)
-    assert handoff.shares_storage(ours, dead)
+    assert channel.shares_storage(ours, dead)
     assert same_bits(stock, ours)
     assert torch.equal(hidden, given["hidden_states"])  # the shared experts read it now
 
@@ -414,7 +413,7 @@ def test_the_output_of_a_small_sequence_lies_in_the_dead_input(modules, ran):
     with output_into_dead_input(), patched():
         ours = with_dead_input(modules, given, dead)
     assert ran == []
-    assert handoff.shares_storage(ours, dead)
+    assert channel.shares_storage(ours, dead)
     assert same_bits(stock, ours)
 
 
@@ -445,7 +444,7 @@ def test_memory_that_is_not_a_dead_input_is_left_alone(modules, ran, unusable, i
 def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch):
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
-    monkeypatch.setattr(handoff, "withdraw_if_shared", lambda moe_input: None)
+    monkeypatch.setattr(channel, "withdraw_if_shared", lambda moe_input: None)
     with patched():
         ours = with_dead_input(modules, given, hidden, hidden)
     assert not (same_bits(stock, ours) if inplace else torch.equal(hidden, given["hidden_states"]))
@@ -489,14 +488,14 @@ def test_another_tile_is_seen(modules, ran, monkeypatch):
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
-    slices = seams.slices
+    slices = promise.column_ranges
 
     def with_other_tiles(promise, output):
         args, kwargs = promise.gemm
         promise.gemm = ((*args[:14], {**args[14], "BLOCK_SIZE_K": 32}, *args[15:]), kwargs)
         return slices(promise, output)
 
-    monkeypatch.setattr(seams, "slices", with_other_tiles)
+    monkeypatch.setattr(promise, "column_ranges", with_other_tiles)
     with patched():
         assert not same_bits(stock, run(modules, given))
     assert ran == [2, 2]
@@ -599,7 +598,7 @@ def test_small_tensors_run_the_engines_own_sequence(modules, ran):
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8-channel", "fp8-tensor", "int8-channel", "int8-block"])
 def test_activations_are_quantized_once_for_each_gemm(modules, ran, monkeypatch, kind):
     calls = []
-    for name in seams._QUANTIZERS:
+    for name in triton._QUANTIZERS:
         if original := getattr(modules.kernels, name, None):
 
             def counted(*args, _original=original, **kwargs):

@@ -138,8 +138,9 @@ def families(found: dict[str, Any]) -> str:
     """A table with a line for each family of models and whether its shared experts run by themselves, and a column for
     each kind of runner: what becomes of a layer there."""
     package()
-    from sglang_moe_patches import dead_input, runners
+    from sglang_moe_patches import runners
     from sglang_moe_patches.changes.deferred_shared_experts import may_defer
+    from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
 
     def among(change: str, *told: str) -> str:
         return span([name for name, facts in found.items() if facts["changes"][change][0] in told], list(found))
@@ -173,8 +174,8 @@ def families(found: dict[str, Any]) -> str:
     header = [", ".join(f"`{name}`" if name != "any other" else name for name in names) for names in kinds]
     lines = [f"| family | {' | '.join(header)} | attention inputs |", "| --- " * (len(kinds) + 2) + "|"]
     rows = []
-    for family in dead_input.FAMILIES:
-        deepseek = family.name == dead_input.DEEPSEEK
+    for family in FAMILIES:
+        deepseek = family.name == DEEPSEEK
         parts = {", shared experts of its own": True, ", shared experts fused or none": False}
         for part, own in parts.items() if deepseek else [("", False)]:
             rows.append((family.models + part, True, own, f"dropped {among('output-buffer', 'applied')}" * deepseek))

@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli, dead_input, doctor, runners
+from sglang_moe_patches import __version__, cli, doctor, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
+from sglang_moe_patches.dead_input.families import FAMILIES
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.servers import refusals
 from typer.testing import CliRunner
@@ -429,7 +430,7 @@ def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others
     lines = capsys.readouterr().out.splitlines()
     said = {name: next(line for line in lines if f" {name} " in line) for name in asked}
     assert all("left alone; the why" in line for line in said.values())
-    for family in dead_input.FAMILIES:
+    for family in FAMILIES:
         assert family.models in said["output-buffer"]
     for runner in (*runners.TRTLLM, *runners.OUT_OF_PLACE):
         assert runner in said["deferred-shared-experts"]

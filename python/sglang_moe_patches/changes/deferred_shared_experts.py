@@ -26,15 +26,15 @@ Remove when
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import dead_input, engine, handoff, runners
-from sglang_moe_patches.handoff import shares_storage
-from sglang_moe_patches.patch import Change, Install, Patcher, Plan, Status, with_globals
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.dead_input import look, takers
+from sglang_moe_patches.dead_input.families import DEEPSEEK
+from sglang_moe_patches.patch import Change, Patcher, Plan, Status
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -135,59 +135,13 @@ def _make_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-# --- Triton's output -------------------------------------------------------------------------------------------------
-
-
-def _make_sequence(original: Callable[..., Any], into_buffer: Any, is_compiling: Callable[[], bool]) -> Any:
-    @functools.wraps(original)
-    def sequence(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["inplace"] or kwargs.get("hooks") or is_compiling():
-            return original(hidden_states, *args, **kwargs)
-        buffer = handoff.offered()
-        # The kernels still read the MoE input while the output is being written, and the shared experts after that.
-        if buffer is None or shares_storage(buffer, hidden_states):
-            return original(hidden_states, *args, **kwargs)
-        return into_buffer(hidden_states, *args, **kwargs)
-
-    return sequence
-
-
-def triton() -> Install:
-    """The Triton runner writes into the offered buffer where it is not in place.
-
-    :raises engine.Unsupported: the engine is not what this expects.
-    """
-    import torch
-
-    name, function = runners.TRITON_SEQUENCE
-    module = engine.module(name)
-    symmetric_memory = runners.symmetric_memory()
-    sequence = engine.own(module, function)
-    outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
-    engine.require(
-        outputs == ["torch.empty_like(hidden_states)"], f"{function} allocates {', '.join(outputs) or 'no output'}"
-    )
-    engine.require(engine.only_a_global(sequence, "torch"), f"in {function}, torch is not only the module's global")
-    engine.require_parameters(sequence, ["hidden_states"])
-    engine.require(
-        {"inplace", "hooks"} <= set(engine.parameters(sequence)), f"{function} takes no inplace, or no hooks"
-    )
-    is_compiling = torch.compiler.is_compiling
-
-    def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(sequence, module, patcher, torch=handoff.OutputTorch(torch, symmetric_memory))
-        patcher.wrap(module, function, lambda original: _make_sequence(original, into_buffer, is_compiling))
-
-    return install
-
-
 # --- The plan --------------------------------------------------------------------------------------------------------
 
 
 def _plan() -> Plan:
     import torch
 
-    deepseek = engine.module(f"sglang.srt.models.{dead_input.DEEPSEEK}")
+    deepseek = engine.module(f"sglang.srt.models.{DEEPSEEK}")
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
     moe = engine.own(deepseek, "DeepseekV2MoE")
     init = engine.own(moe, "__init__")
@@ -196,8 +150,8 @@ def _plan() -> Plan:
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
-    offers, into_buffer = dead_input.look(), triton()
-    engine.require(dead_input.DEEPSEEK in offers.families, offers.note)
+    offers, into_buffer = look.offers(), takers.triton()
+    engine.require(DEEPSEEK in offers.families, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:
         shared = engine.own(moe, "_forward_shared_experts")

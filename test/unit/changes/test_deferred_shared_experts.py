@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import handoff, runners
+from sglang_moe_patches import runners
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
-from sglang_moe_patches.handoff import moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.dead_input import takers
+from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.patch import Patcher, with_globals
 
 FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
@@ -124,9 +125,9 @@ def sequence(symmetric_memory):
     patcher = Patcher()
     function: Any = sequence_of_the_engine
     into_buffer = with_globals(
-        function, sys.modules[__name__], patcher, torch_of_the_sequence=handoff.OutputTorch(torch, symmetric_memory)
+        function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, symmetric_memory)
     )
-    yield deferred_shared_experts._make_sequence(function, into_buffer, torch.compiler.is_compiling)
+    yield takers.make_triton_sequence(function, into_buffer, torch.compiler.is_compiling)
     patcher.undo()
 
 
@@ -169,7 +170,7 @@ def test_anything_else_is_the_engines(sequence, make, how):
 def test_of_the_moe_input_nothing_is_lost_that_is_read_after_it(sequence, monkeypatch):
     """The check removed: shared experts that run last would read what the routed ones have written."""
     hidden = torch.ones(2, 3)
-    monkeypatch.setattr(deferred_shared_experts, "shares_storage", lambda a, b: False)
+    monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
     with moe_output_buffer_ctx(hidden):
         sequence(hidden, 2, inplace=False)
     assert not torch.equal(hidden, torch.ones(2, 3))

@@ -154,7 +154,7 @@ def dispatch(tokens, hidden=4, **more):
 
 @given(st.integers(1, 40000), st.integers(1, 40000))
 def test_every_token_is_in_one_slice_and_no_slice_is_too_large(tokens, most):
-    found = token_slices.slices(tokens, most)
+    found = token_slices.token_ranges(tokens, most)
     assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
     assert found[-1][1] == tokens
     assert all(0 < stop - start <= most for start, stop in found)
@@ -235,11 +235,11 @@ def test_token_slices_are_for_every_server(monkeypatch):
 
 
 def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch):
-    from sglang_moe_patches.changes.moe_workspace import seams, token_slices
+    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
     from sglang_moe_patches.patch import Plan
 
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
-    monkeypatch.setattr(seams, "plan", lambda: Plan.not_needed("AMD's sums have not been tried"))
+    monkeypatch.setattr(triton, "plan", lambda: Plan.not_needed("AMD's sums have not been tried"))
     monkeypatch.setattr(token_slices, "plan", lambda most: Plan.applied(lambda patcher: None))
     assert moe_workspace.CHANGE.plan().reason == "token slices alone: AMD's sums have not been tried"
 

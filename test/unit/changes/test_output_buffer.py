@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches import dead_input, engine, handoff
-from sglang_moe_patches.changes.output_buffer import lend
-from sglang_moe_patches.dead_input import may_offer
-from sglang_moe_patches.handoff import fits, moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches import engine
+from sglang_moe_patches.dead_input import channel, offer, proofs, takers
+from sglang_moe_patches.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.dead_input.offer import may_offer
 from sglang_moe_patches.patch import Patcher, with_globals
 
 CPU = torch.device("cpu")
@@ -90,10 +90,10 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 def run(symmetric_memory):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     patcher = Patcher()
-    allocator = lend._OutputAllocator(torch, symmetric_memory)
+    allocator = takers.TrtllmTorch(torch, symmetric_memory)
     runner: Any = runner_of_the_engine
     into_buffer = with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
-    yield lend._make_runner(runner, into_buffer, torch.compiler.is_compiling)
+    yield takers.make_trtllm_runner(runner, into_buffer, torch.compiler.is_compiling)
     patcher.undo()
 
 
@@ -120,7 +120,7 @@ def test_one_offer_serves_one_kernel(run):
 def test_the_offer_ends_with_its_block_also_after_an_error(run):
     with pytest.raises(ZeroDivisionError), moe_output_buffer_ctx(torch.empty(2, 3)):
         raise ZeroDivisionError
-    assert handoff.offered() is None
+    assert channel.offered() is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_offers_stay_in_their_own_context(run):
     seen: dict[Any, Any] = {}
 
     def elsewhere(name, buffer):
-        seen[name, "before"] = handoff.offered()
+        seen[name, "before"] = channel.offered()
         with moe_output_buffer_ctx(buffer):
             seen[name] = run(Dispatched(hidden), 7)
 
@@ -221,13 +221,13 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
         def forward(self, positions, hidden_states, forward_batch, residual):
             return run(Dispatched(hidden_states), 2)
 
-    monkeypatch.setattr(Layer, "forward", dead_input._make_layer_forward(Layer.forward, torch.compiler.is_compiling))
+    monkeypatch.setattr(Layer, "forward", offer.make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, dead_input._OFFERS, True)
+    setattr(layer, offer._OFFERS, True)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
-    monkeypatch.setattr(handoff, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
-    monkeypatch.setattr(dead_input, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
+    monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
+    monkeypatch.setattr(offer, "may_offer", lambda *args: pytest.fail("offered a buffer while tracing"))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(None, hidden, None, residual), eager)
     assert torch.equal(hidden, torch.ones(2, 3))
@@ -265,8 +265,8 @@ class OtherStack(Stack):
 def marked(kind, *arguments, engine_offers=()):
     """Which layers offer, and which are known, of a stack of this kind."""
     stack = kind.__new__(kind)
-    dead_input._make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"}, engine_offers)(stack, *arguments)
-    return [[getattr(layer, mark, False) for layer in stack.layers] for mark in (dead_input._OFFERS, dead_input._KNOWN)]
+    offer.make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"}, engine_offers)(stack, *arguments)
+    return [[getattr(layer, mark, False) for layer in stack.layers] for mark in (offer._OFFERS, offer._KNOWN)]
 
 
 def test_layers_that_offer_are_chosen_when_the_model_is_built():
@@ -287,35 +287,35 @@ def test_a_model_or_layer_that_was_not_looked_at_offers_nothing():
 def test_only_triton_in_place_has_no_use_for_a_small_input():
     layers = [Layer(True), Layer(True), Layer(True, "triton"), Layer(False, "triton"), Layer(True, "marlin")]
     marked(Stack, layers)
-    least = [getattr(layer, dead_input._LEAST) for layer in layers[1:]]
-    assert least == [0, dead_input.SMALLEST_SCRATCH_BYTES, 0, 0]
+    least = [getattr(layer, offer._LEAST) for layer in layers[1:]]
+    assert least == [0, offer.SMALLEST_SCRATCH_BYTES, 0, 0]
 
 
 class Layers:
     """Runs a layer's wrapped forward once, and says what was on offer meanwhile, by us and by the engine."""
 
     def __init__(self, engine_offers):
-        self.engines = dead_input._make_engine_offer(moe_output_buffer_ctx)
+        self.engines = offer.make_engine_offer(moe_output_buffer_ctx)
 
         def forward(layer, positions, hidden_states, forward_batch, residual):
-            self.ours = handoff.offered()
+            self.ours = channel.offered()
             with self.engines(hidden_states):
-                self.engine_s = handoff.offered()
+                self.engine_s = channel.offered()
 
-        self.forward = dead_input._make_layer_forward(forward, lambda: False, engine_offers=engine_offers)
+        self.forward = offer.make_layer_forward(forward, lambda: False, engine_offers=engine_offers)
 
     def offers(self, layer, residual=True, idle=False, hidden=None):
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
-        assert handoff.offered() is None
+        assert channel.offered() is None
         return [buffer is not None and shares_storage(buffer, hidden) for buffer in (self.ours, self.engine_s)]
 
 
 def a_layer(known=False, offers=False, trtllm=False):
     layer = SimpleNamespace(mlp=SimpleNamespace(experts=SimpleNamespace(use_flashinfer_trtllm_moe=trtllm)))
-    setattr(layer, dead_input._KNOWN, known)
-    setattr(layer, dead_input._OFFERS, offers)
+    setattr(layer, offer._KNOWN, known)
+    setattr(layer, offer._OFFERS, offers)
     return layer
 
 
@@ -327,9 +327,9 @@ def test_a_layer_offers_its_input_where_it_is_dead():
     assert not run.offers(layer, idle=True)[0]
     assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])[0]
     assert not run.offers(layer, hidden=torch.empty(3, 2).T)[0]
-    setattr(layer, dead_input._LEAST, 2 * 3 * 4)
+    setattr(layer, offer._LEAST, 2 * 3 * 4)
     assert run.offers(layer)[0]
-    setattr(layer, dead_input._LEAST, 2 * 3 * 4 + 1)
+    setattr(layer, offer._LEAST, 2 * 3 * 4 + 1)
     assert not run.offers(layer)[0]
     assert not run.offers(a_layer(known=True))[0]
 
@@ -386,7 +386,7 @@ class Source:
 
 def test_a_layer_that_may_still_use_its_input_is_noticed():
     names = [name for name in vars(Source) if not name.startswith("_")]
-    assert [name for name in names if dead_input.input_dies(getattr(Source, name))] == ["rebinds"]
+    assert [name for name in names if proofs.input_dies(getattr(Source, name))] == ["rebinds"]
 
 
 class Loops:
@@ -422,5 +422,5 @@ class Loops:
 
 def test_a_loop_that_may_keep_an_input_is_noticed():
     names = [name for name in vars(Loops) if not name.startswith("_")]
-    keeping_nothing = [name for name in names if dead_input.loop_keeps_nothing(getattr(Loops, name))]
+    keeping_nothing = [name for name in names if proofs.loop_keeps_nothing(getattr(Loops, name))]
     assert keeping_nothing == ["plain", "captures_sums"]

@@ -10,8 +10,10 @@ import pages
 import pytest
 import releases
 from common import same
-from sglang_moe_patches import dead_input, runners
+from sglang_moe_patches import runners
 from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.dead_input import families
+from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -153,9 +155,9 @@ def cells(row: str) -> dict[str, str]:
 
 def test_a_family_or_runner_that_is_not_listed_is_untouched():
     assert set(list(cells("any other").values())[1:]) == {"untouched", "columns"}
-    for family in dead_input.FAMILIES:
+    for family in FAMILIES:
         for part in (", shared experts of its own", ", shared experts fused or none"):
-            line = cells(family.models + part * (family.name == dead_input.DEEPSEEK))
+            line = cells(family.models + part * (family.name == DEEPSEEK))
             assert line["any other"] == "untouched"
             assert all(line[f"`{name}`"].endswith("output in the dead input (NVFP4)") for name in runners.TRTLLM)
 
@@ -172,8 +174,8 @@ def test_a_familys_line_says_what_its_layers_do():
 
 
 def test_another_family_has_its_line_and_another_runner_its_word(monkeypatch: pytest.MonkeyPatch):
-    another = dataclasses.replace(dead_input.FAMILIES[-1], models="Another")
-    monkeypatch.setattr(dead_input, "FAMILIES", (*dead_input.FAMILIES, another))
+    another = dataclasses.replace(FAMILIES[-1], models="Another")
+    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, another))
     monkeypatch.setattr(runners, "OUT_OF_PLACE", ("triton", "another"))
     assert cells("Another")["`triton`"] == "in place, the dead input is scratch; columns"
     assert cells("DeepSeek-V2/V3, shared experts of its own")["`another`"] == "shared experts last"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang_moe_patches import engine, handoff
+from sglang_moe_patches import engine
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     Pools,
     extend_server_args,
@@ -16,6 +16,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     sized_by_the_engine,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
+from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.patch import Patcher, Plan
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class SharedMoE:
 def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     import torch
 
-    buffer = None if torch.compiler.is_compiling() else handoff.take(shape, dtype, device)
+    buffer = None if torch.compiler.is_compiling() else channel.take(shape, dtype, device)
     return torch.empty(shape, dtype=dtype, device=device) if buffer is None else buffer
 
 
@@ -170,7 +171,7 @@ def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The shared experts still read the MoE input after the routed ones have written their output.
-        handoff.withdraw_if_shared(dispatch_output.hidden_states)
+        channel.withdraw_if_shared(dispatch_output.hidden_states)
         return original(self, layer, dispatch_output, *args, **kwargs)
 
     return apply

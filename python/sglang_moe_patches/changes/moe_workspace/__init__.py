@@ -35,8 +35,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import dead_input, engine, runners
+from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
+from sglang_moe_patches.dead_input import look
 from sglang_moe_patches.patch import Change, Install, Patcher, Plan, Status
 
 
@@ -49,9 +50,9 @@ def _unneeded(server_args: Any) -> str | None:
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.moe_workspace import seams, token_slices
+    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
 
-    by_columns = seams.plan()
+    by_columns = triton.plan()
     most = MAX_MOE_TOKENS.read()
     if most is None and by_columns.install is None:
         return by_columns
@@ -70,7 +71,7 @@ def _plan() -> Plan:
 def _dead_input() -> tuple[Install | None, str]:
     """How it is offered, and what of it is left out; columns do without."""
     try:
-        offers = dead_input.look()
+        offers = look.offers()
     except engine.Unsupported as error:
         return None, f"no dead input is scratch memory: {error}"
     return offers.install, offers.note

@@ -55,7 +55,7 @@ MAX_MOE_TOKENS: Variable[int | None] = Variable(
 # --- The decisions ---------------------------------------------------------------------------------------------------
 
 
-def slices(tokens: int, most: int) -> list[tuple[int, int]]:
+def token_ranges(tokens: int, most: int) -> list[tuple[int, int]]:
     """``(start, stop)`` of as few slices as possible of at most ``most`` tokens, all about as large.
 
     :param tokens: at least one.
@@ -116,7 +116,7 @@ def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
     """
     whole = dispatch.hidden_states
     output = None
-    for start, stop in slices(len(whole), most):
+    for start, stop in token_ranges(len(whole), most):
         part = dispatch._replace(
             hidden_states=whole[start:stop],
             topk_output=type(dispatch.topk_output)(*(t if t is None else t[start:stop] for t in dispatch.topk_output)),

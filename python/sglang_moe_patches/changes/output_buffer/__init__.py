@@ -10,9 +10,9 @@ How
     when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL runner
     does so through cutedsl-sizing.
 
-    ``lend``, where the engine has no buffer: its TRT-LLM runner is made to take the offered one, and marked as not
-    mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns, whatever the
-    runner.
+    Where the engine has no buffer, its TRT-LLM runner is made to take the offered one (:mod:`..dead_input.takers`), and
+    marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
+    whatever the runner.
 
     Where the engine has all this built in, our offers go its way. It offers the input of every DeepSeek MoE layer, also
     of one that starts without a residual, whose input *becomes* the residual: every answer is wrong. There the offer is
@@ -27,18 +27,20 @@ Remove when
 
 from __future__ import annotations
 
-from sglang_moe_patches import dead_input, engine
-from sglang_moe_patches.changes.output_buffer import lend
+from sglang_moe_patches import engine
+from sglang_moe_patches.changes.output_buffer import attention_inputs
+from sglang_moe_patches.dead_input import look, takers
+from sglang_moe_patches.dead_input.families import FAMILIES
 from sglang_moe_patches.patch import Change, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
-    offers = dead_input.look()
-    if dead_input.engine_has_a_hand_off():
+    offers = look.offers()
+    if look.engine_has_a_hand_off():
         return Plan(Status.HARDENED, offers.note, offers.install)
-    installs = [lend.attention_inputs()]
+    installs = [attention_inputs.dropped()]
     if engine.has_module("flashinfer"):
-        installs += [lend.trtllm(), offers.install]
+        installs += [takers.trtllm(), offers.install]
 
     def install(patcher: Patcher) -> None:
         for part in installs:
@@ -50,7 +52,7 @@ def _plan() -> Plan:
 CHANGE = Change(
     name="output-buffer",
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
-    f"{', '.join(family.models for family in dead_input.FAMILIES)}; DeepSeek's attention inputs are dropped with every "
+    f"{', '.join(family.models for family in FAMILIES)}; DeepSeek's attention inputs are dropped with every "
     "runner; other models are left alone",
     plan=_plan,
 )

@@ -1,6 +1,6 @@
 """The output buffer on its way from the decoder layer, which offers it, to the runner, which takes it.
 
-There is one way: the engine's own where it has one (:mod:`sglang_moe_patches.dead_input` finds it), else ours.
+There is one way: the engine's own where it has one (:mod:`.look` finds it), else ours.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+ENGINE_MODULE = "sglang.srt.layers.moe.moe_runner.base"
+ENGINE_OFFER = "moe_output_buffer_ctx"
+"""The engine's own hand-off, in that module where there is one."""
 
 
 class Channel(NamedTuple):
@@ -117,54 +122,3 @@ def take_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return None
     _channel.set(None)
     return buffer.detach().view(-1).view(dtype)[: math.prod(shape)].view(shape)
-
-
-# --- Where a runner allocates its output -----------------------------------------------------------------------------
-
-
-class Torch:
-    """Stands in for the name ``torch`` in a function of the engine's; subclasses replace what allocates."""
-
-    def __init__(self, torch_module: Any) -> None:
-        self._torch = torch_module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._torch, name)
-        setattr(self, name, value)  # asked once: this runs in every layer
-        return value
-
-
-class OutputTorch(Torch):
-    """``empty_like`` may answer with the offered buffer.
-
-    :param symmetric_memory: the engine's module of NCCL symmetric memory.
-    """
-
-    def __init__(self, torch_module: Any, symmetric_memory: Any) -> None:
-        super().__init__(torch_module)
-        self._symmetric_memory = symmetric_memory
-        self._pool_addresses: set[int] = set()
-
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
-        return self._torch.empty_like(tensor) if buffer is None else buffer
-
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        return take(
-            shape,
-            dtype,
-            device,
-            needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
-            in_symmetric_memory=self._in_pool,
-        )
-
-    def _in_pool(self, tensor: torch.Tensor) -> bool:
-        # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
-        # process lives (the engine's own assumption), so an address seen in the pool stays there.
-        address = tensor.untyped_storage().data_ptr()
-        if address in self._pool_addresses:
-            return True
-        if self._symmetric_memory.is_tensor_in_symmetric_mempool(tensor):
-            self._pool_addresses.add(address)
-            return True
-        return False

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
-import logging
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine, handoff, runners
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.changes.moe_workspace import columns, promise
+from sglang_moe_patches.changes.moe_workspace.promise import Activation, Promise, Quantized
+from sglang_moe_patches.dead_input import channel, takers
 from sglang_moe_patches.engine import require
 from sglang_moe_patches.patch import Patcher, Plan, with_globals
-
-logger = logging.getLogger(__name__)
 
 SEQUENCE_MODULE, SEQUENCE = runners.TRITON_SEQUENCE
 COMBINE = "moe_combine_topk"
@@ -36,9 +33,6 @@ _KNOWN_USES = {
     "intermediate_cache3=intermediate_cache3",
     "return intermediate_cache3",
 }
-#: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
-_GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
-_CONFIG = 14
 #: What quantizes the activations inside the engine's GEMM.
 _QUANTIZERS = {
     "scaled_fp8_quant",
@@ -52,79 +46,7 @@ _QUANTIZERS = {
 _COMPILED_SUM_TOKENS = 32
 
 
-# --- What stands in for tensors --------------------------------------------------------------------------------------
-
-
-class Promise:
-    """A [tokens, top-k, hidden] tensor that the sequence believes to have allocated.
-
-    The second GEMM, told to write it, leaves its arguments here instead; the sum then runs both, a slice at a time.
-    Everything is kept on this object: two forwards in flight, in whatever threads, have nothing in common.
-    """
-
-    __slots__ = ("device", "dtype", "gemm", "made", "shape")
-
-    def __init__(self, shape: tuple[int, int, int], device: Any, dtype: Any) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
-        self.gemm: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.made: Any = None
-
-    def view(self, *shape: int) -> Promise:
-        assert shape == self.shape
-        return self
-
-    def unsqueeze(self, dim: int) -> Any:
-        """The tensor itself after all: without a sum over the top-k (``no_combine``) it is the output."""
-        self.made = self.make(self.shape)
-        return self.made.unsqueeze(dim)
-
-    def make(self, shape: tuple[int, ...]) -> Any:
-        """Memory of this dtype and device."""
-        import torch
-
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
-
-
-class _QuantizedNow(Exception):
-    """Ends the engine's GEMM where it has quantized its input."""
-
-
-class Quantized:
-    """Activations that the engine's GEMM quantizes once for all slices, in the way that it chooses.
-
-    They are given up as soon as they are quantized, before the slices' memory is allocated: the first GEMM that asks
-    for them ends there.
-    """
-
-    __slots__ = ("_activations", "_result", "dtype")
-
-    def __init__(self, activations: Any) -> None:
-        self._activations, self._result, self.dtype = activations, None, activations.dtype
-
-    def by(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._result is None:
-            self._result = quantize(self._activations, *args, **kwargs)
-            self._activations = None
-            raise _QuantizedNow
-        return self._result
-
-
-class Activation:
-    """The activation's output in a sequence that is in place: it may lie in the layer's dead input.
-
-    :param columns: of that output.
-    """
-
-    __slots__ = ("columns", "in_dead_input")
-
-    def __init__(self, columns: int) -> None:
-        self.columns, self.in_dead_input = columns, False
-
-
-_activation: ContextVar[Activation | None] = ContextVar("moe_workspace_activation", default=None)
-
-
-class _Torch(handoff.OutputTorch):
+class _Torch(takers.OutputTorch):
     """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are promised.
 
     The layer's dead input, where it is on offer, becomes the output of a sequence that is not in place. In one that is,
@@ -134,136 +56,13 @@ class _Torch(handoff.OutputTorch):
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         if len(size) == 3:
             return Promise(size, device, dtype)
-        activation = _activation.get()
+        activation = promise.current_activation.get()
         if activation is not None and size[1] == activation.columns:
-            memory = handoff.take_memory(size, dtype, device)
+            memory = channel.take_memory(size, dtype, device)
             if memory is not None:
                 activation.in_dead_input = True
                 return memory
         return self._torch.empty(size, device=device, dtype=dtype)
-
-
-# --- Running slices --------------------------------------------------------------------------------------------------
-
-
-def scale_columns(scale: Any, hidden: int, block_shape: Any) -> int | None:
-    """Columns of the weights that share a scale: 1, a block's, 0 where all share one; ``None``: not known.
-
-    :param scale: of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns, ...].
-    :param block_shape: columns and rows of a block, for block quantization.
-    """
-    if scale is None or scale.ndim < 2:
-        return 0
-    if scale.shape[1] == hidden:
-        return 1
-    if block_shape and block_shape[0] and scale.shape[1] == -(-hidden // block_shape[0]):
-        return int(block_shape[0])
-    return None
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.info("moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s", reason)
-
-
-def slices(promise: Promise, output: Any) -> list[tuple[int, int]]:
-    """The ranges of columns in which the promised tensor is computed and summed; one where it stays whole."""
-    assert promise.gemm is not None
-    args, kwargs = promise.gemm
-    activations, weights, bias, _, _, scale, zero_points = args[:7]
-    tokens, top_k, hidden = promise.shape
-    shared = scale_columns(scale, hidden, kwargs.get("block_shape"))
-    for fits, reason in (
-        (weights.ndim == 3 and weights.shape[1] == hidden, f"the weights are {tuple(weights.shape)}"),
-        (bias is None or bias.shape[1:] == (hidden,), "the bias is not one per column"),
-        (shared is not None, f"the weights' scales are {scale is not None and tuple(scale.shape)}"),
-        (zero_points is None, "zero points are packed"),
-        (
-            output.shape == (tokens, hidden) and output.stride(1) == 1 and output.dtype == promise.dtype,
-            "the output is no plain [tokens, hidden] tensor",
-        ),
-    ):
-        if not fits:
-            _say_once(reason)
-            return [(0, hidden)]
-    activation = _activation.get()
-    width = columns.slice_width(
-        tokens,
-        top_k,
-        hidden,
-        activations.shape[1],
-        promise.dtype.itemsize,
-        activation_itemsize=1 if _quantizes(kwargs) else promise.dtype.itemsize,
-        activation_elsewhere=activation is not None and activation.in_dead_input,
-        block_columns=args[_CONFIG]["BLOCK_SIZE_N"],
-        **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
-    )
-    return columns.ranges(hidden, width)
-
-
-def gemm_and_sum(
-    promise: Promise,
-    output: Any,
-    scale: float,
-    *,
-    invoke: Callable[..., None],
-    invoke_quantized: Callable[..., None],
-    whole_sum: Callable[..., None],
-    slice_sum: Callable[..., None],
-) -> None:
-    """Compute the promised tensor and sum it over the top-k, slice by slice.
-
-    :param output: [tokens, hidden]; written.
-    :param scale: factor of the sum.
-    :param invoke: the engine's GEMM.
-    :param invoke_quantized: the same, which takes :class:`Quantized` activations.
-    :param whole_sum: the engine's sum, where there is one slice.
-    :param slice_sum: our sum, into columns of the output.
-    """
-    todo = slices(promise, output)
-    assert promise.gemm is not None
-    args, kwargs = promise.gemm
-    promise.gemm = None
-    tokens, top_k, hidden = promise.shape
-    activations, weights, bias, _, activations_scale, weights_scale, zero_points, *rest = args
-    del args
-    if len(todo) == 1:
-        whole = promise.make(promise.shape)
-        invoke(activations, weights, bias, whole, activations_scale, weights_scale, zero_points, *rest, **kwargs)
-        whole_sum(whole, output, scale)
-        return
-    shared = scale_columns(weights_scale, hidden, kwargs.get("block_shape"))
-
-    def gemm(start: int, stop: int, part: Any) -> None:
-        invoke(
-            activations,
-            weights[:, start:stop],
-            None if bias is None else bias[:, start:stop],
-            part,
-            activations_scale,
-            weights_scale[:, start // shared : -(-stop // shared)] if shared else weights_scale,
-            zero_points,
-            *rest,
-            **kwargs,
-        )
-
-    if _quantizes(kwargs):
-        invoke = invoke_quantized
-        if activations.dtype == promise.dtype:  # else the engine has quantized them already
-            activations = Quantized(activations)
-            with contextlib.suppress(_QuantizedNow):
-                gemm(*todo[0], None)
-    rows = tokens * top_k
-    scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
-    for start, stop in todo:
-        part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
-        gemm(start, stop, part)
-        slice_sum(part, output[:, start:stop], scale)
-
-
-def _quantizes(kwargs: dict[str, Any]) -> bool:
-    """Whether the GEMM's activations have one byte."""
-    return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])
 
 
 # --- Putting them into the sequence ----------------------------------------------------------------------------------
@@ -302,7 +101,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     def sum_(experts_output: Any, output: Any, scale: float) -> None:
         whole_sum = getattr(module, SUM)
         if isinstance(experts_output, Promise):
-            gemm_and_sum(
+            promise.gemm_and_sum(
                 experts_output,
                 output,
                 scale,
@@ -325,12 +124,12 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     is_compiling = torch.compiler.is_compiling
 
     def with_columns(hidden_states: Any, w1: Any, *args: Any, **kwargs: Any) -> Any:
-        handoff.withdraw_if_shared(hidden_states)
-        token = _activation.set(Activation(w1.shape[1] // 2) if kwargs["inplace"] else None)
+        channel.withdraw_if_shared(hidden_states)
+        token = promise.current_activation.set(Activation(w1.shape[1] // 2) if kwargs["inplace"] else None)
         try:
             output = by_columns(hidden_states, w1, *args, **kwargs)
         finally:
-            _activation.reset(token)
+            promise.current_activation.reset(token)
         return output.made if isinstance(output, Promise) else output
 
     def choose(hidden_states: Any, topk_ids: Any, hooks: Any, defer_sum: Any) -> Callable[..., Any]:
@@ -412,8 +211,10 @@ def plan() -> Plan:
     require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
     engine.require_parameters(sequence, ("hidden_states", "w1", "w2", "topk_weights", "topk_ids"))
     require("inplace" in engine.parameters(sequence), f"{SEQUENCE} takes no inplace")
-    engine.require_parameters(gemm, _GEMM_PARAMETERS)
-    require(engine.parameters(gemm)[_CONFIG] == "config", f"parameter {_CONFIG} of {INVOKE} is not its config")
+    engine.require_parameters(gemm, promise.GEMM_PARAMETERS)
+    require(
+        engine.parameters(gemm)[promise.CONFIG] == "config", f"parameter {promise.CONFIG} of {INVOKE} is not its config"
+    )
     kinds = {p.kind for p in inspect.signature(sequence).parameters.values()}
     require(
         kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY} and len(kinds) == 2,

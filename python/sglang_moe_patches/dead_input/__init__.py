@@ -1,0 +1,11 @@
+"""The dead input of decoder layers: which layers *offer* it, and which runners *take* it.
+
+A layer's input is dead as soon as attention has read it: the layer rebinds its local name, and only the loop of the
+model keeps the tensor, unread, until the layer returns. Not where the layer starts without a residual: its input
+*becomes* the residual, which the next norm updates in place and everything downstream reads. And not in the first layer
+of a pipeline stage, whose input is somebody else's: the caller's ``input_embeds``, or the buffers in which another
+stage's output arrives.
+
+A family of models is a line in :data:`.families.FAMILIES`. The code of its layer and of its model's loop is looked at
+(:mod:`.proofs`), and a family that changed is left alone.
+"""

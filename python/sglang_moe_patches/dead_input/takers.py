@@ -1,0 +1,177 @@
+"""Where a runner takes the offered buffer: the namespaces that stand in for ``torch``, and the runners' own.
+
+A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace whose
+``empty`` or ``empty_like`` knows the offered buffer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_patches import engine, runners
+from sglang_moe_patches.dead_input import channel
+from sglang_moe_patches.dead_input.channel import shares_storage
+from sglang_moe_patches.patch import Install, Patcher, with_globals
+
+if TYPE_CHECKING:
+    import torch
+
+TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
+
+
+class Torch:
+    """Stands in for the name ``torch`` in a function of the engine's; subclasses replace what allocates."""
+
+    def __init__(self, torch_module: Any) -> None:
+        self._torch = torch_module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        setattr(self, name, value)  # asked once: this runs in every layer
+        return value
+
+
+class OutputTorch(Torch):
+    """``empty_like`` may answer with the offered buffer.
+
+    :param symmetric_memory: the engine's module of NCCL symmetric memory.
+    """
+
+    def __init__(self, torch_module: Any, symmetric_memory: Any) -> None:
+        super().__init__(torch_module)
+        self._symmetric_memory = symmetric_memory
+        self._pool_addresses: set[int] = set()
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
+        return self._torch.empty_like(tensor) if buffer is None else buffer
+
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        return channel.take(
+            shape,
+            dtype,
+            device,
+            needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
+            in_symmetric_memory=self._in_pool,
+        )
+
+    def _in_pool(self, tensor: torch.Tensor) -> bool:
+        # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
+        # process lives (the engine's own assumption), so an address seen in the pool stays there.
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._pool_addresses:
+            return True
+        if self._symmetric_memory.is_tensor_in_symmetric_mempool(tensor):
+            self._pool_addresses.add(address)
+            return True
+        return False
+
+
+# --- NVFP4 TRT-LLM, where the engine has no buffer of its own (releases up to 0.5.12) -------------------------------
+
+
+class TrtllmTorch(OutputTorch):
+    """Stands in for the name ``torch`` inside the runner: ``empty`` may answer with the offered buffer."""
+
+    def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer = self._take(size, dtype, device)
+        return self._torch.empty(*size, dtype=dtype, device=device) if buffer is None else buffer
+
+
+def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def run(dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(dispatch_output, *args, **kwargs)
+        buffer = channel.offered()
+        # The shared experts, and the kernel itself, still read the MoE input while the output is being written.
+        if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):
+            return original(dispatch_output, *args, **kwargs)
+        return into_buffer(dispatch_output, *args, **kwargs)
+
+    return run
+
+
+def trtllm() -> Install:
+    """The NVFP4 TRT-LLM runner takes the offered buffer.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    symmetric_memory = runners.symmetric_memory()
+    fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+
+    function = engine.own(runner, TRTLLM_RUNNER)
+    engine.require_parameters(function, ["dispatch_output", "quant_info", "runner_config"])
+    allocations = [
+        call for name in ("empty", "empty_like", "zeros") for call in engine.calls(function, f"torch.{name}")
+    ]
+    engine.require(
+        [{k.arg for k in call.keywords} for call in allocations] == [{"dtype", "device"}],
+        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors, expected its output alone, by torch.empty(..., dtype=, "
+        "device=)",
+    )
+    engine.require(
+        engine.only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
+    )
+    experts = runners.look_at_inplace(fused_moe)
+    is_compiling = torch.compiler.is_compiling
+
+    def install(patcher: Patcher) -> None:
+        into_buffer = with_globals(function, runner, patcher, torch=TrtllmTorch(torch, symmetric_memory))
+        patcher.wrap(runner, TRTLLM_RUNNER, lambda original: make_trtllm_runner(original, into_buffer, is_compiling))
+        runners.clear_inplace(experts, patcher)
+
+    return install
+
+
+# --- Triton, where it is not in place --------------------------------------------------------------------------------
+
+
+def make_triton_sequence(original: Callable[..., Any], into_buffer: Any, is_compiling: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def sequence(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["inplace"] or kwargs.get("hooks") or is_compiling():
+            return original(hidden_states, *args, **kwargs)
+        buffer = channel.offered()
+        # The kernels still read the MoE input while the output is being written, and the shared experts after that.
+        if buffer is None or shares_storage(buffer, hidden_states):
+            return original(hidden_states, *args, **kwargs)
+        return into_buffer(hidden_states, *args, **kwargs)
+
+    return sequence
+
+
+def triton() -> Install:
+    """The Triton runner writes into the offered buffer where it is not in place.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    name, function = runners.TRITON_SEQUENCE
+    module = engine.module(name)
+    symmetric_memory = runners.symmetric_memory()
+    sequence = engine.own(module, function)
+    outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
+    engine.require(
+        outputs == ["torch.empty_like(hidden_states)"], f"{function} allocates {', '.join(outputs) or 'no output'}"
+    )
+    engine.require(engine.only_a_global(sequence, "torch"), f"in {function}, torch is not only the module's global")
+    engine.require_parameters(sequence, ["hidden_states"])
+    engine.require(
+        {"inplace", "hooks"} <= set(engine.parameters(sequence)), f"{function} takes no inplace, or no hooks"
+    )
+    is_compiling = torch.compiler.is_compiling
+
+    def install(patcher: Patcher) -> None:
+        into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
+        patcher.wrap(module, function, lambda original: make_triton_sequence(original, into_buffer, is_compiling))
+
+    return install
