@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "SGLANG_MOE_PATCHES_BENCHMARK_FORWARDS"
-UNTIMED = "SGLANG_MOE_PATCHES_BENCHMARK_UNTIMED"
+VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
+UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
 
 
 @dataclass

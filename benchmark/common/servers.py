@@ -15,8 +15,8 @@ from typing import Any
 from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment, model
-from sglang_moe_patches.reference.flashinfer_kernels import WORKSPACE_VARIABLE
 from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.variables import OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
 
 from common import plugins, weights
 from common.weights import Served
@@ -94,11 +94,11 @@ class Setup:
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "compiled"),
         }
         if self.workspace_mb:
-            own[WORKSPACE_VARIABLE] = str(self.workspace_mb)
+            own[REFERENCE_WORKSPACE_MB.name] = str(self.workspace_mb)
         if self.observe:
             own[forwards.VARIABLE] = str(self.observed(name))
         if self.history:
-            own[forwards.HISTORY_VARIABLE] = str(self.tokens)
+            own[OBSERVE_HISTORY.name] = str(self.tokens)
         return own
 
     def observed(self, name: str) -> Path:

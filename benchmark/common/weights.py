@@ -23,9 +23,9 @@ from sglang_moe_patches.reference import families, model
 
 from common.shapes import MODELS, TINY_MODELS, Model
 
-VARIABLES_KEPT = "SGLANG_MOE_PATCHES_BENCHMARK_VARIABLES"
+VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
 #: Of the servers, which runner they have.
-RUNNER = "SGLANG_MOE_PATCHES_BENCHMARK_RUNNER"
+RUNNER = "MOE_PATCHES_BENCHMARK_RUNNER"
 #: The models that can be served so.
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
 #: The runners, and how the routed experts are quantized for them; None: not.

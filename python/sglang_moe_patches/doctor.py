@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from sglang_moe_patches import __version__, engine, patch
@@ -53,6 +52,7 @@ def _examine_here() -> dict[str, Any]:
     from sglang_moe_patches.changes import CHANGES
 
     names = patch.selected(CHANGES)
+    ours = [variable.name for _, variable in patch.variables(CHANGES)]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     changes = []
     for change in CHANGES:
@@ -68,14 +68,9 @@ def _examine_here() -> dict[str, Any]:
         "gpus": gpus,
         "strict": patch.strict(),
         "changes": changes,
-        "variables": {name: os.environ[name] for name in _variables(CHANGES) if name in os.environ},
+        "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
+        "unread": patch.unread(CHANGES),
     }
-
-
-def _variables(changes: Iterable[patch.Change]) -> list[str]:
-    """The names of every variable that decides what becomes of the changes, ours first."""
-    theirs = [variable.name for change in changes for variable in change.variables]
-    return [patch.SELECT_VARIABLE, patch.STRICT_VARIABLE, "SGLANG_PLUGINS", *theirs]
 
 
 def unsupported(found: dict[str, Any]) -> list[str]:
@@ -105,9 +100,11 @@ def show(found: dict[str, Any]) -> None:
     if found["variables"]:
         console.print("Variables in force:")
         for name, value in found["variables"].items():
-            console.print(f"  {name}={value}", highlight=False)
+            console.print(f"  {name}={value}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
+    for line in found["unread"]:
+        console.print(f"[bold yellow]{line}[/]", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,21 @@ changes anything; installing goes through a :class:`Patcher`, and either succeed
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sglang_moe_patches import engine
+from sglang_moe_patches.variables import OWN, STRICT, Variable
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
-STRICT_VARIABLE = "SGLANG_MOE_PATCHES_STRICT"
-
-T = TypeVar("T")
+_OURS = "SGLANG_MOE_PATCH"
+"""What the names of variables begin with that are ours, or were meant to be."""
 
 
 class Status(StrEnum):
@@ -147,45 +148,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Variable(Generic[T]):
-    """An environment variable that a change, or this package, reads.
-
-    :param meaning: one line for ``doctor`` and the docs.
-    :param parse: the value of its text, stripped.
-
-        :raises ValueError: saying what is expected, and what was got.
-    :param default: the text that an unset or empty variable stands for.
-    """
-
-    name: str
-    meaning: str
-    parse: Callable[[str], T]
-    default: str = ""
-
-    def read(self, environ: Mapping[str, str] = os.environ) -> T:
-        """The variable's value.
-
-        :raises ValueError: the message names the variable and its valid values.
-        """
-        try:
-            return self.parse(environ.get(self.name, "").strip() or self.default)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
-
-
-def zero_or_one(text: str) -> bool:
-    """``parse`` of a variable that is 0 or 1."""
-    if text not in ("0", "1"):
-        raise ValueError(f"expected 0 or 1, got {text!r}")
-    return text == "1"
-
-
-STRICT = Variable(
-    STRICT_VARIABLE, "1: a selected change that cannot be applied ends the start-up", zero_or_one, default="0"
-)
-
-
-@dataclass(frozen=True)
 class Change:
     """One change to the engine; everything that anybody outside its own module has to know of it.
 
@@ -208,11 +170,8 @@ class Change:
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 
-def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
-    """The names that ``SGLANG_MOE_PATCHES`` selects: ``all`` (the default), ``none``, or a comma-separated list.
-
-    :raises ValueError: a name is unknown; the message lists the valid ones.
-    """
+def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
+    """``SGLANG_MOE_PATCHES``, which names some of ``changes``."""
     known = [change.name for change in changes]
 
     def parse(text: str) -> set[str]:
@@ -228,7 +187,15 @@ def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ)
             )
         return set(names)
 
-    return Variable(SELECT_VARIABLE, "which changes are applied", parse, default="all").read(environ)
+    return Variable(SELECT_VARIABLE, "which are applied: `all`, `none`, or names with commas", parse, default="all")
+
+
+def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
+    """The names that ``SGLANG_MOE_PATCHES`` selects: ``all`` (the default), ``none``, or a comma-separated list.
+
+    :raises ValueError: a name is unknown; the message lists the valid ones.
+    """
+    return _selection(changes).read(environ)
 
 
 def strict(environ: Mapping[str, str] = os.environ) -> bool:
@@ -239,18 +206,36 @@ def strict(environ: Mapping[str, str] = os.environ) -> bool:
     return STRICT.read(environ)
 
 
+def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
+    """Every environment variable that this package and ``changes`` read, each with who reads it."""
+    changes = tuple(changes)
+    theirs = [(change.name, variable) for change in changes for variable in change.variables]
+    return [("all changes", _selection(changes)), *OWN, *theirs]
+
+
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
     """Read every variable that counts: what start-up refuses, and ``doctor`` in the same words.
+
+    A change's counts where the change is selected.
 
     :raises ValueError: one line that names the variable and its valid values.
     """
     changes = tuple(changes)
-    names = selected(changes, environ)
-    strict(environ)
-    for change in changes:
-        if change.name in names:
-            for variable in change.variables:
-                variable.read(environ)
+    idle = {change.name for change in changes} - selected(changes, environ)
+    for reader, variable in variables(changes):
+        if reader not in idle:
+            variable.read(environ)
+
+
+def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable that is set, is called like one of ours, and that nobody reads: a typing error."""
+    known = [variable.name for _, variable in variables(changes)]
+    lines = []
+    for name in sorted(environ):
+        if name.startswith(_OURS) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            lines.append(f"{name} is set, and nothing reads it" + "".join(f"; is it {other}?" for other in near))
+    return lines
 
 
 def look(change: Change) -> Plan:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches import patch
+from sglang_moe_patches import patch, variables
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -37,7 +36,7 @@ def register() -> None:
         patch.check_environment(CHANGES)
     except ValueError as error:
         raise SystemExit(f"sglang-moe-patches: {error}") from None
-    if os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1":
+    if variables.REFERENCE_KERNELS.read():
         from sglang_moe_patches.reference import environment
 
         environment.install()
@@ -87,13 +86,15 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
     if unsupported and patch.strict():
-        raise patch.PatchError(f"{patch.STRICT_VARIABLE}=1 and a change cannot be applied. {summary}")
+        raise patch.PatchError(f"{variables.STRICT.name}=1 and a change cannot be applied. {summary}")
+    for line in patch.unread(CHANGES):
+        logger.warning(f"sglang-moe-patches: {line}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
-    if folder := os.environ.get("SGLANG_MOE_PATCHES_OBSERVE"):
+    if folder := variables.OBSERVE.read():
         from sglang_moe_patches.observers import forwards
 
         forwards.install(folder, plans)
-    if folder := os.environ.get("SGLANG_MOE_PATCHES_PLAN"):
+    if folder := variables.PLAN.read():
         from sglang_moe_patches.observers import memory as planned
 
         planned.install(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])

@@ -21,6 +21,7 @@ from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.dead_input import channel, families
 from sglang_moe_patches.dead_input import look as look_at
 from sglang_moe_patches.patch import Patcher, Status
+from sglang_moe_patches.variables import STRICT
 from snapshot import contents, differences, put_back
 
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
@@ -207,7 +208,7 @@ def fresh_process(monkeypatch) -> None:
     """Nothing was activated in it, and all changes are selected."""
     monkeypatch.setattr(plugin, "_plans", None)
     monkeypatch.delenv(patch.SELECT_VARIABLE)
-    monkeypatch.delenv(patch.STRICT_VARIABLE, raising=False)
+    monkeypatch.delenv(STRICT.name, raising=False)
     monkeypatch.delenv("SGLANG_MOE_PATCHES_OBSERVE", raising=False)
 
 
@@ -228,7 +229,7 @@ def test_a_server_beside_it_starts_and_answers_as_without_us(engine, checkpoint,
 
 @pytest.mark.usefixtures("fresh_process", "everything_is_somebody_elses")
 def test_a_strict_server_beside_it_does_not_start(engine, monkeypatch):
-    monkeypatch.setitem(os.environ, patch.STRICT_VARIABLE, "1")
+    monkeypatch.setitem(os.environ, STRICT.name, "1")
     before = contents()
     with pytest.raises(patch.PatchError, match="output-buffer: unsupported, because"):
         plugin.activate(engine.server_args)

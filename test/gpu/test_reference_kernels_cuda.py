@@ -20,6 +20,7 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 from nvfp4_moe import batch, layer, routed  # noqa: E402
 from sglang_moe_patches.reference import flashinfer_kernels as kernels  # noqa: E402
 from sglang_moe_patches.reference import nvfp4, nvfp4_triton  # noqa: E402
+from sglang_moe_patches.variables import REFERENCE_WORKSPACE_MB  # noqa: E402
 
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 MIB = 1 << 20
@@ -264,7 +265,7 @@ def test_no_synchronization():
 def test_workspace_of_a_stated_size(monkeypatch):
     shared, arguments = layer(4, 256, 64), batch(4, 4, 256, 2)
     routed(**shared, **arguments)
-    monkeypatch.setenv(kernels.WORKSPACE_VARIABLE, "96")
+    monkeypatch.setenv(REFERENCE_WORKSPACE_MB.name, "96")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     output = routed(**shared, **arguments)

@@ -102,12 +102,10 @@ def variables() -> str:
     lines = [
         "| variable | default | read by | meaning |",
         "| --- | --- | --- | --- |",
-        f"| `{patch.SELECT_VARIABLE}` | `all` | all changes | which are applied: `all`, `none`, or names with commas |",
     ]
-    for reader, names in [("all changes", (patch.STRICT,)), *((c.name, c.variables) for c in stated.CHANGES)]:
-        for v in names:
-            default = f"`{v.default}`" if v.default else "unset"
-            lines.append(f"| `{v.name}` | {default} | {reader} | {v.meaning} |")
+    for reader, variable in patch.variables(stated.CHANGES):
+        default = f"`{variable.default}`" if variable.default else "unset"
+        lines.append(f"| `{variable.name}` | {default} | {reader} | {variable.meaning} |")
     return "\n".join(lines)
 
 

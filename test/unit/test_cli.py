@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli, doctor, runners
+from sglang_moe_patches import __version__, cli, doctor, patch, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.dead_input.families import FAMILIES
@@ -419,13 +419,25 @@ def test_doctor_reports_every_change_as_json():
     assert found["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
 
 
+def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads():
+    """Also those that are no change's, and that regress or plan would set."""
+    ours = {variable.name: variable.default or "4096" for _, variable in patch.variables(CHANGES)}
+    wrong = {"SGLANG_MOE_PATCHES_STRIKT": "1", "SGLANG_MOE_PATCH": "none"}
+    done = command("doctor", **ours, **wrong)
+    assert done.returncode == 0, done.stderr
+    for name, value in ours.items():
+        assert f"{name}={value}" in done.stdout
+    assert "SGLANG_MOE_PATCHES_STRIKT is set, and nothing reads it; is it SGLANG_MOE_PATCHES_STRICT?" in done.stdout
+    assert "SGLANG_MOE_PATCH is set, and nothing reads it; is it SGLANG_MOE_PATCHES?" in done.stdout
+
+
 def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others_alone(monkeypatch, capsys):
     """Also where it has a reason to give."""
     monkeypatch.setenv("COLUMNS", "1000")
     by_name = {change.name: change for change in CHANGES}
     asked = ("output-buffer", "deferred-shared-experts", "moe-workspace")
     told = [{"name": n, "summary": by_name[n].summary, "status": "hardened", "reason": "the why"} for n in asked]
-    facts = {"engine": "1", "torch": "2", "python": "3", "package": "4", "gpus": [], "variables": {}}
+    facts = {"engine": "1", "torch": "2", "python": "3", "package": "4", "gpus": [], "variables": {}, "unread": []}
     doctor.show({**facts, "changes": told})
     lines = capsys.readouterr().out.splitlines()
     said = {name: next(line for line in lines if f" {name} " in line) for name in asked}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from sglang_moe_patches import engine, patch, runners
-from sglang_moe_patches.patch import Change, Patcher, Plan, Status, Variable, zero_or_one
+from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.patch import Change, Patcher, Plan, Status
+from sglang_moe_patches.variables import STRICT, Variable, zero_or_one
 
 
 class Owner:
@@ -42,12 +46,12 @@ def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
 
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
 def test_strict(value, expected):
-    assert patch.strict({patch.STRICT_VARIABLE: value}) is expected
+    assert patch.strict({STRICT.name: value}) is expected
 
 
 def test_strict_refuses_other_values():
     with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'yes'"):
-        patch.strict({patch.STRICT_VARIABLE: "yes"})
+        patch.strict({STRICT.name: "yes"})
 
 
 @pytest.mark.parametrize("plan", [Plan.native("so"), Plan.not_needed("so"), Plan.unsupported("so")])
@@ -106,11 +110,36 @@ def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else(
 
 @pytest.mark.parametrize(
     ("environ", "words"),
-    [({patch.SELECT_VARIABLE: "b"}, "unknown change 'b'"), ({patch.STRICT_VARIABLE: "2"}, "expected 0 or 1")],
+    [({patch.SELECT_VARIABLE: "b"}, "unknown change 'b'"), ({STRICT.name: "2"}, "expected 0 or 1")],
 )
 def test_the_variables_of_the_package_are_checked_too(environ, words):
     with pytest.raises(ValueError, match=words):
         patch.check_environment([change()], environ)
+
+
+def test_every_variable_that_the_code_names_is_in_the_table():
+    package = Path(patch.__file__).parent
+    named = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"\b(SGLANG_MOE_PATCHES(?:_[A-Z]+)*)\b", file.read_text())
+    }
+    assert named == {v.name for _, v in patch.variables(CHANGES) if v.name.startswith(patch.SELECT_VARIABLE)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SGLANG_MOE_PATCHES_STRIKT", ["; is it SGLANG_MOE_PATCHES_STRICT?"]),
+        ("SGLANG_MOE_PATCH", ["; is it SGLANG_MOE_PATCHES?"]),
+        ("SGLANG_MOE_PATCHES_SOMETHING_ELSE_ALTOGETHER", [""]),
+        ("SGLANG_MOE_PATCHES_STRICT", None),
+        ("SGLANG_MOE_PADDING", None),
+    ],
+)
+def test_a_name_like_ours_that_nobody_reads_is_said(name, words):
+    said = [f"{name} is set, and nothing reads it{hint}" for hint in words or ()]
+    assert patch.unread(CHANGES, {name: "1"}) == said
 
 
 # --- The patcher -----------------------------------------------------------------------------------------------------

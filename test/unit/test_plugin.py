@@ -73,3 +73,11 @@ def test_an_engine_without_a_model_runner_is_named(tmp_path):
     strict = python(code, PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES_STRICT="1")
     assert (strict.returncode, strict.stdout) == (1, "")
     assert "no ModelRunner" in strict.stderr
+
+
+def test_a_variable_that_nobody_reads_is_one_warning_at_start_up():
+    code = "import logging; logging.basicConfig(); from sglang_moe_patches import plugin; plugin.activate()"
+    done = python(code, SGLANG_MOE_PATCHES="none", SGLANG_MOE_PATCHES_STRIKT="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("SGLANG_MOE_PATCHES_STRIKT is set, and nothing reads it") == 1
+    assert done.stderr.startswith("WARNING")

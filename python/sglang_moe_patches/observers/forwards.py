@@ -19,10 +19,9 @@ from weakref import WeakSet
 from sglang_moe_patches.observers.history import Recorder
 from sglang_moe_patches.observers.observer import Observing, cache_token_bytes, observe_forwards
 from sglang_moe_patches.patch import Plan
+from sglang_moe_patches.variables import OBSERVE, OBSERVE_HISTORY
 
-VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE"
-HISTORY_VARIABLE = "SGLANG_MOE_PATCHES_OBSERVE_HISTORY"
-"""A number of tokens: of the second forward with so many, what is alive when, and which code made it (CUDA)."""
+VARIABLE = OBSERVE.name
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
 _MARK = "_moe_patches_seen_in_forward"
@@ -65,7 +64,7 @@ class Observer(Observing):
         """Kernels of this forward whose output was not seen."""
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
-        self.history_tokens = int(os.environ.get(HISTORY_VARIABLE, "0"))
+        self.history_tokens = OBSERVE_HISTORY.read()
         self.history: Recorder | None = None
 
     def write_failure(self) -> None:

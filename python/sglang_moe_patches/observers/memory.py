@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.observers.observer import GIB, Observing, hybrid, observe_forwards, pool_bytes, pools
+from sglang_moe_patches.variables import PLAN
 
-VARIABLE = "SGLANG_MOE_PATCHES_PLAN"
+VARIABLE = PLAN.name
 """A folder, which must exist: observe, and write there."""
 STAGES = (
     "load_model",

@@ -20,7 +20,9 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-SWITCH = "SGLANG_MOE_PATCHES_REFERENCE_KERNELS"
+from sglang_moe_patches.variables import REFERENCE_KERNELS
+
+SWITCH = REFERENCE_KERNELS.name
 PLUGIN = "moe_patches"
 
 WARNING = (

@@ -19,7 +19,6 @@ Nothing is installed by importing this module.
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_moe_patches.reference import nvfp4
+from sglang_moe_patches.variables import REFERENCE_WORKSPACE_MB
 
 # FlashInfer's enum values (flashinfer.tllm_enums), spelled out so that importing this module does not import it.
 ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3, ROUTING_LLAMA4, ROUTING_RENORMALIZE_NAIVE = range(5)
@@ -41,9 +41,6 @@ GATED_ACTIVATIONS = (ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_SITU)
 
 # The tile the engine and FlashInfer shuffle for; neither makes it configurable.
 _EPILOGUE_TILE_M = 128
-
-WORKSPACE_VARIABLE = "SGLANG_MOE_PATCHES_REFERENCE_WORKSPACE_MB"
-"""MiB that each run of the routed experts allocates besides what it needs: a stand-in for the vendor's workspace."""
 
 # Block scales are interleaved in tiles of 128 rows by 4 columns: within a tile, rows 32 apart are neighbours.
 _TILE_ROWS, _TILE_COLS = 128, 4
@@ -736,16 +733,9 @@ def _triton() -> Any:
 
 
 def _workspace(device: torch.device) -> torch.Tensor | None:
-    """Memory that the vendor's kernel would take while it runs: ``WORKSPACE_VARIABLE``."""
-    if not (text := os.environ.get(WORKSPACE_VARIABLE, "").strip()):
-        return None
-    try:
-        size = int(text) << 20
-        if size < 0:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{WORKSPACE_VARIABLE}={text}: expected a size in MiB, a whole number from 0 on") from None
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    """Memory that the vendor's kernel would take while it runs, where that is asked for."""
+    size = REFERENCE_WORKSPACE_MB.read() << 20
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

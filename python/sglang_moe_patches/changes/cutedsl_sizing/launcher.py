@@ -15,7 +15,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     max_forward_tokens,
     other_tokens_per_request,
 )
-from sglang_moe_patches.patch import Patcher, Variable
+from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.variables import Variable
 
 METHOD = "cutedsl_moe_max_num_tokens"
 _DEFAULT_BUDGET = 1024

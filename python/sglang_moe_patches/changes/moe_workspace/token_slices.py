@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Patcher, Plan, Variable
+from sglang_moe_patches.patch import Patcher, Plan
+from sglang_moe_patches.variables import Variable
 
 logger = logging.getLogger(__name__)
 
