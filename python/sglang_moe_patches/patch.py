@@ -148,6 +148,26 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A kind of MoE decoder layer, and a part of it: what a page tells of the changes there.
+
+    :param family: of its model, by the name in ``dead_input.FAMILIES``; ``""``: none of them.
+    :param shared_experts: whether its shared experts run by themselves.
+    :param part: the routed experts, as their runner's ``--moe-runner-backend``, or one of the two below.
+    """
+
+    family: str
+    shared_experts: bool
+    part: str
+
+
+ANY_OTHER = "any other"
+"""Part of a :class:`Layer`: routed experts with a runner that :mod:`.runners` does not name."""
+ATTENTION = "attention inputs"
+"""Part of a :class:`Layer`."""
+
+
+@dataclass(frozen=True)
 class Change:
     """One change to the engine; everything that anybody outside its own module has to know of it.
 
@@ -160,6 +180,9 @@ class Change:
         Asked before ``plan``, so that a server imports nothing for a change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
+    :param looks_at: where to look in a new release, and what to ask there: lines of the recipe in CONTRIBUTING.md.
+    :param does: what becomes of a part of a layer where the change has this status, in a few words; "" for nothing.
+        Asked where it installs something, for the table of families in docs/compatibility.md.
     """
 
     name: str
@@ -168,6 +191,8 @@ class Change:
     unneeded: Callable[[Any], str | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
+    looks_at: tuple[tuple[str, str], ...] = ()
+    does: Callable[[Layer, Status], str] = lambda layer, status: ""
 
 
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:

@@ -36,6 +36,7 @@ def order(monkeypatch):
     return seen
 
 
+@pytest.mark.compatibility
 def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, order):
     path = checkpoint(layers=2, dense_layers=0)
     with without_buffer():

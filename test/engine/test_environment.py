@@ -23,6 +23,7 @@ def test_an_answer_does_not_depend_on_what_else_is_in_the_batch(engine, checkpoi
         assert torch.equal(alone_logits[:, 0], logits[:, index])
 
 
+@pytest.mark.compatibility
 @pytest.mark.every_release
 def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
     from sglang.srt.layers.layernorm import RMSNorm

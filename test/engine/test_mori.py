@@ -253,6 +253,7 @@ def test_unset_or_zero_leaves_the_engine_alone(ranks, kernel, monkeypatch):
         assert not hasattr(layer, seams._POLICY)
 
 
+@pytest.mark.compatibility
 def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(ranks, monkeypatch, caplog):
     padded = announce(monkeypatch, [8, 8, 8, 8], attn_tp=1, extend=True)
     given = inputs(padded, 1, seed=3)

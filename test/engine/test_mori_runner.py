@@ -167,6 +167,7 @@ def test_the_change_supports_this_engine(engine):
     assert look(mori.CHANGE).status is Status.HARDENED
 
 
+@pytest.mark.compatibility
 def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(layers, rows_seen, monkeypatch, caplog):
     for kind in kinds():
         announce([8] * 4, 8)

@@ -36,6 +36,7 @@ def update(engine, model, path):
     assert done, message
 
 
+@pytest.mark.compatibility
 def test_a_loaded_and_an_updated_model_are_those_of_the_stock_engine(engine, checkpoint):
     first, second = checkpoint(), checkpoint(seed=1)
 

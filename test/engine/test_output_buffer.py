@@ -61,6 +61,7 @@ def same(a, b):
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
+@pytest.mark.compatibility
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
     backend, dense_layers, engine, checkpoint, kernels, run
@@ -79,6 +80,7 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
         assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
 
 
+@pytest.mark.compatibility
 @pytest.mark.usefixtures("hardened")
 def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend, engine, checkpoint, run):
     """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
@@ -91,6 +93,7 @@ def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend,
         assert same(run(path, *CHANGES), run(path))
 
 
+@pytest.mark.compatibility
 @pytest.mark.usefixtures("hardened")
 def test_the_engines_offer_is_withdrawn_in_the_first_layer_alone(engine, checkpoint, kernels, monkeypatch):
     """Fresh memory where there is no residual; in every other layer the engine's own buffer, as without us."""

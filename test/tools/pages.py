@@ -13,6 +13,7 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     statuses                        a line for each release, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
     families                        a line for each family of models, a column for each kind of MoE runner
+    looks-at                        where to look in a new release, and what to ask there
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
 
@@ -133,53 +134,62 @@ def reasons(found: dict[str, Any]) -> str:
 
 
 def families(found: dict[str, Any]) -> str:
-    """A table with a line for each family of models and whether its shared experts run by themselves, and a column for
-    each kind of runner: what becomes of a layer there."""
-    package()
+    """A table with a line for each family of models, and a column for each part of its layers: what becomes of it.
+
+    Families and runners are told apart where a change does.
+    """
+    stated, patch = package()
     from sglang_moe_patches import runners
-    from sglang_moe_patches.changes.deferred_shared_experts import may_defer
-    from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
+    from sglang_moe_patches.dead_input import families as known_families
 
-    def among(change: str, *told: str) -> str:
-        return span([name for name, facts in found.items() if facts["changes"][change][0] in told], list(found))
-
-    into_input = "output in the dead input"
-    kinds = {
-        runners.TRTLLM: f"{into_input} (NVFP4)",
-        (runners.CUTEDSL,): f"{into_input} {among('cutedsl-sizing', 'applied', 'hardened')}",
-        ("triton",): "in place, the dead input is scratch",
-        tuple(name for name in runners.OUT_OF_PLACE if name != "triton"): "",
-        ("any other",): "",
-    }
-
-    def cell(names: tuple[str, ...], dead: str, known: bool, own: bool) -> str:
-        last = own and may_defer(
-            inplace=names != runners.TRTLLM,
-            leaves_input_alone=set(names) <= {*runners.TRTLLM, *runners.OUT_OF_PLACE},
-            overlapped=False,
-            fused=False,
-            present=True,
-            lora=False,
-            all_to_all=False,
-        )
-        facts = ["shared experts last"] if last else []
-        if known and dead:
-            facts.append(into_input if last and names == ("triton",) else dead)
-        if names == ("triton",):
-            facts.append("columns")
+    def cell(family: str, shared_experts: bool, part: str) -> str:
+        layer, facts = patch.Layer(family, shared_experts, part), []
+        for change in stated.CHANGES:
+            told = {release: facts["changes"].get(change.name, NOT_ASKED)[0] for release, facts in found.items()}
+            said = {
+                release: change.does(layer, patch.Status(status)) if status in ("applied", "hardened") else ""
+                for release, status in told.items()
+            }
+            where = [(words, span(names, list(found))) for words, names in runs(said) if words]
+            facts += [words if places == "on all" else f"{words} {places}" for words, places in where]
         return "; ".join(facts) or "untouched"
 
-    header = [", ".join(f"`{name}`" if name != "any other" else name for name in names) for names in kinds]
-    lines = [f"| family | {' | '.join(header)} | attention inputs |", "| --- " * (len(kinds) + 2) + "|"]
-    rows = []
-    for family in FAMILIES:
-        deepseek = family.name == DEEPSEEK
-        parts = {", shared experts of its own": True, ", shared experts fused or none": False}
-        for part, own in parts.items() if deepseek else [("", False)]:
-            rows.append((family.models + part, True, own, f"dropped {among('output-buffer', 'applied')}" * deepseek))
-    for name, known, own, attention in [*rows, ("any other", False, False, "")]:
-        cells = [cell(names, dead, known, own) for names, dead in kinds.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} | {attention or 'untouched'} |")
+    named = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE)
+    parts = (*named, patch.ANY_OTHER, patch.ATTENTION)
+    rows: dict[str, tuple[str, ...]] = {}
+    for family in known_families.FAMILIES:
+        own, none = ([cell(family.name, shared, part) for part in parts] for shared in (True, False))
+        if own == none:
+            rows[family.models] = tuple(own)
+        else:
+            rows[f"{family.models}, shared experts of its own"] = tuple(own)
+            rows[f"{family.models}, shared experts fused or none"] = tuple(none)
+    rows[patch.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
+    titles = (f"`{part}`" if part in named else part for part in parts)
+    columns = dict(zip(titles, zip(*rows.values(), strict=True), strict=True))
+    grouped = [list(same) for _, same in groupby(columns, key=columns.__getitem__)]
+    lines = [
+        f"| family | {' | '.join(', '.join(names) for names in grouped)} |",
+        "| --- " * (len(grouped) + 1) + "|",
+    ]
+    for number, name in enumerate(rows):
+        lines.append(f"| {name} | {' | '.join(columns[names[0]][number] for names in grouped)} |")
+    return "\n".join(lines)
+
+
+def looks_at() -> str:
+    """A table of where to look in a new release, and what to ask: of each change, and of what else stands on names of
+    the engine's."""
+    stated, _ = package()
+    from sglang_moe_patches import observers
+    from sglang_moe_patches.dead_input import families as known_families
+    from sglang_moe_patches.reference import environment
+
+    others = {"families": known_families, "observers": observers, "reference kernels": environment}
+    places = [(change.name, change.looks_at) for change in stated.CHANGES]
+    places += [(name, module.LOOKS_AT) for name, module in others.items()]
+    lines = ["| for | look at (in `site-packages/sglang/srt`) | what to ask |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {place} | {question} |" for name, looks in places for place, question in looks]
     return "\n".join(lines)
 
 
@@ -209,6 +219,7 @@ def generated(name: str) -> str:
         "statuses": lambda: statuses(found),
         "reasons": lambda: reasons(found),
         "families": lambda: families(found),
+        "looks-at": looks_at,
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }
     if name not in makers:

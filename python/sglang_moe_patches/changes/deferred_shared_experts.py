@@ -34,7 +34,7 @@ from typing import Any
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.dead_input import look, takers
 from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Patcher, Plan, Status
+from sglang_moe_patches.patch import Change, Layer, Patcher, Plan, Status
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -184,10 +184,27 @@ def _plan() -> Plan:
     return Plan.hardened(install, "; ".join(filter(None, [reason, offers.note])))
 
 
+def _does(layer: Layer, status: Status) -> str:
+    last = layer.shared_experts and may_defer(
+        inplace=layer.part not in runners.TRTLLM,
+        leaves_input_alone=layer.part in (*runners.TRTLLM, *runners.OUT_OF_PLACE),
+        overlapped=False,
+        fused=False,
+        present=True,
+        lora=False,
+        all_to_all=False,
+    )
+    return "shared experts last" if last and layer.family == DEEPSEEK else ""
+
+
 CHANGE = Change(
     name="deferred-shared-experts",
     summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
+    looks_at=(
+        ("`models/deepseek_v2.py`, `DeepseekV2MoE.forward_normal`", "is `defer_shared` still decided by `inplace`?"),
+    ),
+    does=_does,
 )

@@ -199,4 +199,11 @@ CHANGE = Change(
     summary="NVFP4 expert weights are shuffled in place, without a second copy of the layer",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM),
+    looks_at=(
+        (
+            f"`layers/quantization/utils.py` (`{_FUNCTION}`), `moe_runner/flashinfer_trtllm.py` "
+            "(`align_fp4_moe_weights_…`), `quantization/modelopt_quant.py` (`create_weights`)",
+            "same parameters? looked up when called? `copy_or_rebind_param`? placeholders?",
+        ),
+    ),
 )

@@ -23,6 +23,14 @@ class Family:
     block: str = "mlp"
 
 
+LOOKS_AT = (
+    (
+        "`models/`, each family's decoder layer and the loop over the layers (`dead_input/families.py`)",
+        "is the layer's input still given up with its first norm? does the loop keep it? where is the residual "
+        "(argument, `forward_batch.residual_stream`)? is there a layer of a new kind?",
+    ),
+)
+"""As a change's ``looks_at``."""
 DEEPSEEK = "deepseek_v2"
 """The family whose shared experts can run last, and whose attention inputs are held."""
 FAMILIES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +19,21 @@ from sglang_moe_patches.changes import CHANGES
 FOUND = json.loads(pages.FOUND.read_text())
 
 
-def test_every_release_was_asked_about_every_change_and_passed_its_tests():
+def test_every_release_was_asked_and_passed_its_tests():
     assert list(FOUND) == list(releases.ALL)
     for release, facts in FOUND.items():
-        assert list(facts["changes"]) == [change.name for change in CHANGES], release
         assert compatibility.passed(facts["tests"]), release
+
+
+def test_every_release_was_asked_about_every_change_but_those_of_the_next_version():
+    """Who writes a change has the default release alone; who merges it has all of them."""
+    names = [change.name for change in CHANGES]
+    unreleased = (pages.ROOT / "CHANGELOG.md").read_text().partition("## Unreleased")[2].partition("\n## ")[0]
+    new = {name for name in names if name in unreleased}
+    for release, facts in FOUND.items():
+        asked = list(facts["changes"])
+        assert asked == [name for name in names if name in asked], release
+        assert set(names) - set(asked) <= new, release
 
 
 @pytest.mark.parametrize(
@@ -44,14 +53,6 @@ def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: 
 def test_an_outcome_says_nothing_of_tests_that_were_not_asked_for():
     summary = "11 passed, 1 skipped, 56 deselected, 3 warnings in 67.06s (0:01:07)"
     assert compatibility.outcome(summary) == "11 passed · 1 skipped"
-
-
-def test_each_line_of_the_table_has_its_test():
-    """A test that was renamed would leave the count without a word."""
-    sources = "".join(path.read_text() for path in Path(compatibility.ROOT / "test/engine").glob("test_*.py"))
-    names = re.findall(r"def (test_\w+)", sources)
-    for words in compatibility.TESTS.split(" or "):
-        assert any(words in name for name in names), words
 
 
 def facts(buffer: tuple[str, str], tests: str) -> dict[str, Any]:

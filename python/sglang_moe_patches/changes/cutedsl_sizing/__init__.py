@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from sglang_moe_patches import runners
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
-from sglang_moe_patches.patch import Change, Plan
+from sglang_moe_patches.patch import Change, Layer, Plan, Status
 
 
 def _plan() -> Plan:
@@ -36,6 +36,10 @@ def _plan() -> Plan:
     return wrapper.plan()
 
 
+def _does(layer: Layer, status: Status) -> str:
+    return "output in the dead input" if layer.family and layer.part == runners.CUTEDSL else ""
+
+
 CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
@@ -43,4 +47,12 @@ CHANGE = Change(
     unneeded=runners.unneeded_without(runners.CUTEDSL),
     variables=(BUDGET,),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
+    looks_at=(
+        (
+            "`layers/moe/moe_runner/flashinfer_cutedsl.py` (`ensure_cutedsl_wrapper`), `server_args.py` (what bounds a "
+            "forward's tokens), FlashInfer's `CuteDslMoEWrapper`",
+            "does the wrapper keep buffers? what refuses a larger forward?",
+        ),
+    ),
+    does=_does,
 )

@@ -38,7 +38,8 @@ from typing import Any
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.dead_input import look
-from sglang_moe_patches.patch import Change, Install, Patcher, Plan, Status
+from sglang_moe_patches.dead_input.families import DEEPSEEK
+from sglang_moe_patches.patch import Change, Install, Layer, Patcher, Plan, Status
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -77,6 +78,14 @@ def _dead_input() -> tuple[Install | None, str]:
     return offers.install, offers.note
 
 
+def _does(layer: Layer, status: Status) -> str:
+    if layer.part != "triton":
+        return ""
+    waiting = layer.family == DEEPSEEK and layer.shared_experts  # they still read the runner's input
+    offered = "output in the dead input" if waiting else "in place, the dead input is scratch"
+    return f"{offered}; columns" if layer.family else "columns"
+
+
 CHANGE = Change(
     name="moe-workspace",
     summary="the Triton runner sums over the top-k in columns, in as little as a sixth of its memory; "
@@ -84,4 +93,18 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS,),
+    looks_at=(
+        (
+            "`layers/moe/moe_runner/triton_utils/fused_moe.py` (`_fused_moe_kernel_sequence`), "
+            "`fused_moe_triton_kernels.py` (`invoke_fused_moe_kernel`)",
+            "which `torch.empty` makes the [tokens, top-k, hidden] tensor? who fills it, who sums it, who reads it? "
+            "does the kernel take new arguments?",
+        ),
+        (
+            "`layers/moe/fused_moe_triton/layer.py` (`FusedMoE.run_moe_core`), `layers/moe/topk.py`, "
+            "`token_dispatcher/standard.py`",
+            "token slices: does every runner go through it? which formats of the top-k and of the dispatch are there?",
+        ),
+    ),
+    does=_does,
 )

@@ -27,11 +27,11 @@ Remove when
 
 from __future__ import annotations
 
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.output_buffer import attention_inputs
 from sglang_moe_patches.dead_input import look, takers
-from sglang_moe_patches.dead_input.families import FAMILIES
-from sglang_moe_patches.patch import Change, Patcher, Plan, Status
+from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
+from sglang_moe_patches.patch import ATTENTION, Change, Layer, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
@@ -49,10 +49,26 @@ def _plan() -> Plan:
     return Plan(Status.APPLIED, offers.note, install)
 
 
+def _does(layer: Layer, status: Status) -> str:
+    if layer.family and layer.part in runners.TRTLLM:
+        return "output in the dead input (NVFP4)"
+    held = layer.part == ATTENTION and layer.family == DEEPSEEK
+    return "dropped" if held and status is Status.APPLIED else ""
+
+
 CHANGE = Change(
     name="output-buffer",
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
     f"{', '.join(family.models for family in FAMILIES)}; DeepSeek's attention inputs are dropped with every "
     "runner; other models are left alone",
     plan=_plan,
+    looks_at=(
+        (
+            "`grep -rn moe_output_buffer_ctx .`: `layers/moe/moe_runner/base.py`, `models/deepseek_v2.py` "
+            "(`DeepseekV2DecoderLayer.forward`), and every other model that offers",
+            "does the condition of the offer look at the residual by now? does a new model offer? is the name still "
+            "imported inside `forward`?",
+        ),
+    ),
+    does=_does,
 )
