@@ -60,7 +60,12 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
 
 
 def outcome(summary: str) -> str:
-    """What pytest's last line says, without what was not asked for, and the time: ``11 passed · 1 skipped``."""
+    """What pytest's last line says, without what was not asked for, and the time: ``11 passed · 1 skipped``.
+
+    :param summary: where a process was ended, any last line.
+    """
+    if not re.search(r" in [\d.]+s", summary):
+        return "failed without a summary"
     counts = summary.strip("= \n").split(" in ")[0].split(", ")
     return " · ".join(count for count in counts if not re.search("deselected|warning", count))
 
@@ -75,9 +80,8 @@ def test(release: str, place: Path) -> str:
         ENGINE=release,
     )
     if tested.returncode:
-        print(tested.stdout[-6000:], file=sys.stderr)
-    said = tested.stdout.strip() or tested.stderr.strip()[-200:]
-    return outcome(said.splitlines()[-1])
+        print(tested.stdout[-6000:], tested.stderr[-6000:], f"exit code {tested.returncode}", file=sys.stderr)
+    return outcome(tested.stdout.strip().rpartition("\n")[2])
 
 
 def differences(release: str, found: dict[str, Any]) -> list[str]:
@@ -108,7 +112,7 @@ def record(logs: Path) -> dict[str, Any]:
     runs = {}
     for release in releases.EVERY_TIME:
         log = logs / f"test-{release}.log"
-        found = re.findall(r"^=+ (.*) in [\d.]+s.*=+$", log.read_text() if log.exists() else "", re.MULTILINE)
+        found = re.findall(r"^=+ (.* in [\d.]+s.*)=+$", log.read_text() if log.exists() else "", re.MULTILINE)
         if not found:
             sys.exit(f"{log} has no summary of pytest's; run `make test-all` first")
         counts: dict[str, int] = {}

@@ -44,6 +44,8 @@ def test_every_release_was_asked_about_every_change_but_those_of_the_next_versio
         ("10 passed, 1 error in 12.34s", False),
         ("no tests ran in 0.01s", False),
         ("56 deselected in 0.01s", False),
+        ("Extension modules: one.passed, two.passed (total: 113)", False),
+        ("", False),
     ],
 )
 def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: bool):
