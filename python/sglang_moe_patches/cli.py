@@ -6,13 +6,12 @@ import json as json_module
 import os
 import sys
 import traceback
-from importlib import util
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from sglang_moe_patches import __version__
+from sglang_moe_patches import __version__, extras
 from sglang_moe_patches.reference.families import FAMILIES
 
 app = typer.Typer(
@@ -61,19 +60,11 @@ def require_engine() -> None:
         fail("the engine does not find this package; pip install it into the engine's environment")
 
 
-EXTRAS = {
-    "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2", "matplotlib")),
-    "plan": ("plan", ("psutil", "httpx", "jinja2", "matplotlib")),
-    "make-model": ("model", ("safetensors", "tokenizers")),
-}
-"""The extra that a command needs, and the modules that it brings."""
-
-
 def require_extra(command: str) -> None:
-    extra, modules = EXTRAS[command]
-    missing = [name for name in modules if util.find_spec(name) is None]
-    if missing:
-        fail(f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in a clone of sglang-moe-patches")
+    try:
+        extras.require(command)
+    except extras.Missing as error:
+        fail(str(error))
 
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
@@ -188,7 +179,7 @@ def make_model(
     """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
     unless --bf16 is given."""
     require_extra("make-model")
-    from sglang_moe_patches.reference.model import OF_FAMILY, ModelSpec
+    from sglang_moe_patches.reference.families import OF_FAMILY, ModelSpec
     from sglang_moe_patches.reference.model import make_model as write
 
     try:
@@ -278,12 +269,13 @@ def regress(
     from sglang_moe_patches.reference import environment
     from sglang_moe_patches.regression import regress as regression
     from sglang_moe_patches.regression import report
+    from sglang_moe_patches.servers.subject import Subject
 
-    subject: regression.Servers | regression.Addresses
+    subject: Subject | regression.Addresses
     if model is not None and baseline_url is None and patched_url is None:
         given = list(server_args or [])
         arguments = environment.server_arguments(given) if reference_kernels else given
-        subject = regression.Servers(model, tuple(arguments), startup_timeout, port)
+        subject = Subject(model, tuple(arguments), startup_timeout, port)
     elif model is None and baseline_url is not None and patched_url is not None:
         subject = regression.Addresses(baseline_url, patched_url)
     else:
@@ -370,13 +362,14 @@ def plan(
     from sglang_moe_patches.patch import SELECT_VARIABLE
     from sglang_moe_patches.planning import plan as planning
     from sglang_moe_patches.planning import report
+    from sglang_moe_patches.servers.subject import PATCHED, STOCK, Subject
 
-    both = (planning.STOCK, planning.PATCHED) if os.environ.get(SELECT_VARIABLE) != "none" else (planning.STOCK,)
-    servers = both if only is None else (only,)
+    both = (STOCK, PATCHED) if os.environ.get(SELECT_VARIABLE) != "none" else (STOCK,)
     try:
         found = planning.run(
-            planning.Subject(model, tuple(server_args or ()), startup_timeout, port, servers),
+            Subject(model, tuple(server_args or ()), startup_timeout, port),
             planning.Goal(margin * 1_000_000, prompt_logprobs, verify_seconds if verify else 0.0),
+            servers=both if only is None else (only,),
             environment=child_environment(False),
             output=output,
             console=Console(stderr=json),

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from servers import ROOT, child_environment, on_path
 from sglang_moe_patches.planning import plan, resolve, rule
+from sglang_moe_patches.servers.subject import PATCHED, Subject
 from tiny_moe.mutations import SHIPPED
 
 MODEL = SHIPPED / "model"
@@ -111,11 +112,12 @@ class Planning:
         self.environment = child_environment(**standin, **variables)
         monkeypatch.setattr(plan.machine, "has_gpu", lambda: True)
 
-    def run(self, *arguments: str, servers: tuple[str, ...] = (plan.PATCHED,), verify_s: float = 0.0) -> Any:
+    def run(self, *arguments: str, servers: tuple[str, ...] = (PATCHED,), verify_s: float = 0.0) -> Any:
         return plan.run(
-            plan.Subject(str(MODEL), (*SERVED, *arguments), servers=servers),
+            Subject(str(MODEL), (*SERVED, *arguments)),
             # The engine makes tensors of log-probabilities on "cuda" whatever the device.
             plan.Goal(1_000_000_000, logprobs=False, verify_s=verify_s),
+            servers=servers,
             environment=self.environment,
             output=self.output,
             console=Console(file=self.said, width=160),

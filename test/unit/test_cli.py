@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli, doctor, patch, runners
+from sglang_moe_patches import __version__, cli, doctor, extras, patch, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.dead_input.families import FAMILIES
@@ -165,7 +165,7 @@ def test_what_cannot_be_served_is_refused_at_once_and_in_the_help(tmp_path, mode
 
 def test_help_names_every_refused_argument():
     shown = " ".join(regress_help().split())
-    for name in refusals.REFUSED:
+    for name in regress.REFUSED:
         wanted = "--ssl-*" if "ssl" in name else "--grpc-mode" if "grpc" in name else name
         assert wanted in shown, name
 
@@ -178,7 +178,17 @@ def regress_help() -> str:
     "given", [["--nnodes", "1"], ["--disaggregation-mode", "null"], ["--tp", "4"], ["--config", "no"]]
 )
 def test_what_can_be_served_is_not_refused(given):
-    refusals.check_server_arguments(given)
+    refusals.check_server_arguments(given, regress.REFUSED)
+
+
+def test_a_file_s_setting_is_passed_over_where_the_command_in_hand_gives_it_itself(tmp_path):
+    """The command line wins over ``--config``; which flags are given there is a matter of the command."""
+    file = tmp_path / "server.yaml"
+    file.write_text("seed: 1\nport: 30000\n")
+    given = ["--config", str(file)]
+    refusals.check_server_arguments(given, {"--seed": refusals.Refusal("it is ours", "leave it out", ours=True)})
+    with pytest.raises(ValueError, match="--port: it is not ours"):
+        refusals.check_server_arguments(given, {"--port": refusals.Refusal("it is not ours", "leave it out")})
 
 
 @pytest.mark.parametrize(
@@ -227,7 +237,7 @@ def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
 
 # --- Extras -----------------------------------------------------------------------------------------------------------
 
-EXTRA = sorted({name for _, modules in cli.EXTRAS.values() for name in modules})
+EXTRA = sorted({name for _, modules in extras.EXTRAS.values() for name in modules})
 WITHOUT_EXTRAS = f"""
 import sys
 if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's processes need some of them themselves
@@ -237,7 +247,7 @@ if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's
 
 def test_every_module_of_an_extra_is_asked_for():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for extra, modules in cli.EXTRAS.values():
+    for extra, modules in extras.EXTRAS.values():
         brought = {re.split(r"[^\w-]", each)[0] for each in project["optional-dependencies"][extra]}
         assert set(modules) == brought
 

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.observers import memory
 from sglang_moe_patches.planning import load, measure, need, report, rule, verify
-from sglang_moe_patches.planning.measure import Measured
+from sglang_moe_patches.planning.measure import Measured, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
-from sglang_moe_patches.planning.verify import Verified
 from sglang_moe_patches.reference import environment as machine
 from sglang_moe_patches.servers import gpu, refusals
 from sglang_moe_patches.servers.client import Client, Unanswered, watched
@@ -27,12 +25,11 @@ from sglang_moe_patches.servers.folders import keep, logs_in, scratch
 from sglang_moe_patches.servers.interrupts import Interrupts
 from sglang_moe_patches.servers.keeper import StillRunning
 from sglang_moe_patches.servers.refusals import Refusal
-from sglang_moe_patches.servers.server import Server, ServerFailed, port_in_use, shown_starting
+from sglang_moe_patches.servers.server import Server, ServerFailed, shown_starting
+from sglang_moe_patches.servers.subject import PATCHED, STOCK, PortInUse, Subject
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-STOCK, PATCHED = "stock", "patched"
 
 
 class CannotPlan(RuntimeError):
@@ -43,31 +40,8 @@ class TooLow(CannotPlan):
     """With that fraction the weights alone leave nothing for a KV cache."""
 
 
-ENDS_A_PLAN = (StillRunning, gpu.MemoryHeld, measure.NotObserved)
+ENDS_A_PLAN = (StillRunning, gpu.MemoryHeld, PortInUse, measure.NotObserved)
 """What else a server can bring about that no plan survives; the messages say what to do."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is served.
-
-    :param arguments: of the server, without model, host and port.
-    :param startup_timeout: seconds until a server must answer.
-    :param port: of every server, one after the other; ``None`` for free ones.
-    :param servers: ``STOCK``, ``PATCHED`` or both.
-    """
-
-    model: str
-    arguments: tuple[str, ...]
-    startup_timeout: float = 1800
-    port: int | None = None
-    servers: tuple[str, ...] = (STOCK, PATCHED)
-
-    @property
-    def given(self) -> list[str]:
-        """Server arguments with the model."""
-        path = Path(self.model).expanduser()
-        return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -96,24 +70,10 @@ def _on(value: str) -> bool:
     return value not in ("", "0", "0.0")
 
 
-_HERE = "start it on one machine; plan starts and ends processes on this one only"
 _OTHER_POOLS = "plan knows one KV cache and what comes after it; set --mem-fraction-static by hand"
-_OWN = Refusal("plan sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1")
-_HTTP = Refusal("the servers are asked over plain HTTP", "leave it out: memory is the same")
-_TLS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh")
 REFUSED: dict[str, Refusal] = {
+    **refusals.of_every_command("plan", same="memory is", instead="set --mem-fraction-static by hand"),
     "--mem-fraction-static": Refusal("this is what plan finds", "leave it out"),
-    **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
-    **dict.fromkeys((*_TLS, "--grpc-mode", "--smg-grpc-mode"), _HTTP),
-    **dict.fromkeys(("--api-key", "--admin-api-key"), Refusal("the load sends no key", "leave it out")),
-    **dict.fromkeys(
-        ("--is-embedding", "--encoder-only"), Refusal("plan drives generation, and this server does none", _OTHER_POOLS)
-    ),
-    "--nnodes": Refusal("the ranks of other machines are not watched", _HERE, lambda n: n != "1"),
-    "--use-ray": Refusal("the ranks of other machines are not watched", _HERE),
-    "--disaggregation-mode": Refusal(
-        "one half of a pair is driven by the other", _OTHER_POOLS, lambda mode: mode != "null"
-    ),
     "--enable-memory-saver": Refusal("memory comes and goes while it serves", _OTHER_POOLS),
     "--cpu-offload-gb": Refusal("weights come and go while it serves", _OTHER_POOLS, _on),
     "--offload-group-size": Refusal(
@@ -125,20 +85,18 @@ REFUSED: dict[str, Refusal] = {
     "--enable-pdmux": Refusal("prefill and decode run at the same time", _OTHER_POOLS),
     "--enable-hisparse": Refusal("its KV cache lies on the host as well", _OTHER_POOLS),
     "--prefill-only-disable-kv-cache": Refusal("there is no KV cache to enlarge", "nothing is to be planned"),
-    "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", _OTHER_POOLS),
-    "--delete-ckpt-after-loading": Refusal("the next server needs the checkpoint, too", "leave it out"),
     "--max-queued-requests": Refusal("the load is longer than the queue would be", "leave it out: memory is the same"),
 }
 """Server arguments that are refused, by name."""
 POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
-def check(subject: Subject, environment: Mapping[str, str], output: Path) -> None:
+def check(subject: Subject, servers: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
     """Find out what is wrong before a minute is spent on starting a server.
 
     :raises CannotPlan: one line that names the argument and what to give instead.
     """
-    for name in subject.servers:
+    for name in servers:
         if name not in (STOCK, PATCHED):
             raise CannotPlan(f"--only {name}: give {STOCK} or {PATCHED}")
         if name == PATCHED and environment.get(patch.SELECT_VARIABLE) == "none":
@@ -148,20 +106,11 @@ def check(subject: Subject, environment: Mapping[str, str], output: Path) -> Non
         raise CannotPlan("no NVIDIA GPU here; plan measures on the machine that will serve")
     try:
         refusals.check_output(output)
-        refusals.check_server_arguments(list(subject.arguments), REFUSED)
-        refusals.check_model(subject.model)
-        refusals.check_plugins(environment)
-        patch.check_environment(CHANGES, environment)
+        subject.check(REFUSED, environment)
     except ValueError as error:
         raise CannotPlan(str(error)) from None
     if environment.get(POST_CAPTURE, "").lower() in ("1", "true", "yes", "y"):
         raise CannotPlan(f"{POST_CAPTURE}: there the engine itself sizes the KV cache by what is left; leave it out")
-    _check_port(subject.port)
-
-
-def _check_port(port: int | None) -> None:
-    if port is not None and port_in_use(port):
-        raise CannotPlan(f"port {port} is in use; choose another --port, or leave it out for a free one")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -171,6 +120,7 @@ def run(
     subject: Subject,
     goal: Goal,
     *,
+    servers: Sequence[str] = (STOCK, PATCHED),
     environment: dict[str, str],
     output: Path,
     console: Console,
@@ -178,12 +128,13 @@ def run(
 ) -> Plan:
     """Find the fraction of each server, print it, and write plan.json, plan.html and the servers' logs.
 
+    :param servers: ``STOCK``, ``PATCHED`` or both.
     :param environment: of the servers.
     :param gpu_memory_mib: told to the engine's resolver; ``None``: it asks the GPU.
     :raises CannotPlan: a plan could not be made; logs and records are in ``output`` all the same.
     :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
-    check(subject, environment, output)
+    check(subject, servers, environment, output)
     planned = False
     with Interrupts() as interrupts, scratch() as logs:
         try:
@@ -195,8 +146,8 @@ def run(
                 raise CannotPlan(str(error)) from None
             interrupts.check()
             session = Session(subject, goal, environment, logs, console, interrupts.check)
-            servers = tuple(session.plan(name) for name in subject.servers)
-            found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, servers)
+            plans = tuple(session.plan(name) for name in servers)
+            found = Plan(engine.version() or "unknown", subject.model, subject.arguments, goal.margin, ruled, plans)
             report.write(found, output)
             planned = True
             report.print_table(found, console)
@@ -255,18 +206,14 @@ class Session:
     @contextmanager
     def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, memory.Watch]]:
         """A server with that fraction, or with the engine's own."""
-        _check_port(self.subject.port)
         if self.started:
             gpu.wait_until_free(self.before, self.interrupt, ended="last", following=f"next ({name})")
         self.started += 1
-        variables = {patch.SELECT_VARIABLE: "none"} if name == STOCK else {}
-        given = self.subject.given
-        if fraction is not None:
-            given = [*given, "--mem-fraction-static", f"{fraction:.3f}"]
+        more = [] if fraction is None else ["--mem-fraction-static", f"{fraction:.3f}"]
         with scratch() as folder:
-            child = {**self.environment, **variables, memory.VARIABLE: str(folder)}
+            child = {**self.environment, memory.VARIABLE: str(folder)}
             self.log = self.logs / f"{self.started}-{name}.log"
-            server = Server(name, given, child, self.log, timeout=self.subject.startup_timeout, port=self.subject.port)
+            server = self.subject.server(name, child, self.log, *more)
             watch = memory.Watch(folder)
             try:
                 with shown_starting(server, self.console, self.interrupt):

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_moe_patches.cli import require_extra
+from sglang_moe_patches import extras
 
 
 def main(
@@ -28,16 +28,21 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("plan-survive"),
 ) -> None:
     """Print what came of it as one JSON object."""
-    require_extra("plan")
+    try:
+        extras.require("plan")
+    except extras.Missing as error:
+        typer.echo(f"survive: {error}", err=True)
+        raise typer.Exit(2) from None
     from rich.console import Console
 
     from sglang_moe_patches.planning import plan
     from sglang_moe_patches.servers.folders import keep, logs_in, scratch
     from sglang_moe_patches.servers.interrupts import Interrupts
+    from sglang_moe_patches.servers.subject import Subject
 
-    subject = plan.Subject(model, tuple(server_args or ()), servers=(only,))
+    subject = Subject(model, tuple(server_args or ()))
     try:
-        plan.check(subject, os.environ, output)
+        plan.check(subject, (only,), os.environ, output)
         with Interrupts() as interrupts, scratch() as logs:
             goal = plan.Goal(0, False, seconds)
             session = plan.Session(subject, goal, dict(os.environ), logs, Console(stderr=True), interrupts.check)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.regression import gsm8k, report
 from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
@@ -19,12 +18,14 @@ from sglang_moe_patches.servers import gpu, refusals
 from sglang_moe_patches.servers.folders import keep, logs_in, scratch
 from sglang_moe_patches.servers.interrupts import Interrupts
 from sglang_moe_patches.servers.keeper import StillRunning
-from sglang_moe_patches.servers.server import Server, ServerFailed, port_in_use, shown_starting
+from sglang_moe_patches.servers.refusals import Refusal
+from sglang_moe_patches.servers.server import ServerFailed, shown_starting
+from sglang_moe_patches.servers.subject import PATCHED, STOCK, PortInUse, Subject
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Servers", "check", "run"]
+__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Subject", "check", "run"]
 
 
 class CannotRun(RuntimeError):
@@ -33,21 +34,6 @@ class CannotRun(RuntimeError):
 
 class PatchedFailed(RuntimeError):
     """The patched server failed to start or to answer where the stock server did not: that is worse."""
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Two servers to start, alike but for ``SGLANG_MOE_PATCHES``.
-
-    :param arguments: of both, without model, host and port.
-    :param startup_timeout: seconds until a server must answer.
-    :param port: of both, one after the other; ``None`` for free ones.
-    """
-
-    model: str
-    arguments: tuple[str, ...]
-    startup_timeout: float
-    port: int | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +52,21 @@ class Criterion:
     alpha: float
 
 
+SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
+REFUSED: dict[str, Refusal] = {
+    **refusals.of_every_command(
+        "regress",
+        same="answers are",
+        instead=SERVE_YOURSELF,
+        of_a_pair=f"put a router before each pair, {SERVE_YOURSELF}",
+    ),
+    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
+}
+"""Server arguments that are refused, by name."""
+
+
 def check(
-    subject: Servers | Addresses,
+    subject: Subject | Addresses,
     evaluation: Evaluation,
     criterion: Criterion,
     environment: Mapping[str, str],
@@ -81,11 +80,8 @@ def check(
         if evaluation.data_path is not None:
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
         refusals.check_output(output)
-        if isinstance(subject, Servers):
-            refusals.check_server_arguments(list(subject.arguments))
-            refusals.check_model(subject.model)
-            refusals.check_plugins(environment)
-            patch.check_environment(CHANGES, environment)
+        if isinstance(subject, Subject):
+            subject.check(REFUSED, environment)
         else:
             refusals.check_address("--baseline-url", subject.stock)
             refusals.check_address("--patched-url", subject.patched)
@@ -97,17 +93,10 @@ def check(
             f"{evaluation.questions} questions cannot show a drop in accuracy at --alpha {criterion.alpha:g}; ask at "
             f"least {least} (--num-questions), or compare answers one by one (--require-identical)"
         )
-    if isinstance(subject, Servers):
-        _check_port(subject.port)
-
-
-def _check_port(port: int | None) -> None:
-    if port is not None and port_in_use(port):
-        raise CannotRun(f"port {port} is in use; choose another --port, or leave it out for a free one")
 
 
 def run(
-    subject: Servers | Addresses,
+    subject: Subject | Addresses,
     evaluation: Evaluation,
     criterion: Criterion,
     *,
@@ -130,7 +119,7 @@ def run(
     with Interrupts() as interrupts, scratch() as logs:
         ask = _Asking(evaluation, environment, interrupts.check)
         try:
-            for each in ask.servers(subject, logs, console) if isinstance(subject, Servers) else ask.addresses(subject):
+            for each in ask.servers(subject, logs, console) if isinstance(subject, Subject) else ask.addresses(subject):
                 runs.append(each)
             comparison = compare(*runs, require_identical=criterion.require_identical, alpha=criterion.alpha)
             report.print_table(comparison, console)
@@ -170,11 +159,11 @@ class _Asking:
 
     def addresses(self, subject: Addresses) -> Iterator[Run]:
         """Stock, then patched; see :func:`run`."""
-        name = "stock"
+        name = STOCK
         try:
-            for found in self.urls({"stock": subject.stock, "patched": subject.patched}):
+            for found in self.urls({STOCK: subject.stock, PATCHED: subject.patched}):
                 yield found
-                name = "patched"
+                name = PATCHED
         except gsm8k.EvaluationFailed as error:
             raise _failure(name)(str(error)) from error
 
@@ -186,7 +175,7 @@ class _Asking:
             with scratch() as work:
                 yield self._evaluate(name, url, work, command=(url,), release=releases[name])
 
-    def servers(self, subject: Servers, logs: Path, console: Console) -> Iterator[Run]:
+    def servers(self, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
         """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
 
         One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
@@ -196,24 +185,18 @@ class _Asking:
         """
         before = gpu.used_mib()
         try:
-            yield from self._server("stock", {patch.SELECT_VARIABLE: "none"}, subject, logs, console)
+            yield from self._server(STOCK, subject, logs, console)
             gpu.wait_until_free(before, self.interrupt)
-            yield from self._server("patched", {}, subject, logs, console)
-        except (StillRunning, gpu.MemoryHeld) as error:
+            yield from self._server(PATCHED, subject, logs, console)
+        except (StillRunning, gpu.MemoryHeld, PortInUse) as error:
             raise CannotRun(str(error)) from error
 
-    def _server(
-        self, name: str, variables: dict[str, str], subject: Servers, logs: Path, console: Console
-    ) -> Iterator[Run]:
-        _check_port(subject.port)
-        path = Path(subject.model).expanduser()
-        given = ["--model-path", str(path) if path.exists() else subject.model, *subject.arguments]
+    def _server(self, name: str, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
         with scratch() as work:
             observed = work / "observed"
             observed.mkdir()
-            child = {**self.environment, **variables, forwards.VARIABLE: str(observed)}
-            log = logs / f"{name}.log"
-            server = Server(name, given, child, log, timeout=subject.startup_timeout, port=subject.port)
+            child = {**self.environment, forwards.VARIABLE: str(observed)}
+            server = subject.server(name, child, logs / f"{name}.log")
             try:
                 with ExitStack() as stack:
                     with shown_starting(server, console, self.interrupt):
@@ -256,7 +239,7 @@ class _Asking:
 
 
 def _failure(name: str) -> type[CannotRun | PatchedFailed]:
-    return CannotRun if name == "stock" else PatchedFailed
+    return CannotRun if name == STOCK else PatchedFailed
 
 
 def _with_figures(found: Run, figures: dict[str, Any]) -> Run:

@@ -1,4 +1,4 @@
-"""What ``regress`` is given, and why it cannot serve it: found out before a server is started."""
+"""What a command is given, and why it cannot serve it: found out before a server is started."""
 
 from __future__ import annotations
 
@@ -13,60 +13,65 @@ from urllib.parse import urlsplit
 from sglang_moe_patches.reference.environment import PLUGIN
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A server argument that ``regress`` cannot serve.
+    """A server argument that a command cannot serve.
 
     :param applies: whether it is refused, from its value ("" for none).
+    :param ours: the command gives it on the command line, which wins over what ``--config`` says.
     """
 
     why: str
     instead: str
     applies: Callable[[str], bool] = lambda value: True
+    ours: bool = False
 
 
-_OWN = Refusal("regress sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1")
-_TLS = Refusal("the servers listen on 127.0.0.1 and are asked over plain HTTP", "leave it out: answers are the same")
-_KEY = Refusal(
-    "the engine's evaluation sends no key", "leave it out: the servers listen on 127.0.0.1 for this run alone"
-)
-_NO_ANSWERS = Refusal("regress compares generated answers, and this server gives none", "compare a generating server")
+def of_every_command(command: str, *, same: str, instead: str, of_a_pair: str = "") -> dict[str, Refusal]:
+    """What no command can serve that starts servers on this machine, one after the other, and asks them over HTTP.
 
-REFUSED: dict[str, Refusal] = {
-    **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
-    **dict.fromkeys(
-        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh"), _TLS
-    ),
-    **dict.fromkeys(("--api-key", "--admin-api-key"), _KEY),
-    **dict.fromkeys(("--is-embedding", "--encoder-only"), _NO_ANSWERS),
-    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
-    "--nnodes": Refusal("regress starts and ends processes on this machine only", SERVE_YOURSELF, lambda n: n != "1"),
-    "--use-ray": Refusal("regress starts and ends processes on this machine only", SERVE_YOURSELF),
-    "--disaggregation-mode": Refusal(
-        "one half of a pair answers nothing by itself",
-        f"put a router before each pair, {SERVE_YOURSELF}",
-        lambda mode: mode != "null",
-    ),
-    **dict.fromkeys(
-        ("--grpc-mode", "--smg-grpc-mode"),
-        Refusal("the servers are asked over HTTP", "leave it out: answers are the same"),
-    ),
-    "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", SERVE_YOURSELF),
-    "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
-}
-"""Server arguments that are refused, by name."""
+    :param command: its name.
+    :param same: what TLS or gRPC would not change: "answers are", say.
+    :param instead: what to do where the command cannot start the servers.
+    :param of_a_pair: the same of one half of a pair (disaggregation), where that is something else.
+    """
+    own = Refusal(
+        f"{command} sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True
+    )
+    http = Refusal("the servers listen on 127.0.0.1 and are asked over plain HTTP", f"leave it out: {same} the same")
+    key = Refusal("no key is sent", "leave it out: the servers listen on 127.0.0.1 for this run alone")
+    no_answers = Refusal(
+        f"{command} asks for generated answers, and this server gives none", "serve a model that generates"
+    )
+    elsewhere = f"{command} starts, watches and ends processes on this machine only"
+    return {
+        **dict.fromkeys(("--host", "--port", "--model", "--model-path"), own),
+        **dict.fromkeys(
+            ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh"),
+            http,
+        ),
+        **dict.fromkeys(("--grpc-mode", "--smg-grpc-mode"), http),
+        **dict.fromkeys(("--api-key", "--admin-api-key"), key),
+        **dict.fromkeys(("--is-embedding", "--encoder-only"), no_answers),
+        "--nnodes": Refusal(elsewhere, instead, lambda n: n != "1"),
+        "--use-ray": Refusal(elsewhere, instead),
+        "--disaggregation-mode": Refusal(
+            "one half of a pair answers nothing by itself", of_a_pair or instead, lambda mode: mode != "null"
+        ),
+        "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", instead),
+        "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
+    }
 
 
-def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
+def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal]) -> None:
     """Refuse what a command cannot serve.
 
-    :param refused: by that command.
+    :param refused: server arguments, by name.
     :raises ValueError: one of them cannot be served; the message says why and what to do instead.
     """
-    for flag, value in [*_pairs(arguments), *_from_config(arguments)]:
+    for flag, value in [*_pairs(arguments), *_from_config(arguments, refused)]:
         # The engine's parser takes the beginning of a name for it, where no other name begins so.
         name = flag if flag in refused else next((name for name in refused if name.startswith(flag)), "")
         if name and flag != "--" and refused[name].applies(value):
@@ -81,7 +86,7 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
             yield flag, value if equals else ("" if following.startswith("--") else following)
 
 
-def _from_config(arguments: list[str]) -> Iterator[tuple[str, str]]:
+def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
     """What the engine reads from ``--config FILE``; what stands on the command line, as ours does, wins over it."""
     for flag, value in _pairs(arguments):
         if flag != "--config":
@@ -92,7 +97,8 @@ def _from_config(arguments: list[str]) -> Iterator[tuple[str, str]]:
             continue
         for name, setting in settings.items() if isinstance(settings, dict) else ():
             given = f"--{str(name).replace('_', '-')}"
-            if setting is not False and REFUSED.get(given) is not _OWN:
+            ours = given in refused and refused[given].ours
+            if setting is not False and not ours:
                 yield given, str(setting)
 
 

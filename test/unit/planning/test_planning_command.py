@@ -20,9 +20,8 @@ from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
 from sglang_moe_patches.planning import measure, plan, report, rule, survive
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed
+from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
-from sglang_moe_patches.planning.verify import Verified
 
 SLOW = ROOT / "test/standins/engine_that_is_slow"
 """An engine that takes an hour to be imported."""
@@ -78,7 +77,7 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch) -> None:
         (("--cpu-offload-gb", "4"), "--cpu-offload-gb: weights come and go"),
         (("--disaggregation-mode", "prefill"), "--disaggregation-mode: one half of a pair"),
         (("--lora-paths", "a"), "--lora-paths: adapters"),
-        (("--nnodes", "2"), "--nnodes: the ranks of other machines"),
+        (("--nnodes", "2"), "--nnodes: plan starts, watches and ends processes on this machine only"),
         (("--enable-pdmux",), "--enable-pdmux: prefill and decode run at the same time"),
         (("--max-queued-requests", "8"), "--max-queued-requests: the load is longer than the queue"),
     ],
