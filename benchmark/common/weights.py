@@ -69,7 +69,7 @@ class Served:
 def config(served: Served) -> dict[str, Any]:
     """config.json of these layers."""
     whole = served.model
-    spec = model.ModelSpec(
+    spec = families.ModelSpec(
         family=whole.family,
         layers=served.layers,
         dense_layers=served.dense_layers,
@@ -77,11 +77,11 @@ def config(served: Served) -> dict[str, Any]:
         top_k=whole.top_k,
         hidden=whole.hidden,
         moe_intermediate=whole.moe_intermediate,
-        intermediate=whole.intermediate or model.OF_FAMILY,
+        intermediate=whole.intermediate or families.OF_FAMILY,
         heads=whole.heads,
         kv_heads=whole.kv_heads,
         shared_experts=whole.shared_experts,
-        q_lora_rank=whole.q_lora_rank or model.ModelSpec.q_lora_rank,
+        q_lora_rank=whole.q_lora_rank or families.ModelSpec.q_lora_rank,
         max_position=65536,
     )
     values = model.config(spec, quantized=served.quantization == "nvfp4")
@@ -116,7 +116,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
     """Every tensor of the checkpoint that ``config.json`` describes, by name."""
     import torch
 
-    spec = model.ModelSpec(**c[model.MARKER])
+    spec = families.ModelSpec(**c[model.MARKER])
     quantization = c.get("quantization_config", {}).get("quant_method")
 
     def generator(name: str) -> torch.Generator:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_moe_patches.planning.need import Trial
-
-if TYPE_CHECKING:
-    from sglang_moe_patches.planning.verify import Verified
 
 Event = Mapping[str, Any]
 
@@ -59,6 +56,34 @@ class PhaseNeed:
     grown: int
     lowest_free: int
     rank: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of a verification (:mod:`.verify`).
+
+    :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us, every rank seen.
+    :param reasons: why it did not hold.
+    :param fraction: ``--mem-fraction-static``.
+    :param lowest_free: bytes by rank.
+    :param requests: answered; ``aborted``: whose client went away.
+    :param retractions: batches from which the scheduler took requests back, by the server's log.
+    :param usage: the highest token usage of the KV cache that the log names; 0 to 1.
+    :param not_seen: what the load was to bring about and did not.
+    :param ran_out: it did not hold for want of memory.
+    """
+
+    held: bool
+    fraction: float
+    reasons: tuple[str, ...] = ()
+    lowest_free: Mapping[str, int] = field(default_factory=dict)
+    requests: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    usage: float = 0.0
+    cache_tokens: int = 0
+    not_seen: tuple[str, ...] = ()
+    ran_out: bool = False
 
 
 @dataclass(frozen=True)

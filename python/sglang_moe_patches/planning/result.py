@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_moe_patches.planning.measure import Measured
+from sglang_moe_patches.planning.measure import Measured, Verified
 from sglang_moe_patches.planning.rule import Rule
-from sglang_moe_patches.planning.verify import Verified
 
 MB = 1_000_000
 

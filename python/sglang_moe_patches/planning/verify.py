@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_moe_patches.observers.memory import Watch
 from sglang_moe_patches.planning import measure
 from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
+from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.servers.server import Server
 
@@ -33,34 +33,6 @@ FILLING = 0.75
 """Part of the time that filling the KV cache may take."""
 FILLED = 0.95
 """From which token usage on the KV cache counts as full."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What came of it.
-
-    :param held: no out-of-memory, no retry of the allocator, every request answered or aborted by us, every rank seen.
-    :param reasons: why it did not hold.
-    :param fraction: ``--mem-fraction-static``.
-    :param lowest_free: bytes by rank.
-    :param requests: answered; ``aborted``: whose client went away.
-    :param retractions: batches from which the scheduler took requests back, by the server's log.
-    :param usage: the highest token usage of the KV cache that the log names; 0 to 1.
-    :param not_seen: what the load was to bring about and did not.
-    :param ran_out: it did not hold for want of memory.
-    """
-
-    held: bool
-    fraction: float
-    reasons: tuple[str, ...] = ()
-    lowest_free: Mapping[str, int] = field(default_factory=dict)
-    requests: int = 0
-    aborted: int = 0
-    retractions: int = 0
-    usage: float = 0.0
-    cache_tokens: int = 0
-    not_seen: tuple[str, ...] = ()
-    ran_out: bool = False
 
 
 def verify(

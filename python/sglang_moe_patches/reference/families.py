@@ -7,11 +7,8 @@ DeepSeek-V3, Qwen3-235B-A22B, GLM-4.5 and MiniMax-M2, as the engine's model clas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from sglang_moe_patches.reference.model import ModelSpec
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 # Attention sizes that the engine is known to work with; not worth an option each.
 KV_LORA_RANK = 512
@@ -22,6 +19,9 @@ HEAD_DIM = 128
 """Of the families without multi-head latent attention."""
 
 ROUTED_SCALING_FACTOR = 2.5
+
+ROW_MULTIPLE = 128
+"""Rows of a weight that the TRT-LLM kernel's block scale layout comes in."""
 
 Kind = Literal["linear", "norm", "embedding", "bias", "correction bias"]
 
@@ -227,6 +227,112 @@ FAMILIES = {
         projections=("w1", "w3", "w2"),
     ),
 }
+
+
+def _require(condition: bool, field: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{field} must be {rule}, got {value!r}")
+
+
+OF_FAMILY: Any = None
+"""A size that the family decides, if it is not given."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of the tiny model; the defaults make a checkpoint of about 11 MB.
+
+    :raises ValueError: a field breaks its rule; the message names both.
+    """
+
+    layers: int = 4
+    """Decoder layers, not counting the NextN layer."""
+    dense_layers: int = OF_FAMILY
+    """Leading layers with a dense MLP instead of experts (``first_k_dense_replace``): 1 where the family has them."""
+    experts: int = 8
+    """Routed experts per MoE layer."""
+    top_k: int = 2
+    """Routed experts per token."""
+    hidden: int = 256
+    moe_intermediate: int = 128
+    heads: int = 4
+    shared_experts: int = OF_FAMILY
+    """1 where the family has them."""
+    seed: int = 0
+    nextn: bool = False
+    """Also write a NextN layer, for speculative decoding."""
+    max_position: int = 8192
+    """Longest sequence in tokens."""
+    family: str = "deepseek-v3"
+    """One of ``FAMILIES``."""
+    kv_heads: int = OF_FAMILY
+    """Heads of keys and values: half as many as ``heads``, and as many in families with latent attention."""
+    intermediate: int = OF_FAMILY
+    """Intermediate size of the dense layers: twice ``hidden``."""
+    q_lora_rank: int = 128
+    """Rank of the queries' latent, in families with latent attention."""
+
+    def __post_init__(self) -> None:
+        _require(self.family in FAMILIES, "family", f"one of {', '.join(FAMILIES)}", self.family)
+        family = FAMILIES[self.family]
+        for field, default in {
+            "dense_layers": min(family.dense_layers or 0, self.layers),
+            "shared_experts": family.shared_experts or 0,
+            "kv_heads": self.heads if family.latent_attention else max(1, self.heads // 2),
+            "intermediate": 2 * self.hidden,
+        }.items():
+            if getattr(self, field) is OF_FAMILY:
+                object.__setattr__(self, field, default)
+        for field, value in asdict(self).items():
+            if field != "family":
+                kind = bool if field == "nextn" else int
+                _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
+        _require(self.layers >= 1, "layers", "at least 1", self.layers)
+        _require(
+            0 <= self.dense_layers <= self.layers, "dense_layers", f"0 to layers ({self.layers})", self.dense_layers
+        )
+        _require(self.experts >= 2, "experts", "at least 2", self.experts)
+        _require(1 <= self.top_k <= self.experts, "top_k", f"1 to experts ({self.experts})", self.top_k)
+        for field in ("hidden", "moe_intermediate", "intermediate"):
+            value = getattr(self, field)
+            _require(value > 0 and value % ROW_MULTIPLE == 0, field, f"a positive multiple of {ROW_MULTIPLE}", value)
+        _require(self.heads >= 1, "heads", "at least 1", self.heads)
+        _require(
+            self.kv_heads >= 1 and self.heads % self.kv_heads == 0,
+            "kv_heads",
+            f"a divisor of heads ({self.heads})",
+            self.kv_heads,
+        )
+        _require(
+            not family.latent_attention or self.kv_heads == self.heads,
+            "kv_heads",
+            f"heads ({self.heads}) for {self.family}",
+            self.kv_heads,
+        )
+        _require(self.q_lora_rank >= 1, "q_lora_rank", "at least 1", self.q_lora_rank)
+        _require(self.shared_experts >= 0, "shared_experts", "at least 0", self.shared_experts)
+        for field in ("dense_layers", "shared_experts"):
+            value = getattr(self, field)
+            _require(getattr(family, field) is not None or value == 0, field, f"0 for {self.family}", value)
+        _require(self.seed >= 0, "seed", "at least 0", self.seed)
+        _require(
+            self.max_position >= 256 and self.max_position % 2 == 0,
+            "max_position",
+            "even and at least 256",
+            self.max_position,
+        )
+        _require(not self.nextn or family.nextn, "nextn", f"false for {self.family}", self.nextn)
+        # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
+        _require(not self.nextn or self.layers >= 2, "nextn", "false when there is one layer", self.nextn)
+
+    @property
+    def expert_groups(self) -> tuple[int, int]:
+        """(n_group, topk_group) of DeepSeek-V3's grouped routing.
+
+        A group is scored by its two best experts, so it needs two, and the chosen groups together need top_k.
+        """
+        grouped = self.experts % 4 == 0 and self.experts >= 8 and self.experts // 2 >= self.top_k
+        return (4, 2) if grouped else (1, 1)
 
 
 def expert_prefix(spec: ModelSpec, layer: int, expert: int) -> str:

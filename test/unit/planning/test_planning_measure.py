@@ -18,7 +18,7 @@ from sglang_moe_patches.observers import memory as observed
 from sglang_moe_patches.observers import observer
 from sglang_moe_patches.planning import load, measure, need, plan, verify
 from sglang_moe_patches.planning.load import Bound, Configuration
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed
+from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Recommendation
 from sglang_moe_patches.servers.client import Unanswered, watched
 
@@ -335,13 +335,13 @@ class Servers:
 
 def verified(fraction: float, *, held: bool = True, logprobs: bool = False, free: float = 1) -> Measured:
     """A server that was verified and then driven."""
-    found = verify.Verified(held, fraction, lowest_free={"GPU 0": round(free * GB)})
+    found = Verified(held, fraction, lowest_free={"GPU 0": round(free * GB)})
     more: dict[str, Any] = {"logprobs_driven": True, "logprobs_free": GB} if logprobs else {}
     return Measured("stock", fraction, 100 * GB, 1000, GB, lowest_free=round(free * GB), verified=found, **more)
 
 
 def test_a_value_is_verified_by_a_server_that_held_with_it_or_a_higher_one(monkeypatch) -> None:
-    alone = verify.Verified(True, 0.95)
+    alone = Verified(True, 0.95)
     monkeypatch.setattr(plan.Session, "verify", lambda *args: alone)
     session, value = plan.Session.__new__(plan.Session), Recommendation(False, 0.95, 0.96)
     session.goal = plan.Goal(0, verify_s=1)
@@ -360,7 +360,7 @@ def test_what_a_server_said_is_printed_as_it_is(monkeypatch) -> None:
     out = io.StringIO()
     session = plan.Session.__new__(plan.Session)
     session.goal, session.console, session.interrupt = plan.Goal(0, verify_s=1), Console(file=out), lambda: None
-    came = verify.Verified(False, 0.9, ("a request failed: no [/usr/x] here, [dim]",))
+    came = Verified(False, 0.9, ("a request failed: no [/usr/x] here, [dim]",))
     monkeypatch.setattr(plan.verify, "verify", lambda *args, **kwargs: came)
     server: Any = SimpleNamespace(name="stock")
     assert session._verify(server, None, {}, CONFIGURATION, 0.9, False) is came
@@ -382,7 +382,7 @@ def test_without_its_margin_a_plan_counts_what_the_verification_needed(
     held: int, fraction: float, free: float, before_margin: float
 ) -> None:
     value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
-    came = verify.Verified(bool(held), fraction, lowest_free={"GPU 0": 5 * GB, "GPU 1": round(free * GB)})
+    came = Verified(bool(held), fraction, lowest_free={"GPU 0": 5 * GB, "GPU 1": round(free * GB)})
     found = plan.after(value, came, [Measured("stock", 0.95, 100 * GB)], 0, [])
     assert found.verified is came
     assert found.before_margin == pytest.approx(before_margin)
@@ -594,7 +594,7 @@ def test_a_knob_is_named_with_what_it_would_give() -> None:
 
 def judged(
     events: list[dict], log: str = "", errors: tuple[str, ...] = (), during: list[dict] | None = None
-) -> verify.Verified:
+) -> Verified:
     answered = SimpleNamespace(answered=10, aborted=2, errors=list(errors))
     return verify.judge({"1": events}, {"1": during or events}, log, answered, CONFIGURATION, 0.9)
 

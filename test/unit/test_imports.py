@@ -1,0 +1,120 @@
+"""The floors of the package: no file imports from a floor above its own, and no files import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from releases import ROOT
+
+PACKAGE = "sglang_moe_patches"
+FLOORS = (
+    {"", "extras", "variables", "engine", "patch", "runners", "dead_input", "kernels", "reference", "pages"},
+    {"changes"},
+    {"observers"},
+    {"servers"},
+    {"regression", "planning"},
+    {"doctor"},
+    {"plugin", "cli"},
+)
+"""From the bottom up: the package's modules and packages. ``plugin`` is the engine's way in, ``cli`` the user's."""
+APART = {"regression": {"planning"}, "planning": {"regression"}}
+"""Wings of one floor that know nothing of each other."""
+
+Imports = Mapping[str, set[str]]
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """What each module of the package imports of it, wherever in its code it does: names without the package's."""
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: set(_imported(path, set(files))) for name, path in files.items()}
+
+
+def _imported(path: Path, modules: set[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            wholes = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            # What is imported from a package may be one of its modules.
+            wholes = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for whole in wholes:
+            if whole.split(".")[0] != PACKAGE:
+                continue
+            name = whole.removeprefix(PACKAGE).removeprefix(".")
+            yield name if name in modules else name.rpartition(".")[0]
+
+
+def floor(module: str) -> int:
+    return next(number for number, names in enumerate(FLOORS) if module.split(".")[0] in names)
+
+
+def upward(found: Imports) -> list[str]:
+    """What is imported from a floor above, or from a wing that is none of one's business."""
+    wrong = []
+    for module, others in found.items():
+        for other in others:
+            apart = other.split(".")[0] in APART.get(module.split(".")[0], ())
+            if apart or floor(other) > floor(module):
+                wrong.append(f"{module} imports {other}")
+    return sorted(wrong)
+
+
+def circle(found: Imports) -> list[str]:
+    """Modules that import each other in a circle; none: []."""
+    done: set[str] = set()
+
+    def follow(path: list[str]) -> list[str]:
+        for other in sorted(found.get(path[-1], ())):
+            if other in path:
+                return [*path[path.index(other) :], other]
+            if other not in done and (round_ := follow([*path, other])):
+                return round_
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (follow([module]) for module in sorted(found) if module not in done)), [])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[str]]:
+    return imports(ROOT / "python" / PACKAGE)
+
+
+def test_every_module_has_a_floor(found: Imports) -> None:
+    assert {module.split(".")[0] for module in found} == set().union(*FLOORS)
+
+
+def test_no_import_goes_up_a_floor(found: Imports) -> None:
+    assert upward(found) == []
+
+
+def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
+    assert circle(found) == []
+
+
+def test_what_goes_up_and_what_goes_round_is_found(tmp_path: Path) -> None:
+    """Inside functions too, and under TYPE_CHECKING: whoever reads a file has to know the other."""
+    for name, text in {
+        "engine": "def f():\n    from sglang_moe_patches.servers.client import Client\n",
+        "planning/__init__": "",
+        "planning/a": "from sglang_moe_patches.planning import b\nfrom sglang_moe_patches import regression\n",
+        "planning/b": "if TYPE_CHECKING:\n    from sglang_moe_patches.planning.a import A\n",
+        "regression/__init__": "import sglang_moe_patches.engine\n",
+        "servers/__init__": "",
+        "servers/client": "",
+    }.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    found = imports(tmp_path)
+    assert upward(found) == ["engine imports servers.client", "planning.a imports regression"]
+    assert circle(found) == ["planning.a", "planning.b", "planning.a"]
+    assert found["regression"] == {"engine"}
