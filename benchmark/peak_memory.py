@@ -30,7 +30,7 @@ from typing import Any
 
 from common import machine, output, prediction, servers, timing, weights
 from common.shapes import MODELS, Layout
-from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.observers import events
 from sglang_moe_patches.reference import environment
 
 MB = 1e6
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = shortened(forwards.collect(setup.observed(name)))
+                figures[name] = shortened(events.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -124,19 +124,20 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     }
 
 
-def shortened(figures: dict[str, Any] | None) -> dict[str, Any]:
+def shortened(process: events.Process | None) -> dict[str, Any]:
     """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
 
-    :param figures: what ``forwards.collect`` found.
+    :param process: what :func:`events.collect` found.
     """
-    if figures is None or figures.get("failure"):
-        raise SystemExit(f"peak_memory.py: {figures['failure'] if figures else 'the servers observed no forward'}")
-    if history := figures.pop("history", None):
+    if process is None or process.failure:
+        raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
+    figures = {**asdict(process.memory), "changes": process.changes}
+    if history := process.history:
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        values = [value for _, value in history["line"]]
-        figures |= {"line": thinned(values), "at_peak": history["at_peak"]}
-        if history["alive"]:  # of equal moments the last
-            figures["at_kernel"] = max(reversed(history["alive"]), key=lambda moment: moment["bytes"])
+        values = [value for _, value in history.line]
+        figures |= {"line": thinned(values), "at_peak": asdict(history.at_peak)}
+        if history.alive:  # of equal moments the last
+            figures["at_kernel"] = asdict(max(reversed(history.alive), key=lambda moment: moment.bytes))
     return figures
 
 

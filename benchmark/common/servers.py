@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.observers import forwards
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment, model
 from sglang_moe_patches.servers.server import Server
-from sglang_moe_patches.variables import OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
+from sglang_moe_patches.variables import OBSERVE, OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
 
 from common import plugins, weights
 from common.weights import Served
@@ -96,7 +95,7 @@ class Setup:
         if self.workspace_mb:
             own[REFERENCE_WORKSPACE_MB.name] = str(self.workspace_mb)
         if self.observe:
-            own[forwards.VARIABLE] = str(self.observed(name))
+            own[OBSERVE.name] = str(self.observed(name))
         if self.history:
             own[OBSERVE_HISTORY.name] = str(self.tokens)
         return own

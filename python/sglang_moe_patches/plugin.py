@@ -10,12 +10,13 @@ ends the scheduler and the server like any other failure to start.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches import patch, variables
+from sglang_moe_patches import observers, patch, variables
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -90,13 +91,8 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     for line in patch.unread(CHANGES):
         logger.warning(f"sglang-moe-patches: {line}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
-    if folder := variables.OBSERVE.read():
-        from sglang_moe_patches.observers import forwards
-
-        forwards.install(folder, plans)
-    if folder := variables.PLAN.read():
-        from sglang_moe_patches.observers import memory as planned
-
-        planned.install(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
+    for variable, observer in observers.OBSERVERS:
+        if folder := variable.read():
+            importlib.import_module(f"{observers.__name__}.{observer}").install(folder, plans)
     _plans = plans
     return plans

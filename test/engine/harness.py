@@ -20,7 +20,7 @@ class Kernels:
     def __init__(self, monkeypatch, tmp_path):
         import flashinfer.fused_moe
 
-        self.observer = forwards.Observer(str(tmp_path), [])
+        self.observer = forwards.Observer(str(tmp_path), ())
         self.at_entry = lambda: None
         self.calls = []
         self.marked = []

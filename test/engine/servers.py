@@ -13,15 +13,15 @@ from contextlib import ExitStack, contextmanager
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pages
 from releases import ROOT
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.observers import events
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.servers.server import Server, free_port
+from sglang_moe_patches.variables import OBSERVE
 from tiny_moe.mutations import SHIPPED
 
 QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"
@@ -74,7 +74,7 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
-    child = child_environment(**{forwards.VARIABLE: str(folder / name), **variables})
+    child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 
 
@@ -108,20 +108,20 @@ def answers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[l
         return list(pool.map(lambda server: [generate(server.url, prompt) for prompt in prompts], servers))
 
 
-def figures(server: Server) -> dict[str, Any]:
+def figures(server: Server) -> events.Process:
     """What the server has recorded of itself."""
-    return forwards.collect(server.log.with_suffix(""))
+    return events.collect(server.log.with_suffix(""))
 
 
-def check_figures(stock: dict[str, Any], patched: dict[str, Any], moe_layers: int, backend: str = ROUTED) -> None:
+def check_figures(stock: events.Process, patched: events.Process, moe_layers: int, backend: str = ROUTED) -> None:
     """Stock uses a buffer for each layer, or where it has a buffer of its own one; patched always uses one."""
     stock_buffers = 1 if NATIVE_BUFFER else moe_layers
-    assert (stock["moe_layers"], stock["output_buffers"]) == (moe_layers, stock_buffers)
-    assert (patched["moe_layers"], patched["output_buffers"]) == (moe_layers, 1)
+    assert (stock.memory.moe_layers, stock.memory.output_buffers) == (moe_layers, stock_buffers)
+    assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     if not NATIVE_BUFFER:
-        assert patched["live_at_kernel_bytes"] < stock["live_at_kernel_bytes"]
-    assert {status for _, status, _ in stock["changes"]} == {"not selected"}
-    assert {name: status for name, status, _ in patched["changes"]} == expected_statuses(backend)
+        assert patched.memory.live_at_kernel_bytes < stock.memory.live_at_kernel_bytes
+    assert {status for _, status, _ in stock.changes} == {"not selected"}
+    assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
 
 
 class _Arguments(SimpleNamespace):

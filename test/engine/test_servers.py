@@ -38,6 +38,8 @@ from servers import (
     server,
     started,
 )
+from sglang_moe_patches.observers import events
+from sglang_moe_patches.regression.compare import Comparison
 from sglang_moe_patches.servers.server import Server
 from tiny_moe.mutations import SHIPPED, plugin
 
@@ -72,7 +74,8 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
     assert len(stock["answers"]) == 24
-    check_figures(*({**run["memory"], "changes": run["changes"]} for run in (stock, patched)), moe_layers=3)
+    runs = Comparison.from_dict(report)
+    check_figures(*(events.Process(run.changes, run.memory) for run in (runs.stock, runs.patched)), moe_layers=3)
     assert (arithmetic / "report.html").stat().st_size > 10_000
 
 

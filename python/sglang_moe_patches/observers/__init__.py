@@ -1,5 +1,15 @@
-"""What a server's process observes of itself, where ``regress`` or ``plan`` asks for it."""
+"""What a server's processes say of themselves, each observer active only where its variable names a folder.
 
+No observer is imported here: every process of a server reads this list.
+"""
+
+from sglang_moe_patches.variables import OBSERVE, PLAN
+
+OBSERVERS = ((OBSERVE, "forwards"), (PLAN, "memory"))
+"""Variable and module, whose ``install(folder, plans)`` records this process into the folder, which must exist.
+
+It takes what became of each change (:class:`patch.Plan` by name). What goes wrong with it ends no server.
+"""
 LOOKS_AT = (
     (
         "`model_executor/model_runner.py`: `ModelRunner`'s methods from loading to capturing, `forward`; "

@@ -9,52 +9,31 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from sglang_moe_patches.observers import events
 from sglang_moe_patches.observers.history import Recorder
-from sglang_moe_patches.observers.observer import Observing, cache_token_bytes, observe_forwards
+from sglang_moe_patches.observers.observer import Observing, cache_token_bytes, observe_forwards, said_of
 from sglang_moe_patches.patch import Plan
-from sglang_moe_patches.variables import OBSERVE, OBSERVE_HISTORY
+from sglang_moe_patches.variables import OBSERVE_HISTORY
 
-VARIABLE = OBSERVE.name
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
 _MARK = "_moe_patches_seen_in_forward"
 
 
 class Observer(Observing):
-    """Memory of one model process.
+    """Memory of one model process (:class:`events.Memory`)."""
 
-    ``live_at_kernel_bytes``: bytes of tensors alive when a routed-experts kernel starts, beyond those alive when its
-    forward started; the most over the layers. ``peak_forward_bytes`` (CUDA): the allocator's peak of a forward beyond
-    what was allocated before it. Both are of the forward with the most ``tokens``, and of several such the least, so
-    that workspaces which libraries allocate once do not count. ``moe_layers``: calls of a routed-experts kernel that is
-    observed (``KERNELS``, CuteDSL) in one forward. ``output_buffers``: most distinct allocations that these wrote their
-    output into. ``kernel_buffer_bytes``: what CuteDSL wrappers hold between forwards. ``cache_token_bytes``: what one
-    token takes in the KV cache, where there is one kind of it. ``None``: not seen, because another kernel ran, or one
-    that leaves its output to somebody else. ``failure``: why observing ended early.
-    """
-
-    def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
+    def __init__(self, folder: str, changes: tuple[events.ChangeStatus, ...]) -> None:
         self.path = Path(folder) / f"{os.getpid()}.json"
-        self.figures: dict[str, Any] = {
-            "device": None,
-            "peak_forward_bytes": None,
-            "live_at_kernel_bytes": None,
-            "tokens": 0,
-            "forwards": 0,
-            "moe_layers": None,
-            "output_buffers": None,
-            "kernel_buffer_bytes": None,
-            "cache_token_bytes": None,
-            "failure": "",
-            "changes": changes,
-        }
+        self.process = events.Process(changes)
+        self.memory = self.process.memory
         self.before = 0
         self.tokens = 0
         self.measuring = False
@@ -68,28 +47,26 @@ class Observer(Observing):
         self.history: Recorder | None = None
 
     def write_failure(self) -> None:
-        self.figures["failure"] = self.failure
+        self.process.failure = self.failure
         self.write()
 
     def write(self) -> None:
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.figures))
-        partial.replace(self.path)
+        events.write(self.process, self.path)
 
     def forward_starts(self, tokens: int, cuda: bool) -> None:
         import torch
 
-        self.figures["device"] = "cuda" if cuda else "cpu"
-        self.figures["forwards"] += 1
+        self.memory.device = "cuda" if cuda else "cpu"
+        self.memory.forwards += 1
         self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-            self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.figures["tokens"]
-            if tokens == self.history_tokens == self.figures["tokens"]:
+            self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
+            if tokens == self.history_tokens == self.memory.tokens:
                 self.history_tokens, self.history = 0, Recorder()
         else:
             # Walking the heap takes a while: only for a forward larger than all before.
-            self.measuring = tokens > self.figures["tokens"]
+            self.measuring = tokens > self.memory.tokens
             self.before = _live_bytes() if self.measuring else 0
 
     def kernel_starts(self, output: Any = None) -> None:
@@ -100,7 +77,7 @@ class Observer(Observing):
         if output is not None:
             self.output_seen(output)
         if self.measuring:
-            alive = torch.cuda.memory_allocated() if self.figures["device"] == "cuda" else _live_bytes()
+            alive = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _live_bytes()
             self.live = max(self.live, alive - self.before)
         if self.history:
             self.history.mark()
@@ -116,38 +93,38 @@ class Observer(Observing):
     def output_seen(self, output: Any) -> None:
         # An address may be used again within a forward; the storage object is what tells allocations apart.
         storage = output.untyped_storage()
-        if getattr(storage, _MARK, None) != self.figures["forwards"]:
-            setattr(storage, _MARK, self.figures["forwards"])
+        if getattr(storage, _MARK, None) != self.memory.forwards:
+            setattr(storage, _MARK, self.memory.forwards)
             self.buffers += 1
 
     def forward_ends(self) -> None:
         import torch
 
-        kept = dict(self.figures)
-        if self.history:
-            self.figures["history"], self.history = self.history.finish(), None
+        kept, memory, recorded = replace(self.memory), self.memory, self.history
+        if recorded:
+            self.process.history, self.history = recorded.finish(), None
         # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
         # graph allocates nothing.
-        if self.measuring and (self.kernels or not self.figures["moe_layers"]):
-            measured = {
-                "live_at_kernel_bytes": self.live if self.kernels else None,
-                "peak_forward_bytes": (
-                    torch.cuda.max_memory_allocated() - self.before if self.figures["device"] == "cuda" else None
-                ),
-            }
-            if self.tokens == self.figures["tokens"]:
-                for name, value in measured.items():
-                    if value is not None and self.figures[name] is not None:
-                        measured[name] = min(value, self.figures[name])
-            self.figures |= {**measured, "tokens": self.tokens}
+        if self.measuring and (self.kernels or not memory.moe_layers):
+            peak = torch.cuda.max_memory_allocated() - self.before if memory.device == "cuda" else None
+            same = self.tokens == memory.tokens
+            memory.live_at_kernel_bytes = _least(
+                self.live if self.kernels else None, memory.live_at_kernel_bytes if same else None
+            )
+            memory.peak_forward_bytes = _least(peak, memory.peak_forward_bytes if same else None)
+            memory.tokens = self.tokens
         if self.kernels:
-            self.figures["moe_layers"] = max(self.kernels, self.figures["moe_layers"] or 0)
+            memory.moe_layers = max(self.kernels, memory.moe_layers or 0)
             if not self.unseen:
-                self.figures["output_buffers"] = max(self.buffers, self.figures["output_buffers"] or 0)
+                memory.output_buffers = max(self.buffers, memory.output_buffers or 0)
             if self.wrappers and (held := _held_bytes(self.wrappers)):
-                self.figures["kernel_buffer_bytes"] = held
-        if {**self.figures, "forwards": 0} != {**kept, "forwards": 0} or self.figures["forwards"] % 100 == 1:
+                memory.kernel_buffer_bytes = held
+        if recorded or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
+
+
+def _least(now: int | None, before: int | None) -> int | None:
+    return now if now is None or before is None else min(now, before)
 
 
 def _held_bytes(wrappers: Iterable[Any]) -> int:
@@ -181,12 +158,12 @@ def _live_bytes() -> int:
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
-    observer = Observer(folder, [(name, str(plan.status), plan.reason) for name, plan in plans.items()])
+    observer = Observer(folder, said_of(plans))
     observer.attempt(observer.write)
 
     def starts(runner: Any, batch: Any) -> None:
-        if observer.figures["cache_token_bytes"] is None:
-            observer.figures["cache_token_bytes"] = cache_token_bytes(runner)
+        if observer.memory.cache_token_bytes is None:
+            observer.memory.cache_token_bytes = cache_token_bytes(runner)
         observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
     observer.attempt(observe_forwards, observer, starts, lambda runner, result: observer.forward_ends())
@@ -240,18 +217,3 @@ def _observed_wrapper(observer: Observer, original: Callable[..., Any]) -> Calla
 def _first(result: Any) -> Any:
     """The tensor that a kernel returned, alone or first in a list."""
     return result[0] if isinstance(result, list | tuple) else result
-
-
-def collect(folder: Path) -> dict[str, Any] | None:
-    """The figures of the process that used most, or ``None`` when no process was observed.
-
-    ``changes`` in them is (name, status, reason) of each change. ``forwards`` is 0 when no process ran one.
-
-    :param folder: where :func:`install` wrote; one file a process (a tensor-parallel rank).
-    """
-    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return max(
-        files,
-        key=lambda f: (f["forwards"] > 0, f["peak_forward_bytes"] or 0, f["live_at_kernel_bytes"] or 0),
-        default=None,
-    )

@@ -11,22 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.observers.events import Block, History, Moment
+
 _GRANULE = 512
 """The allocator hands out multiples of this many bytes."""
 _MOST_EVENTS = 1_000_000
 
 
-def replay(
-    events: Sequence[Mapping[str, Any]], marks: Sequence[int]
-) -> tuple[list[tuple[float, int]], list[dict[str, Any]]]:
+def replay(events: Sequence[Mapping[str, Any]], marks: Sequence[int]) -> tuple[list[tuple[float, int]], list[Moment]]:
     """Follow a record of allocations and releases.
 
     :param events: of the allocator: ``action``, ``addr``, ``size`` in bytes, ``time_us``, ``frames``.
     :param marks: moments, each the number of events before it.
     :returns: the line of (milliseconds since the first event, bytes in use beyond those at the start), and, for each
-        mark and then for the moment of the peak, ``bytes`` in use and the ``blocks`` alive that were allocated since
-        the start, largest first: ``bytes``, ``code`` (see :func:`describe`), and ``after_mark``, how many marks came
-        before the allocation. ``bytes`` is less than the sum of the blocks when memory from before was released.
+        mark and then for the moment of the peak, what is alive then.
     """
     line: list[tuple[float, int]] = []
     alive: dict[int, dict[str, Any]] = {}
@@ -50,17 +48,17 @@ def replay(
         line.append(((event["time_us"] - events[0]["time_us"]) / 1000, in_use))
         if in_use > peak[0]:
             peak = in_use, list(alive.values())
-    return line, [{"bytes": size, "blocks": _described(blocks)} for size, blocks in [*moments, peak]]
+    return line, [Moment(size, _described(blocks)) for size, blocks in [*moments, peak]]
 
 
-def _described(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"bytes": block["bytes"], "code": describe(block["frames"]), "after_mark": block["after_mark"]}
+def _described(blocks: list[dict[str, Any]]) -> tuple[Block, ...]:
+    return tuple(
+        Block(block["bytes"], describe(block["frames"]), block["after_mark"])
         for block in sorted(blocks, key=lambda block: -block["bytes"])
-    ]
+    )
 
 
-def describe(frames: Iterable[Mapping[str, Any]]) -> list[str]:
+def describe(frames: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The engine's part of a stack, innermost first: ``module.py:line function: source``, at most four of them."""
     found = []
     for frame in frames:
@@ -69,7 +67,7 @@ def describe(frames: Iterable[Mapping[str, Any]]) -> list[str]:
             continue
         source = linecache.getline(path, frame["line"]).strip()
         found.append(f"{Path(path).name}:{frame['line']} {frame['name']}: {source}")
-    return found[:4]
+    return tuple(found[:4])
 
 
 class Recorder:
@@ -92,11 +90,11 @@ class Recorder:
     def mark(self) -> None:
         self.marks.append(len(self._events()))
 
-    def finish(self) -> dict[str, Any]:
-        """``line`` and, for each mark, ``alive``; ``at_peak``: see :func:`replay`."""
+    def finish(self) -> History:
+        """What :func:`replay` makes of the record."""
         import torch
 
         events = self._events()
         torch.cuda.memory._record_memory_history(enabled=None)
         line, moments = replay(events, self.marks)
-        return {"line": line, "alive": moments[:-1], "at_peak": moments[-1]}
+        return History(tuple(line), tuple(moments[:-1]), moments[-1])

@@ -1,30 +1,30 @@
 """What a scheduler process records of its memory and its batches under ``plan``; active only there.
 
-One JSON line for each event, appended to ``<folder>/<pid>.jsonl``, so that nothing is lost with a server that dies:
-
-- ``stage``: ``ModelRunner`` begins or has ended loading, sizing or capturing; the capture's own peak is in the second.
-- ``sized``: the engine has divided the memory; ``before_load`` is what its fraction is of.
-- ``ready``: the first forward is about to start; what the server consists of.
-- ``forward``: before and after each, with the batch as the engine's own ``ForwardBatch`` says it.
-
-Nothing waits for the device: PyTorch's counters are the host's, and the free memory is the driver's. Memory is in
-bytes, and zero where there is no CUDA, so that what a batch is seen to be can be tested anywhere.
+One line for each event (:mod:`.events`), appended to ``<folder>/<pid>.jsonl``, so that nothing is lost with a server
+that dies. Nothing waits for the device: PyTorch's counters are the host's, and the free memory is the driver's.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.observers.observer import GIB, Observing, hybrid, observe_forwards, pool_bytes, pools
-from sglang_moe_patches.variables import PLAN
+from sglang_moe_patches.observers import events
+from sglang_moe_patches.observers.events import Batch, Device, Place, ServerFacts
+from sglang_moe_patches.observers.observer import (
+    GIB,
+    Observing,
+    hybrid,
+    observe_forwards,
+    pool_bytes,
+    pools,
+    said_of,
+)
+from sglang_moe_patches.patch import Plan
 
-VARIABLE = PLAN.name
-"""A folder, which must exist: observe, and write there."""
 STAGES = (
     "load_model",
     "init_memory_pool",  # up to 0.5.14, with the sizing
@@ -42,23 +42,23 @@ LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESS
 """Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
 
 
-def read_device() -> dict[str, int]:
-    """Memory of this process and of its GPU, in bytes; ``retries`` and ``ooms`` are counts. Zeros without CUDA."""
+def read_device() -> Device:
+    """Memory of this process and of its GPU."""
     import torch
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return dict.fromkeys(("allocated", "peak", "reserved", "free", "total", "retries", "ooms"), 0)
+        return Device()
     counted = torch.cuda.memory_stats()
     free, total = torch.cuda.mem_get_info()
-    return {
-        "allocated": counted.get("allocated_bytes.all.current", 0),
-        "peak": counted.get("allocated_bytes.all.peak", 0),
-        "reserved": counted.get("reserved_bytes.all.current", 0),
-        "free": free,
-        "total": total,
-        "retries": counted.get("num_alloc_retries", 0),
-        "ooms": counted.get("num_ooms", 0),
-    }
+    return Device(
+        allocated=counted.get("allocated_bytes.all.current", 0),
+        peak=counted.get("allocated_bytes.all.peak", 0),
+        reserved=counted.get("reserved_bytes.all.current", 0),
+        free=free,
+        total=total,
+        retries=counted.get("num_alloc_retries", 0),
+        ooms=counted.get("num_ooms", 0),
+    )
 
 
 def begin_peak() -> None:
@@ -82,13 +82,8 @@ def read_pools() -> dict[str, int]:
     return found
 
 
-def batch_facts(batch: Any) -> dict[str, Any]:
-    """What the engine's ``ForwardBatch`` says of itself.
-
-    ``tokens``: rows of its input; ``requests``; ``prefix``: tokens of all requests that are cached already, and
-    ``longest_prefix`` of one; ``logprobs``: prompt tokens whose log-probabilities are asked for; ``all_ranks``: tokens
-    of all data-parallel ranks, where they are gathered.
-    """
+def batch_facts(batch: Any) -> Batch:
+    """What the engine's ``ForwardBatch`` says of itself."""
     prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
     lengths = _numbers(getattr(batch, "extend_seq_lens_cpu", None))
     starts = _numbers(getattr(batch, "extend_logprob_start_lens_cpu", None))
@@ -96,39 +91,39 @@ def batch_facts(batch: Any) -> dict[str, Any]:
     if getattr(batch, "return_logprob", False) and starts:
         asked = sum(max(0, length - start) for length, start in zip(lengths, starts, strict=False))
     gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
-    return {
-        "mode": batch.forward_mode.name,
-        "tokens": 0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
-        "requests": int(batch.batch_size),
-        "prefix": sum(prefixes),
-        "longest_prefix": max(prefixes, default=0),
-        "logprobs": asked,
-        "all_ranks": sum(gathered),
-    }
+    return Batch(
+        mode=batch.forward_mode.name,
+        tokens=0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
+        requests=int(batch.batch_size),
+        prefix=sum(prefixes),
+        longest_prefix=max(prefixes, default=0),
+        logprobs=asked,
+        all_ranks=sum(gathered),
+    )
 
 
 def _numbers(values: Any) -> list[int]:
     return [] if values is None else [int(value) for value in values]
 
 
-def server_facts(runner: Any) -> dict[str, Any]:
-    """What a model runner consists of, as far as this release tells: bytes, tokens, counts, and kinds of pools."""
+def server_facts(runner: Any) -> ServerFacts:
+    """What a model runner consists of, as far as this release tells."""
     pool, table = pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
-    return {
-        "kv_bytes": pool_bytes(pool),
-        "kv_tokens": int(runner.max_total_num_tokens),
-        "page": int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
-        "table_bytes": 0 if rows is None else rows.numel() * rows.element_size(),
-        "table_requests": int(getattr(table, "size", 0) or 0),
-        "context": int(config.context_len),
-        "vocabulary": int(config.vocab_size),
-        "images": bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
-        "hybrid": hybrid(pool, table),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
-        "logprob_switch": _logprob_switch(),
-    }
+    return ServerFacts(
+        kv_bytes=pool_bytes(pool),
+        kv_tokens=int(runner.max_total_num_tokens),
+        page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
+        table_bytes=0 if rows is None else rows.numel() * rows.element_size(),
+        table_requests=int(getattr(table, "size", 0) or 0),
+        context=int(config.context_len),
+        vocabulary=int(config.vocab_size),
+        images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
+        hybrid=hybrid(pool, table),
+        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
+        logprob_switch=_logprob_switch(),
+    )
 
 
 def _logprob_switch() -> str:
@@ -142,59 +137,56 @@ def _logprob_switch() -> str:
 class Observer(Observing):
     """Appends the events of one process; see the module."""
 
-    def __init__(self, folder: str, changes: list[tuple[str, str, str]]) -> None:
+    def __init__(self, folder: str, changes: tuple[events.ChangeStatus, ...]) -> None:
         self.path = Path(folder) / f"{os.getpid()}.jsonl"
         self.file = self.path.open("a", buffering=1)
         self.ready: set[int] = set()
         self.reserved = -1
-        self.write("start", changes=changes)
+        self.write(events.Start(changes))
 
-    def write(self, event: str, **facts: Any) -> None:
-        self.file.write(json.dumps({"event": event, **facts}) + "\n")
+    def write(self, event: events.Event) -> None:
+        self.file.write(events.to_json(event) + "\n")
 
     def write_failure(self) -> None:
-        self.write("failure", reason=self.failure)
+        self.write(events.Failure(self.failure))
 
-    def stage(self, runner: Any, name: str, when: str) -> None:
-        self.write("stage", name=name, when=when, **_rank(runner), memory=read_device())
+    def stage(self, runner: Any, name: str, ended: bool) -> None:
+        self.write(events.Stage(name, ended, _place(runner), read_device()))
         begin_peak()
 
     def sized(self, before_load_gib: float, kv_bytes: int) -> None:
-        self.write("sized", before_load=int(before_load_gib * GIB), for_kv=int(kv_bytes), memory=read_device())
+        self.write(events.Sized(int(before_load_gib * GIB), int(kv_bytes), read_device()))
 
     def forward_starts(self, runner: Any, batch: Any) -> None:
         if id(runner) not in self.ready:
             self.ready.add(id(runner))
-            self.write("ready", **_rank(runner), **server_facts(runner), pools=read_pools(), memory=read_device())
+            self.write(events.Ready(_place(runner), server_facts(runner), read_device(), read_pools()))
         # What came between two forwards, sampling above all, is the former's.
         self.before = read_device()
-        self.facts = batch_facts(batch)
+        self.batch = batch_facts(batch)
         begin_peak()
 
     def forward_ends(self, runner: Any, result: Any) -> None:
         now = read_device()
         pools = {}
-        if now["reserved"] != self.reserved:  # a snapshot walks every block
-            self.reserved, pools = now["reserved"], read_pools()
+        if now.reserved != self.reserved:  # a snapshot walks every block
+            self.reserved, pools = now.reserved, read_pools()
         graph = bool(getattr(result, "can_run_graph", False))
-        self.write("forward", **_rank(runner), **self.facts, graph=graph, before=self.before, memory=now, pools=pools)
+        self.write(events.Forward(_place(runner), self.batch, graph, self.before, now, pools))
 
 
-def _rank(runner: Any) -> dict[str, Any]:
-    return {
-        "gpu": int(getattr(runner, "gpu_id", 0) or 0),
-        "tp": int(getattr(runner, "tp_rank", 0) or 0),
-        "pp": int(getattr(runner, "pp_rank", 0) or 0),
-        "draft": bool(getattr(runner, "is_draft_worker", False)),
-    }
+def _place(runner: Any) -> Place:
+    return Place(
+        gpu=int(getattr(runner, "gpu_id", 0) or 0),
+        tp=int(getattr(runner, "tp_rank", 0) or 0),
+        pp=int(getattr(runner, "pp_rank", 0) or 0),
+        draft=bool(getattr(runner, "is_draft_worker", False)),
+    )
 
 
-def install(folder: str, changes: Iterable[tuple[str, str, str]]) -> None:
-    """Record this process's memory and batches into ``folder``, which must exist.
-
-    :param changes: (name, status, reason) of each change in this process.
-    """
-    observer = Observer(folder, list(changes))
+def install(folder: str, plans: Mapping[str, Plan]) -> None:
+    """Record this process's memory and batches, and what each change answered, into ``folder``, which must exist."""
+    observer = Observer(folder, said_of(plans))
     observer.attempt(_observe_stages, observer)
     observer.attempt(_observe_sizing, observer)
     observer.attempt(observe_forwards, observer, observer.forward_starts, observer.forward_ends)
@@ -211,9 +203,9 @@ def _observe_stages(observer: Observer) -> None:
 def _observed_stage(observer: Observer, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer.attempt(observer.stage, self, name, "before")
+        observer.attempt(observer.stage, self, name, False)
         result = original(self, *args, **kwargs)
-        observer.attempt(observer.stage, self, name, "after")
+        observer.attempt(observer.stage, self, name, True)
         return result
 
     return run
@@ -236,27 +228,3 @@ def _observe_sizing(observer: Observer) -> None:
         return result
 
     owner._profile_available_bytes = run
-
-
-class Watch:
-    """Reads what the processes of a server append.
-
-    :param folder: where :func:`install` wrote; one file a process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._read: dict[Path, int] = {}
-
-    def new(self) -> dict[str, list[Mapping[str, Any]]]:
-        """Events since the last call, by the name of the process. A line that is still being written comes later."""
-        found: dict[str, list[Mapping[str, Any]]] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(whole)
-            if whole:
-                found[path.stem] = [json.loads(line) for line in whole.splitlines()]
-        return found

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.patch import Plan
 
 GIB = 1 << 30
 
@@ -36,6 +39,11 @@ class Observing:
     def write_failure(self) -> None:
         """Write down :attr:`failure`."""
         raise NotImplementedError
+
+
+def said_of(plans: Mapping[str, Plan]) -> tuple[ChangeStatus, ...]:
+    """What became of each change, for the record."""
+    return tuple(ChangeStatus(name, str(plan.status), plan.reason) for name, plan in plans.items())
 
 
 def observe_forwards(observer: Observing, starts: Callable[[Any, Any], None], ends: Callable[[Any, Any], None]) -> None:

@@ -1,7 +1,7 @@
 """The largest forwards that a server's configuration allows: derived from it, driven over HTTP, and checked.
 
 A phase counts only when every rank has seen its batch at its bound, as the engine's own ``ForwardBatch`` says it
-(:mod:`observe`): a scheduler may always decide otherwise than one thinks.
+(:mod:`.events`): a scheduler may always decide otherwise than one thinks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from sglang_moe_patches.observers.memory import Watch
+from sglang_moe_patches.observers.events import Event, Forward, ServerFacts, Watch, of_kind
+from sglang_moe_patches.planning.measure import PhaseKind
 from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
 
 DECODES = ("DECODE", "TARGET_VERIFY")
@@ -106,27 +107,24 @@ class Configuration:
         return -(-self.largest // self.page) * self.page
 
 
-def configuration(info: Mapping[str, Any], facts: Mapping[str, Any]) -> Configuration:
-    """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready.
-
-    :param facts: see :func:`observe.server_facts`.
-    """
+def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
+    """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready."""
     states = info.get("internal_states") or [{}]
     chunk = info.get("chunked_prefill_size")
     return Configuration(
         chunk=int(chunk) if chunk and chunk > 0 else None,
         # The engine refuses a prompt of as many tokens as that.
-        input_tokens=int(info.get("max_req_input_len") or facts["context"] - 6) - 1,
-        cache_tokens=int(info.get("max_total_num_tokens") or facts["kv_tokens"]),
-        requests=int(states[0].get("effective_max_running_requests_per_dp") or facts["table_requests"]),
+        input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
+        cache_tokens=int(info.get("max_total_num_tokens") or facts.kv_tokens),
+        requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
         captured=_captured(info),
-        page=int(facts["page"]),
+        page=facts.page,
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
         ranks=int(info.get("dp_size") or 1),
         gathered=bool(info.get("enable_dp_attention")),
-        vocabulary=int(facts["vocabulary"]),
-        context=int(facts["context"]),
+        vocabulary=facts.vocabulary,
+        context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
         all_to_all=info.get("moe_a2a_backend") not in (None, "none"),
     )
@@ -157,12 +155,11 @@ class Bound:
     all_ranks: int = 0
     graph: bool | None = None
 
-    def met(self, seen: Mapping[str, Any]) -> bool:
-        """:param seen: a ``forward`` event, see :func:`observe.batch_facts`."""
+    def met(self, seen: Forward) -> bool:
         return (
-            seen["mode"] in self.modes
-            and all(seen[name] >= getattr(self, name) for name in LEAST)
-            and (self.graph is None or seen["graph"] is self.graph)
+            seen.batch.mode in self.modes
+            and all(getattr(seen.batch, name) >= getattr(self, name) for name in LEAST)
+            and (self.graph is None or seen.graph is self.graph)
         )
 
 
@@ -170,12 +167,14 @@ class Bound:
 class Phase:
     """One kind of largest forward, and the requests that bring it about.
 
+    :param name: for people.
     :param prompts: of one data-parallel rank, from a source of fresh tokens.
     :param background: requests that decode meanwhile.
     :param in_turn: each prompt is sent when the one before is answered.
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     """
 
+    kind: PhaseKind
     name: str
     bound: Bound
     prompts: Callable[[Tokens], list[list[int]]]
@@ -210,10 +209,6 @@ class Load:
     not_driven: tuple[str, ...]
 
 
-LOGPROBS = "prompt log-probabilities"
-VARIED_LENGTHS = "prompts of many lengths"
-
-
 def derive(c: Configuration, *, logprobs: bool) -> Load:
     """The phases of a configuration, that of prompt log-probabilities last: what it allocates stays reserved.
 
@@ -229,10 +224,20 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 
     prefill = of(whole)
     name = "longest prefill" if c.chunk is None else "prefill chunk"
-    phases.append(Phase(name, prefill, lambda tokens: [tokens.some(count) for count in rising(chunk)], in_turn=True))
+    phases.append(
+        Phase(
+            PhaseKind.PREFILL,
+            name,
+            prefill,
+            lambda tokens: [tokens.some(count) for count in rising(chunk)],
+            in_turn=True,
+        )
+    )
     if c.together > 1:
         several = replace(of(c.packed), requests=c.together)
-        phases.append(Phase(f"{c.together} of the longest prompts", several, _several(chunk, c.together)))
+        phases.append(
+            Phase(PhaseKind.TOGETHER, f"{c.together} of the longest prompts", several, _several(chunk, c.together))
+        )
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -244,30 +249,43 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     else:
         behind = replace(prefill, longest_prefix=before)
         prompts = _behind(before, chunk, c)
-        phases.append(Phase("prefill chunk behind the longest prefix", behind, prompts, in_turn=True))
+        phases.append(
+            Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
+        )
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         part = (min(chunk, c.prefill_tokens or chunk) - 1) // SHARING // c.page * c.page
         filler = min(3 * chunk, room // chunk * chunk)
         if c.radix_cache and part and before + filler + 2 * chunk + SHARING * c.page <= c.cache_tokens:
             # The filler runs while the others arrive, so that they share the forward after its last chunk.
             sharing = Bound(PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * before)
-            phases.append(Phase(f"{SHARING} requests behind one prefix", sharing, _sharing(filler, before, part, c)))
+            phases.append(
+                Phase(
+                    PhaseKind.SHARED_PREFIX,
+                    f"{SHARING} requests behind one prefix",
+                    sharing,
+                    _sharing(filler, before, part, c),
+                )
+            )
         else:
             missing.append("several requests behind the longest prefix: no radix cache, or the KV cache is too small")
     if c.mixed and c.chunk is not None:
         decodes = min(MIXED_DECODES, c.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes, all_ranks=0)
-        phases.append(Phase("mixed chunk", mixed, _several(chunk, 1), background=decodes))
+        phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
 
     captured = min(c.captured, c.requests)
     if captured:
-        phases.append(_decode(f"captured decode of {captured} requests", captured, c, graph=True))
+        phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, c))
     if c.requests > captured:
-        phases.append(_decode(f"eager decode of {c.requests} requests", c.requests, c, graph=False))
-    phases.append(Phase(VARIED_LENGTHS, prefill, _varied(chunk, c), new_tokens=4, to_the_end=True))
+        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.requests} requests", c.requests, c))
+    phases.append(
+        Phase(PhaseKind.VARIED, "prompts of many lengths", prefill, _varied(chunk, c), new_tokens=4, to_the_end=True)
+    )
     if logprobs:
         asked = Bound(PREFILLS, logprobs=c.packed)
-        phases.append(Phase(LOGPROBS, asked, _several(chunk, c.together), logprobs=True))
+        phases.append(
+            Phase(PhaseKind.LOGPROBS, "prompt log-probabilities", asked, _several(chunk, c.together), logprobs=True)
+        )
     if c.all_to_all:
         missing.append("tokens that all go to the experts of one rank")
     return Load(tuple(phases), tuple(missing))
@@ -315,11 +333,12 @@ def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]
     return prompts
 
 
-def _decode(name: str, requests: int, c: Configuration, *, graph: bool) -> Phase:
+def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phase:
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
     return Phase(
+        kind,
         name,
-        Bound(DECODES, requests=requests, graph=graph),
+        Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
         lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(requests)],
         new_tokens=_room(requests, c, most=1024),
     )
@@ -346,7 +365,7 @@ class Outcome:
     phase: Phase
     seen: bool = False
     said: str = ""
-    events: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    events: dict[str, list[Event]] = field(default_factory=dict)
 
 
 class Growth:
@@ -362,13 +381,13 @@ class Growth:
         self._most: dict[str, int] = {}
         self._since, self._forwards = time.monotonic(), 0
 
-    def add(self, forwards: Sequence[Mapping[str, Any]]) -> None:
-        """:param forwards: ``forward`` events."""
+    def add(self, forwards: Sequence[Forward]) -> None:
         for seen in forwards:
             self._forwards += 1
             for name in LEAST:
-                if seen[name] > self._most.get(name, -1):
-                    self._most[name] = seen[name]
+                count = getattr(seen.batch, name)
+                if count > self._most.get(name, -1):
+                    self._most[name] = count
                     self._since, self._forwards = time.monotonic(), 0
 
     @property
@@ -406,7 +425,7 @@ class Driver:
             self.watching()
             for rank, events in self.watch.new().items():
                 outcome.events.setdefault(rank, []).extend(events)
-                forwards = [event for event in events if event["event"] == "forward"]
+                forwards = of_kind(events, Forward)
                 growth.add(forwards)
                 if any(map(phase.bound.met, forwards)):
                     reached.add(rank)
@@ -464,9 +483,9 @@ class Driver:
 
     def _decoding(self, outcome: Outcome, requests: int) -> bool:
         return any(
-            event["event"] == "forward" and event["mode"] in DECODES and event["requests"] >= requests
+            seen.batch.mode in DECODES and seen.batch.requests >= requests
             for events in outcome.events.values()
-            for event in events[-50:]
+            for seen in of_kind(events[-50:], Forward)
         )
 
     def _ask(self, turns: list[list[list[int]]], new_tokens: int, logprobs: bool) -> str:

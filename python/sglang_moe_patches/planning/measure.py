@@ -1,14 +1,45 @@
-"""What a driven server has shown: pure functions of the events that its processes recorded (:mod:`observe`)."""
+"""What a driven server has shown: pure functions of the events that its processes recorded (:mod:`.events`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
+from sglang_moe_patches.observers.events import (
+    Batch,
+    ChangeStatus,
+    Device,
+    Event,
+    Failure,
+    Forward,
+    Ready,
+    Sized,
+    Stage,
+    Start,
+    of_kind,
+)
 from sglang_moe_patches.planning.need import Trial
 
-Event = Mapping[str, Any]
+
+class PhaseKind(StrEnum):
+    """The kinds of largest forwards that are driven; people read a label of each."""
+
+    PREFILL = "prefill"
+    TOGETHER = "together"
+    """Several prompts in one forward."""
+    BEHIND_PREFIX = "behind prefix"
+    SHARED_PREFIX = "shared prefix"
+    MIXED = "mixed"
+    CAPTURED_DECODE = "captured decode"
+    EAGER_DECODE = "eager decode"
+    VARIED = "varied"
+    LOGPROBS = "logprobs"
+
+
+START_UP = "start-up"
+"""Where a server ran out of memory that was never ready."""
 
 
 class NotObserved(RuntimeError):
@@ -45,17 +76,19 @@ class Rank:
 class PhaseNeed:
     """What a phase needed on the rank where that was most, in bytes; see :class:`Rank`.
 
+    :param name: for people.
     :param seen: whether every rank saw it at its bound; if not, ``largest`` is the largest batch that was seen.
     :param grown: what the free memory fell by in it: the rest was taken by an earlier phase.
     """
 
+    kind: PhaseKind
     name: str
     seen: bool
-    largest: str
-    tensors: int
-    grown: int
-    lowest_free: int
-    rank: str
+    largest: str = ""
+    tensors: int = 0
+    grown: int = 0
+    lowest_free: int = 0
+    rank: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +153,7 @@ class Measured:
     allocator: str = ""
     logprob_switch: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    changes: tuple[tuple[str, str, str], ...] = ()
+    changes: tuple[ChangeStatus, ...] = ()
     verified: Verified | None = None
 
     @property
@@ -147,16 +180,17 @@ def add(processes: dict[str, list[Event]], more: Mapping[str, Sequence[Event]]) 
         processes.setdefault(name, []).extend(events)
 
 
-def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
-    return [event for event in events if event["event"] == kind]
-
-
-def ready(events: Iterable[Event]) -> Event | None:
+def ready(events: Iterable[Event]) -> Ready | None:
     """What a process said of the model itself when that was ready; ``None``: it runs no more than a draft model.
 
     A draft model may be ready before: capturing its graphs runs forwards of it.
     """
-    return next((event for event in of_kind(events, "ready") if not event["draft"]), None)
+    return next((event for event in of_kind(events, Ready) if not event.place.draft), None)
+
+
+def changes(events: Iterable[Event]) -> tuple[ChangeStatus, ...]:
+    """What became of each change in a process."""
+    return of_kind(events, Start)[0].changes
 
 
 def before_load(processes: Mapping[str, Sequence[Event]]) -> int:
@@ -164,7 +198,7 @@ def before_load(processes: Mapping[str, Sequence[Event]]) -> int:
 
     :raises NotObserved: no process has sized its memory.
     """
-    found = [int(event["before_load"]) for events in processes.values() for event in of_kind(events, "sized")]
+    found = [event.before_load for events in processes.values() for event in of_kind(events, Sized)]
     if not found:
         raise NotObserved("no process of the server said how much memory was free before loading")
     return min(found)
@@ -177,32 +211,32 @@ def target_ranks(processes: Mapping[str, Sequence[Event]]) -> set[str]:
 
 def failure(processes: Mapping[str, Sequence[Event]]) -> str:
     """Why observing ended early in some process, or ""."""
-    return next((e["reason"] for events in processes.values() for e in of_kind(events, "failure")), "")
+    return next((event.reason for events in processes.values() for event in of_kind(events, Failure)), "")
 
 
-def memories(events: Iterable[Event]) -> Iterable[Mapping[str, int]]:
+def memories(events: Iterable[Event]) -> Iterable[Device]:
     """Every reading of the device in the events, in order."""
     for event in events:
-        if "before" in event:
-            yield event["before"]
-        if "memory" in event:
-            yield event["memory"]
+        if isinstance(event, Forward):
+            yield event.before
+        if isinstance(event, Stage | Sized | Ready | Forward):
+            yield event.memory
 
 
 def lowest_free(events: Sequence[Event]) -> int | None:
     """Free bytes at the worst moment since the KV cache was sized; ``None``: memory ran out, or was asked for twice."""
-    sized = next((i for i, event in enumerate(events) if event["event"] == "sized"), 0)
+    sized = next((i for i, event in enumerate(events) if isinstance(event, Sized)), 0)
     seen = list(memories(events[sized:]))
     if retries(events):
         return None
-    return min(reading["free"] for reading in seen)
+    return min(reading.free for reading in seen)
 
 
 def retries(events: Sequence[Event]) -> int:
     """How often the allocator gave memory back and tried again, or gave up, since the model's first forward."""
     first = ready(events)
     begin = 0 if first is None else events.index(first)
-    seen = [reading["retries"] + reading["ooms"] for reading in memories(events[begin:])]
+    seen = [reading.retries + reading.ooms for reading in memories(events[begin:])]
     return max(seen, default=0) - (seen[0] if seen else 0)
 
 
@@ -214,42 +248,45 @@ def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
     """
     first = ready(events)
     assert first is not None
-    loads = [event for event in of_kind(events, "stage") if event["name"] == "load_model" and not event["draft"]]
-    sized = of_kind(events, "sized")[0]["memory"]
-    at, begin = first["memory"], (loads[0] if loads else of_kind(events, "sized")[0])["memory"]
-    loaded = loads[1]["memory"] if len(loads) > 1 else sized
+    stages = of_kind(events, Stage)
+    loads = [stage for stage in stages if stage.name == "load_model" and not stage.place.draft]
+    sized = of_kind(events, Sized)[0].memory
+    at, begin = first.memory, loads[0].memory if loads else sized
+    loaded = loads[1].memory if len(loads) > 1 else sized
     position = events.index(first)
     later = list(memories(events[position:]))
-    free = min((reading["free"] for reading in later), default=at["free"])
-    worst = min(later, key=lambda reading: reading["free"], default=at)
+    free = min((reading.free for reading in later), default=at.free)
+    worst = min(later, key=lambda reading: reading.free, default=at)
     # The first two readings, before the first forward, have the peak of what came before it.
-    tensors = max((reading["peak"] for reading in later[2:]), default=at["allocated"]) - at["allocated"]
-    outside = (worst["total"] - worst["free"] - worst["reserved"]) - (at["total"] - at["free"] - at["reserved"])
-    captures = [e for e in of_kind(events, "stage") if "graph" in e["name"] and e["when"] == "after"]
-    pools: Mapping[str, int] = next((e["pools"] for e in reversed(events) if e.get("pools")), {})
-    forwards = at["free"] - free
+    tensors = max((reading.peak for reading in later[2:]), default=at.allocated) - at.allocated
+    outside = (worst.total - worst.free - worst.reserved) - (at.total - at.free - at.reserved)
+    captures = [stage for stage in stages if "graph" in stage.name and stage.ended]
+    told = [event.pools for event in events if isinstance(event, Ready | Forward) and event.pools]
+    pools: Mapping[str, int] = told[-1] if told else {}
+    forwards = at.free - free
     return Rank(
-        name=f"GPU {first['gpu']}" + (f" (TP rank {first['tp']})" if first["tp"] else ""),
-        total=at["total"],
-        before=begin["total"] - begin["free"],
+        name=f"GPU {first.place.gpu}" + (f" (TP rank {first.place.tp})" if first.place.tp else ""),
+        total=at.total,
+        before=begin.total - begin.free,
         # What loading leaves in the allocator and gives back before the sizing is no weight.
-        weights=begin["free"] - max(loaded["free"], sized["free"]),
+        weights=begin.free - max(loaded.free, sized.free),
         cache=cache_bytes,
-        after_cache=max(loaded["free"], sized["free"]) - cache_bytes - at["free"],
+        after_cache=max(loaded.free, sized.free) - cache_bytes - at.free,
         forwards=forwards,
         tensors=tensors,
         slack=forwards - tensors - outside,
         outside=outside,
         lowest_free=free,
-        capture_peak=max((e["memory"]["peak"] - e["memory"]["allocated"] for e in captures), default=0),
+        capture_peak=max((stage.memory.peak - stage.memory.allocated for stage in captures), default=0),
         pools=pools,
         retries=retries(events),
     )
 
 
 def phase_need(
+    kind: PhaseKind,
     name: str,
-    met: Callable[[Event], bool],
+    met: Callable[[Forward], bool],
     seen: bool,
     during: Mapping[str, Sequence[Event]],
     processes: Mapping[str, Sequence[Event]],
@@ -266,27 +303,30 @@ def phase_need(
         readings = list(memories(events))
         if first is None or not readings:
             continue
-        at = first["memory"]
-        largest = max(of_kind(events, "forward"), key=lambda e: (met(e), e["tokens"], e["requests"]), default=None)
+        at = first.memory
+        forwards = of_kind(events, Forward)
+        largest = max(forwards, key=lambda e: (met(e), e.batch.tokens, e.batch.requests), default=None)
         found.append(
             PhaseNeed(
+                kind=kind,
                 name=name,
                 seen=seen,
-                largest="" if largest is None else described(largest),
+                largest="" if largest is None else described(largest.batch),
                 # The first reading's peak is of what came before the phase.
-                tensors=max(reading["peak"] for reading in readings[1:] or readings) - at["allocated"],
-                grown=readings[0]["free"] - min(reading["free"] for reading in readings),
-                lowest_free=min(reading["free"] for reading in readings),
-                rank=f"GPU {first['gpu']}",
+                tensors=max(reading.peak for reading in readings[1:] or readings) - at.allocated,
+                grown=readings[0].free - min(reading.free for reading in readings),
+                lowest_free=min(reading.free for reading in readings),
+                rank=f"GPU {first.place.gpu}",
             )
         )
     if not found:
-        return PhaseNeed(name, False, "", 0, 0, 0, "")
+        return PhaseNeed(kind, name, False)
     return max(found, key=lambda need: (need.tensors, -need.lowest_free))
 
 
-def described(forward: Event) -> str:
+def described(batch: Batch) -> str:
     """A batch in words."""
-    prefix = f", {forward['prefix']:,} of prefix" if forward["prefix"] else ""
-    counted = (f"{forward[name]:,} {name.removesuffix('s' * (forward[name] == 1))}" for name in ("tokens", "requests"))
-    return f"{forward['mode']}: {', '.join(counted)}{prefix}"
+    prefix = f", {batch.prefix:,} of prefix" if batch.prefix else ""
+    counts = {"tokens": batch.tokens, "requests": batch.requests}
+    counted = (f"{count:,} {name.removesuffix('s' * (count == 1))}" for name, count in counts.items())
+    return f"{batch.mode}: {', '.join(counted)}{prefix}"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.observers import memory
+from sglang_moe_patches.observers.events import Event, Ready, Watch, of_kind
 from sglang_moe_patches.planning import load, measure, need, report, rule, verify
-from sglang_moe_patches.planning.measure import Measured, Verified
+from sglang_moe_patches.planning.measure import START_UP, Measured, PhaseKind, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.reference import environment as machine
 from sglang_moe_patches.servers import gpu, refusals
@@ -27,6 +27,7 @@ from sglang_moe_patches.servers.keeper import StillRunning
 from sglang_moe_patches.servers.refusals import Refusal
 from sglang_moe_patches.servers.server import Server, ServerFailed, shown_starting
 from sglang_moe_patches.servers.subject import PATCHED, STOCK, PortInUse, Subject
+from sglang_moe_patches.variables import PLAN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,17 +205,17 @@ class Session:
         return ServerPlan(name, tuple(trials), tuple(found), tuple(knobs(trials)))
 
     @contextmanager
-    def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, memory.Watch]]:
+    def serving(self, name: str, fraction: float | None) -> Iterator[tuple[Server, Watch]]:
         """A server with that fraction, or with the engine's own."""
         if self.started:
             gpu.wait_until_free(self.before, self.interrupt, ended="last", following=f"next ({name})")
         self.started += 1
         more = [] if fraction is None else ["--mem-fraction-static", f"{fraction:.3f}"]
         with scratch() as folder:
-            child = {**self.environment, memory.VARIABLE: str(folder)}
+            child = {**self.environment, PLAN.name: str(folder)}
             self.log = self.logs / f"{self.started}-{name}.log"
             server = self.subject.server(name, child, self.log, *more)
-            watch = memory.Watch(folder)
+            watch = Watch(folder)
             try:
                 with shown_starting(server, self.console, self.interrupt):
                     server.__enter__()
@@ -245,18 +246,18 @@ class Session:
                     f"the {name} server runs out of memory at start-up with the engine's own fraction. {error}"
                 ) from error
             self.console.print(f"{said}: out of memory at start-up")
-            return Measured(name, fraction, 1, ran_out="start-up")
+            return Measured(name, fraction, 1, ran_out=START_UP)
 
-    def _drive(self, server: Server, watch: memory.Watch, logprobs: bool, *, verified: bool) -> Measured:
+    def _drive(self, server: Server, watch: Watch, logprobs: bool, *, verified: bool) -> Measured:
         """:param verified: verify before anything else. A user's server sees no load before its own, and what the
         allocator keeps depends on the order in which sizes come.
         """
         name = server.name
         client, watching = Client(server.url), partial(self._check, server)
         info, processes, ready = _introduced(server, client, watch, watching)
-        rank, first = next(iter(ready.items()))
-        everyone = [event for events in processes.values() for event in measure.of_kind(events, "ready")]
-        if hybrid := next((event["hybrid"] for event in everyone if event["hybrid"]), ""):
+        rank, first = next((rank, event.server) for rank, event in ready.items())
+        everyone = [event.server for events in processes.values() for event in of_kind(events, Ready)]
+        if hybrid := next((facts.hybrid for facts in everyone if facts.hybrid), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
         limits = load.configuration(info, first)
         derived = load.derive(limits, logprobs=logprobs)
@@ -266,16 +267,16 @@ class Session:
             fraction=float(info["mem_fraction_static"]),
             before_load=measure.before_load(processes),
             cache_tokens=limits.cache_tokens,
-            cache_bytes=max(event["kv_bytes"] for event in ready.values()),
+            cache_bytes=max(event.server.kv_bytes for event in ready.values()),
             page=limits.page,
             context=limits.context,
             requests=limits.requests,
-            table_bytes=first["table_bytes"],
-            table_requests=first["table_requests"],
-            allocator=first["allocator"],
+            table_bytes=first.table_bytes,
+            table_requests=first.table_requests,
+            allocator=first.allocator,
             settings=_settings(info),
-            logprob_switch=first["logprob_switch"],
-            changes=tuple(map(tuple, measure.of_kind(processes[rank], "start")[0]["changes"])),
+            logprob_switch=first.logprob_switch,
+            changes=measure.changes(processes[rank]),
         )
         if verified:
             came = self._verify(server, watch, processes, limits, found.fraction, logprobs)
@@ -284,9 +285,9 @@ class Session:
                 return replace(found, ran_out="verification", logprobs_driven=logprobs)
         needs: list[measure.PhaseNeed] = []
         missing = list(derived.not_driven)
-        missing += ["images: they are not sent"] if any(event["images"] for event in ready.values()) else []
+        missing += ["images: they are not sent"] if any(event.server.images for event in ready.values()) else []
         for phase in derived.phases:
-            if phase.name == load.LOGPROBS:
+            if phase.kind is PhaseKind.LOGPROBS:
                 found = replace(found, lowest_free=self._lowest(processes, ready), ranks=_ranks(processes, ready))
             try:
                 with self.console.status(f"{name}: {phase.name}"):
@@ -294,7 +295,7 @@ class Session:
             except ServerFailed:
                 if not out_of_memory(server.log_text()):
                     raise
-                needs.append(measure.PhaseNeed(phase.name, False, "out of memory", 0, 0, 0, ""))
+                needs.append(measure.PhaseNeed(phase.kind, phase.name, False, "out of memory"))
                 found = replace(found, ran_out=phase.name, logprobs_driven=logprobs)
                 return replace(found, phases=tuple(needs), not_driven=tuple(missing))
             except load.Stuck as error:
@@ -302,7 +303,9 @@ class Session:
             measure.add(processes, outcome.events)
             if reason := measure.failure(processes):
                 raise CannotPlan(f"the {name} server: {reason}")
-            needs.append(measure.phase_need(phase.name, phase.bound.met, outcome.seen, outcome.events, processes))
+            needs.append(
+                measure.phase_need(phase.kind, phase.name, phase.bound.met, outcome.seen, outcome.events, processes)
+            )
             if not outcome.seen:
                 said = f" ({outcome.said})" if outcome.said else ""
                 missing.append(f"{phase.name}: seen at most {needs[-1].largest or 'nothing'}{said}")
@@ -310,7 +313,7 @@ class Session:
         lowest = self._lowest(processes, ready)
         if not logprobs:
             found = replace(found, lowest_free=lowest, ranks=_ranks(processes, ready))
-        elif any(need.seen for need in needs if need.name == load.LOGPROBS):
+        elif any(need.seen for need in needs if need.kind is PhaseKind.LOGPROBS):
             found = replace(found, logprobs_free=lowest, logprobs_driven=True)
         return replace(found, phases=tuple(needs), not_driven=tuple(missing))
 
@@ -323,7 +326,7 @@ class Session:
         self.interrupt()
         server.check()
 
-    def _lowest(self, processes: Mapping[str, Sequence[Mapping[str, Any]]], ranks: Iterable[str]) -> int | None:
+    def _lowest(self, processes: Mapping[str, Sequence[Event]], ranks: Iterable[str]) -> int | None:
         found = [measure.lowest_free(processes[rank]) for rank in ranks]
         return None if None in found else min(free for free in found if free is not None)
 
@@ -348,7 +351,7 @@ class Session:
             with self.serving(name, fraction) as (server, watch):
                 watching = partial(self._check, server)
                 info, processes, ready = _introduced(server, Client(server.url), watch, watching)
-                limits = load.configuration(info, next(iter(ready.values())))
+                limits = load.configuration(info, next(iter(ready.values())).server)
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
             log = self.log.read_text(errors="replace")
@@ -361,8 +364,8 @@ class Session:
     def _verify(
         self,
         server: Server,
-        watch: memory.Watch,
-        processes: dict[str, list[Mapping[str, Any]]],
+        watch: Watch,
+        processes: dict[str, list[Event]],
         limits: load.Configuration,
         fraction: float,
         logprobs: bool,
@@ -415,7 +418,7 @@ def search(
 
 def _with_base(found: Measured, first: Measured) -> Measured:
     """A server that died at start-up has not said how much was free before; the first one did."""
-    return found if found.ran_out != "start-up" else replace(found, before_load=first.before_load, logprobs_driven=True)
+    return found if found.ran_out != START_UP else replace(found, before_load=first.before_load, logprobs_driven=True)
 
 
 def _trials(trials: Sequence[Measured], logprobs: bool) -> list[need.Trial]:
@@ -502,16 +505,18 @@ def knobs(trials: Sequence[Measured]) -> Iterator[str]:
             f"--max-running-requests: the request table has {last.table_requests:,} rows of {each / MB:,.2f} MB, "
             f"{last.table_bytes / MB:,.0f} MB in all; fewer requests give the rest back"
         )
-    needs = {need.name: need for trial in trials for need in trial.phases if need.seen}
-    plain = needs.get("prefill chunk")
-    behind = max((n.tensors for name, n in needs.items() if "prefix" in name), default=0)
+    needs = {need.kind: need for trial in trials for need in trial.phases if need.seen}
+    plain = needs.get(PhaseKind.PREFILL)
+    behind = max(
+        (needs[kind].tensors for kind in (PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX) if kind in needs), default=0
+    )
     if plain and behind - plain.tensors >= WORTH:
         yield (
             f"SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs {(behind - plain.tensors) / MB:,.0f} MB "
             "more than one without; where the model is MLA, a smaller value (131072 by default) takes less of it"
         )
-    asked = needs.get(load.LOGPROBS)
-    most = max((n.tensors for name, n in needs.items() if name != load.LOGPROBS), default=0)
+    asked = needs.get(PhaseKind.LOGPROBS)
+    most = max((need.tensors for kind, need in needs.items() if kind is not PhaseKind.LOGPROBS), default=0)
     if asked and asked.tensors - most >= WORTH and first.logprob_switch:
         yield (
             f"{first.logprob_switch}=1: prompt log-probabilities need {(asked.tensors - most) / MB:,.0f} MB more "
@@ -534,10 +539,8 @@ def out_of_memory(log: str) -> bool:
     return RAN_OUT.search(log) is not None
 
 
-def _ranks(
-    processes: Mapping[str, Sequence[Mapping[str, Any]]], ready: Mapping[str, Mapping[str, Any]]
-) -> tuple[measure.Rank, ...]:
-    found = (measure.rank(processes[name], event["kv_bytes"]) for name, event in ready.items())
+def _ranks(processes: Mapping[str, Sequence[Event]], ready: Mapping[str, Ready]) -> tuple[measure.Rank, ...]:
+    found = (measure.rank(processes[name], event.server.kv_bytes) for name, event in ready.items())
     return tuple(sorted(found, key=lambda rank: rank.name))
 
 
@@ -562,8 +565,8 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _introduced(
-    server: Server, client: Client, watch: memory.Watch, watching: Callable[[], None]
-) -> tuple[Mapping[str, Any], dict[str, list[Mapping[str, Any]]], dict[str, Mapping[str, Any]]]:
+    server: Server, client: Client, watch: Watch, watching: Callable[[], None]
+) -> tuple[Mapping[str, Any], dict[str, list[Event]], dict[str, Ready]]:
     """What the server resolved, what its processes recorded, and what those that run the model said when it was ready.
 
     Once each data-parallel rank has run a forward: with ``--skip-server-warmup`` none has when it is ready.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from sglang_moe_patches.observers.memory import Watch
+from sglang_moe_patches.observers.events import Event, Forward, Watch, of_kind
 from sglang_moe_patches.planning import measure
 from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
 from sglang_moe_patches.planning.measure import Verified
@@ -38,7 +38,7 @@ FILLED = 0.95
 def verify(
     server: Server,
     watch: Watch,
-    processes: dict[str, list[Mapping[str, Any]]],
+    processes: dict[str, list[Event]],
     c: Configuration,
     fraction: float,
     seconds: float,
@@ -184,8 +184,8 @@ def _length(draw: random.Random, most: int) -> int:
 
 
 def judge(
-    processes: Mapping[str, Sequence[measure.Event]],
-    during: Mapping[str, Sequence[measure.Event]],
+    processes: Mapping[str, Sequence[Event]],
+    during: Mapping[str, Sequence[Event]],
     log: str,
     load: Any,
     c: Configuration,
@@ -204,7 +204,7 @@ def judge(
     for name in sorted(ranks):
         found = measure.rank(processes[name], 0)
         lowest[found.name] = found.lowest_free
-        if not measure.of_kind(during.get(name, ()), "forward"):
+        if not of_kind(during.get(name, ()), Forward):
             reasons.append(f"{found.name}: no forward was recorded, so it is not known what was free")
         if found.retries:
             ran_out = True

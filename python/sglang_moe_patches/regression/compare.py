@@ -16,6 +16,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import count
 from typing import Any
 
+from sglang_moe_patches.observers.events import ChangeStatus, Memory
+
 SCHEMA = 1
 """Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
 
@@ -40,29 +42,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What was observed inside a server process; None where it was not measured."""
-
-    device: str
-    """'cpu' or 'cuda'."""
-    peak_forward_bytes: int | None
-    """CUDA: the largest peak of one forward, beyond what was allocated before it."""
-    live_at_kernel_bytes: int | None
-    """Bytes of activations alive when the routed-experts kernel starts, in the largest forward."""
-    tokens: int | None
-    """Tokens in that forward."""
-    forwards: int
-    moe_layers: int | None
-    """Calls of the observed routed-experts kernels (TRT-LLM, CuteDSL) per forward."""
-    output_buffers: int | None
-    """The most distinct allocations that MoE layers put their output into during one forward."""
-    kernel_buffer_bytes: int | None = None
-    """Bytes that the MoE kernels hold between forwards (CuteDSL); None where they hold none."""
-    cache_token_bytes: float | None = None
-    """Bytes of one token in a rank's KV cache; None where there are caches of several kinds."""
-
-
-@dataclass(frozen=True)
 class Run:
     """One server, evaluated."""
 
@@ -80,8 +59,9 @@ class Run:
     input_tokens: int
     output_tokens: int
     memory: Memory | None
-    changes: tuple[tuple[str, str, str], ...]
-    """(change, status, reason) of each change, as the server reported them."""
+    """As the server observed it; ``None``: it did not."""
+    changes: tuple[ChangeStatus, ...]
+    """As the server reported them."""
     not_observed: str = ""
     """Why ``memory`` has not all its figures, where something went wrong."""
 
@@ -211,7 +191,7 @@ def _run_from_dict(data: Mapping[str, Any]) -> Run:
     values["command"] = tuple(values["command"])
     values["answers"] = tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in values["answers"])
     values["memory"] = None if values["memory"] is None else Memory(**values["memory"])
-    values["changes"] = tuple((change, status, reason) for change, status, reason in values["changes"])
+    values["changes"] = tuple(ChangeStatus(*each) for each in values["changes"])
     return Run(**values)
 
 

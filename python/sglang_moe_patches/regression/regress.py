@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.observers import events
 from sglang_moe_patches.regression import gsm8k, report
-from sglang_moe_patches.regression.compare import Answer, Comparison, Memory, Run, compare, smallest_sample
+from sglang_moe_patches.regression.compare import Answer, Comparison, Run, compare, smallest_sample
 from sglang_moe_patches.regression.gsm8k import Evaluation
 from sglang_moe_patches.servers import gpu, refusals
 from sglang_moe_patches.servers.folders import keep, logs_in, scratch
@@ -21,6 +21,7 @@ from sglang_moe_patches.servers.keeper import StillRunning
 from sglang_moe_patches.servers.refusals import Refusal
 from sglang_moe_patches.servers.server import ServerFailed, shown_starting
 from sglang_moe_patches.servers.subject import PATCHED, STOCK, PortInUse, Subject
+from sglang_moe_patches.variables import OBSERVE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,13 +196,13 @@ class _Asking:
         with scratch() as work:
             observed = work / "observed"
             observed.mkdir()
-            child = {**self.environment, forwards.VARIABLE: str(observed)}
+            child = {**self.environment, OBSERVE.name: str(observed)}
             server = subject.server(name, child, logs / f"{name}.log")
             try:
                 with ExitStack() as stack:
                     with shown_starting(server, console, self.interrupt):
                         stack.enter_context(server)
-                    if forwards.collect(observed) is None:
+                    if events.collect(observed) is None:
                         raise CannotRun(
                             f"the {name} server did not load this package's plugin, so nothing would be compared; is "
                             f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
@@ -211,7 +212,7 @@ class _Asking:
                     release = engine.version() or "unknown"
                     found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
                     server.check()
-                    figures = forwards.collect(observed) or {}
+                    figures = events.collect(observed)
                     # Before the server is ended: whatever happens then, this run is made.
                     yield _with_figures(replace(found, startup_s=server.startup_s), figures)
             except ServerFailed as error:
@@ -221,7 +222,7 @@ class _Asking:
 
     def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
-        ours = (forwards.VARIABLE, patch.SELECT_VARIABLE)
+        ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
         found = gsm8k.evaluate(url, client, self.evaluation, work, self.interrupt)
         return Run(
@@ -242,15 +243,12 @@ def _failure(name: str) -> type[CannotRun | PatchedFailed]:
     return CannotRun if name == STOCK else PatchedFailed
 
 
-def _with_figures(found: Run, figures: dict[str, Any]) -> Run:
-    """``found`` with what its server observed of itself; see :func:`forwards.collect`."""
-    measured = {field.name: figures[field.name] for field in fields(Memory)} if figures.get("forwards") else None
-    return replace(
-        found,
-        memory=None if measured is None else Memory(**measured),
-        not_observed=figures.get("failure", ""),
-        changes=tuple((change, status, reason) for change, status, reason in figures.get("changes", ())),
-    )
+def _with_figures(found: Run, process: events.Process | None) -> Run:
+    """``found`` with what its server observed of itself."""
+    if process is None:
+        return found
+    memory = process.memory if process.memory.forwards else None
+    return replace(found, memory=memory, not_observed=process.failure, changes=process.changes)
 
 
 def _release(url: str) -> str:

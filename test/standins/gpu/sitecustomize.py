@@ -18,9 +18,11 @@ class Device:
     forwards = 0
     fraction = 0.0
 
-    def read(self) -> dict[str, int]:
-        known = {"allocated": self.used, "peak": self.used + self.forwards, "reserved": self.used + self.forwards}
-        return {**known, "free": TOTAL - self.used - self.forwards, "total": TOTAL, "retries": 0, "ooms": 0}
+    def read(self) -> Any:
+        from sglang_moe_patches.observers.events import Device
+
+        held = self.used + self.forwards
+        return Device(allocated=self.used, peak=held, reserved=held, free=TOTAL - held, total=TOTAL)
 
 
 def stand_in(observe: Any) -> None:
@@ -28,19 +30,19 @@ def stand_in(observe: Any) -> None:
     token_bytes = float(os.environ["STANDIN_TOKEN_MB"]) * 1e6
     stage, ends = observe.Observer.stage, observe.Observer.forward_ends
 
-    def loaded(self: Any, runner: Any, name: str, when: str) -> None:
+    def loaded(self: Any, runner: Any, name: str, ended: bool) -> None:
         device.fraction = runner.mem_fraction_static
-        if (name, when) == ("load_model", "after"):
+        if name == "load_model" and ended:
             device.used += WEIGHTS
-        stage(self, runner, name, when)
+        stage(self, runner, name, ended)
 
     def sized(self: Any, before_load_gib: float, kv_bytes: int) -> None:
         left = BEFORE_LOAD * (1 - device.fraction)
-        self.write("sized", before_load=BEFORE_LOAD, for_kv=kv_bytes, memory=device.read())
+        self.write(observe.events.Sized(BEFORE_LOAD, kv_bytes, device.read()))
         device.used = round(TOTAL - left)
 
     def ended(self: Any, runner: Any, result: Any) -> None:
-        device.forwards = max(device.forwards, round(self.facts["tokens"] * token_bytes))
+        device.forwards = max(device.forwards, round(self.batch.tokens * token_bytes))
         ends(self, runner, result)
 
     observe.Observer.stage, observe.Observer.sized, observe.Observer.forward_ends = loaded, sized, ended

@@ -9,6 +9,7 @@ from pathlib import Path
 import peak_memory
 import pytest
 import torch
+from sglang_moe_patches.observers.events import Block, History, Memory, Moment, Process
 
 FOLDER = Path(__file__).parents[3] / "benchmark"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -56,17 +57,16 @@ def test_a_model_that_does_not_divide_is_named(script, monkeypatch, capsys):
 
 
 def test_a_run_keeps_the_busiest_moment_and_few_points_of_its_line():
-    moments = [
-        {"bytes": size, "blocks": [name]} for size, name in ((1, "low"), (3, "first"), (3, "last"), (2, "after"))
-    ]
-    line = [(clock, float(clock % 997)) for clock in range(10_000)]
-    figures = {"peak_forward_bytes": 997, "history": {"line": line, "alive": moments, "at_peak": moments[0]}}
-    kept = peak_memory.shortened(figures)
-    assert kept["at_kernel"]["blocks"] == ["last"]
+    sizes = ((1, "low"), (3, "first"), (3, "last"), (2, "after"))
+    moments = tuple(Moment(size, (Block(size, (name,), 0),)) for size, name in sizes)
+    line = tuple((clock, clock % 997) for clock in range(10_000))
+    kept = peak_memory.shortened(Process((), Memory("cuda", 997), history=History(line, moments, moments[0])))
+    assert kept["peak_forward_bytes"] == 997
+    assert [block["code"] for block in kept["at_kernel"]["blocks"]] == [("last",)]
     assert len(kept["line"]) <= peak_memory.LINE_POINTS
     assert max(kept["line"]) == 996
     with pytest.raises(SystemExit, match="observing failed"):
-        peak_memory.shortened({"failure": "observing failed: ..."})
+        peak_memory.shortened(Process((), failure="observing failed: ..."))
 
 
 def test_what_allocated_memory_stands_beside_each_other_and_adds_up():

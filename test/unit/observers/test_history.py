@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sglang_moe_patches.observers.events import Moment
 from sglang_moe_patches.observers.history import describe, replay
 
 
@@ -13,7 +14,7 @@ def event(action, addr, size, *lines, time_us=0):
 
 
 def sizes(moment):
-    return [block["bytes"] for block in moment["blocks"]]
+    return [block.bytes for block in moment.blocks]
 
 
 def test_replay_follows_bytes_in_use_and_knows_what_is_alive():
@@ -28,21 +29,21 @@ def test_replay_follows_bytes_in_use_and_knows_what_is_alive():
     ]
     line, moments = replay(events, [3, 6, 7])
     assert line == [(0, 1024), (2, 3072), (3, 2048), (4, 2560), (5, -1536)]
-    assert [moment["bytes"] for moment in moments] == [3072, 2560, -1536, 3072]
+    assert [moment.bytes for moment in moments] == [3072, 2560, -1536, 3072]
     assert [sizes(moment) for moment in moments] == [[2048, 1024], [2048, 512], [2048, 512], [2048, 1024]]
-    assert [block["code"][0].split()[0] for block in moments[1]["blocks"]] == ["b.py:4", "c.py:5"]
-    assert [block["after_mark"] for block in moments[1]["blocks"]] == [0, 1]
+    assert [block.code[0].split()[0] for block in moments[1].blocks] == ["b.py:4", "c.py:5"]
+    assert [block.after_mark for block in moments[1].blocks] == [0, 1]
 
 
 def test_an_empty_record():
-    assert replay([], [0]) == ([], [{"bytes": 0, "blocks": []}] * 2)
+    assert replay([], [0]) == ([], [Moment(0, ())] * 2)
 
 
 def test_describe_shows_the_engines_lines_innermost_first():
     def frame(path, line=1):
         return {"filename": path, "line": line, "name": "f"}
 
-    assert describe([frame("/torch/x.py"), frame("/p/sglang_moe_patches/changes/y.py")]) == []
+    assert describe([frame("/torch/x.py"), frame("/p/sglang_moe_patches/changes/y.py")]) == ()
     here = str(Path(__file__))
     code = describe(
         [
@@ -53,4 +54,4 @@ def test_describe_shows_the_engines_lines_innermost_first():
             frame(here),
         ]
     )
-    assert code == ["linear.py:7 f: ", "deepseek_v2.py:8 f: "]
+    assert code == ("linear.py:7 f: ", "deepseek_v2.py:8 f: ")

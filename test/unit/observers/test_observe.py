@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from sglang_moe_patches.observers import forwards
-from sglang_moe_patches.observers.forwards import KERNELS, Observer, collect
+from sglang_moe_patches.observers.events import ChangeStatus, Memory, Process, collect, write
+from sglang_moe_patches.observers.forwards import KERNELS, Observer
 from sglang_moe_patches.observers.observer import cache_token_bytes
 
 MIB = 1 << 20
+APPLIED = ChangeStatus("output-buffer", "applied", "")
 
 
 def observer(tmp_path):
-    return Observer(str(tmp_path), [("output-buffer", "applied", "")])
+    return Observer(str(tmp_path), (APPLIED,))
 
 
 def forward(watch, tokens, *outputs, extra_bytes=0):
@@ -36,12 +37,12 @@ def test_allocations_are_counted_by_object_not_by_address(tmp_path):
     watch = observer(tmp_path)
     # Freed and allocated again, most likely at the same address: still another buffer each time.
     forward(watch, 1, *[lambda: torch.empty(64, 64)] * 5)
-    assert watch.figures["output_buffers"] == 5
+    assert watch.memory.output_buffers == 5
     one = torch.empty(64, 64)
     watch = observer(tmp_path)
     for _ in range(2):  # the same storage in the next forward counts again, and is one
         forward(watch, 1, *[lambda: one.detach()] * 5)
-    assert (watch.figures["output_buffers"], watch.figures["moe_layers"]) == (1, 5)
+    assert (watch.memory.output_buffers, watch.memory.moe_layers) == (1, 5)
 
 
 def test_live_bytes_are_those_of_the_largest_forward(tmp_path):
@@ -50,10 +51,11 @@ def test_live_bytes_are_those_of_the_largest_forward(tmp_path):
     forward(watch, 10, lambda: output, extra_bytes=4 * MIB)
     forward(watch, 100, lambda: output, extra_bytes=2 * MIB)
     forward(watch, 50, lambda: output, extra_bytes=8 * MIB)
-    figures = collect(tmp_path)
-    assert figures["tokens"] == 100
-    assert 2 * MIB <= figures["live_at_kernel_bytes"] < 3 * MIB
-    assert figures["changes"] == [["output-buffer", "applied", ""]]
+    found = collect(tmp_path)
+    figures = found.memory
+    assert figures.tokens == 100
+    assert 2 * MIB <= figures.live_at_kernel_bytes < 3 * MIB
+    assert found.changes == (APPLIED,)
 
 
 class Wrapper:
@@ -69,21 +71,21 @@ class Wrapper:
 def test_what_kernels_hold_between_forwards_counts_shared_storages_once(tmp_path):
     watch, output, sort = observer(tmp_path), torch.empty(4, 4), torch.empty(10, dtype=torch.int32)
     forward(watch, 1, lambda: output)
-    assert watch.figures["kernel_buffer_bytes"] is None
+    assert watch.memory.kernel_buffer_bytes is None
     wrappers = [Wrapper(sort), Wrapper(sort)]
     watch.wrappers.update(wrappers)
     forward(watch, 1, lambda: output)
-    assert watch.figures["kernel_buffer_bytes"] == 2 * 100 + 40
+    assert watch.memory.kernel_buffer_bytes == 2 * 100 + 40
 
 
 def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path):
-    base = {"peak_forward_bytes": None, "forwards": 3}
     for pid, live, count in ((1, 10, 3), (2, 30, 3), (3, 99, 0)):
-        (tmp_path / f"{pid}.json").write_text(json.dumps({**base, "live_at_kernel_bytes": live, "forwards": count}))
-    assert collect(tmp_path)["live_at_kernel_bytes"] == 30
+        used = Memory("cpu", live_at_kernel_bytes=live, forwards=count)
+        write(Process((), used), tmp_path / f"{pid}.json")
+    assert collect(tmp_path).memory.live_at_kernel_bytes == 30
     (tmp_path / "1.json").unlink()
     (tmp_path / "2.json").unlink()
-    assert collect(tmp_path)["forwards"] == 0  # observed, but it ran nothing
+    assert collect(tmp_path).memory.forwards == 0  # observed, but it ran nothing
     (tmp_path / "3.json").unlink()
     assert collect(tmp_path) is None
 
@@ -99,7 +101,7 @@ def kernel(**arguments: Any) -> list[torch.Tensor]:
     return [torch.empty(tokens, 4) if arguments.get("output") is None else arguments["output"]]
 
 
-class Process:
+class ModelProcess:
     """A model process: its runner, its kernels, and what :func:`install` put around them."""
 
     def __init__(self, monkeypatch, folder: Path) -> None:
@@ -126,17 +128,17 @@ class Process:
         monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
         monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", self.kernels)
 
-    def forward(self, tokens: int = 3) -> dict[str, Any]:
+    def forward(self, tokens: int = 3) -> Process:
         self.runner.forward(SimpleNamespace(input_ids=torch.zeros(tokens, dtype=torch.int64)))
         return collect(self.folder)
 
 
 @pytest.fixture
 def process(monkeypatch, tmp_path):
-    return Process(monkeypatch, tmp_path)
+    return ModelProcess(monkeypatch, tmp_path)
 
 
-def install(process: Process) -> None:
+def install(process: ModelProcess) -> None:
     forwards.install(str(process.folder), {"output-buffer": SimpleNamespace(status="applied", reason="")})
 
 
@@ -153,18 +155,20 @@ def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
         call(hidden_states=hidden_states, output=None)
 
     process.layers = layers
-    figures = process.forward()
-    assert (figures["moe_layers"], figures["output_buffers"], figures["failure"]) == (5, 3, "")
+    found = process.forward()
+    figures = found.memory
+    assert (figures.moe_layers, figures.output_buffers, found.failure) == (5, 3, "")
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_leaves_the_sum_to_another_has_no_output_buffer_to_count(process, name):
     install(process)
     process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, do_finalize=False)
-    figures = process.forward()
-    assert (figures["moe_layers"], figures["output_buffers"], figures["failure"]) == (1, None, "")
+    found = process.forward()
+    figures = found.memory
+    assert (figures.moe_layers, figures.output_buffers, found.failure) == (1, None, "")
     process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, output=torch.empty(3, 4))
-    assert process.forward()["output_buffers"] == 1  # another forward, which says
+    assert process.forward().memory.output_buffers == 1  # another forward, which says
 
 
 def test_a_captured_graph_is_no_forward(process):
@@ -173,15 +177,15 @@ def test_a_captured_graph_is_no_forward(process):
     for _ in range(9):  # the engine calls the model, not the runner
         process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x, output=x)
-    assert process.forward()["moe_layers"] == 1
+    assert process.forward().memory.moe_layers == 1
 
 
 def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(process):
     install(process)
     process.runner.token_to_kv_pool, process.runner.max_total_num_tokens = SimpleNamespace(mem_usage=2.0), 1 << 20
-    assert process.forward()["cache_token_bytes"] == 2048
+    assert process.forward().memory.cache_token_bytes == 2048
     process.runner.is_draft_worker = True
-    assert process.forward()["cache_token_bytes"] == 2048  # a draft model's is another
+    assert process.forward().memory.cache_token_bytes == 2048  # a draft model's is another
 
     class HybridLinearKVPool:
         mem_usage = 2.0
@@ -203,24 +207,26 @@ def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
             wrapper.run(hidden_states)
 
     process.layers = layers
-    figures = process.forward()
-    assert (figures["moe_layers"], figures["failure"]) == (2, "")
-    assert figures["output_buffers"] == (1 if kept else 2)
-    assert figures["kernel_buffer_bytes"] == (3 * 4 * 4 if kept else None)
+    found = process.forward()
+    figures = found.memory
+    assert (figures.moe_layers, found.failure) == (2, "")
+    assert figures.output_buffers == (1 if kept else 2)
+    assert figures.kernel_buffer_bytes == (3 * 4 * 4 if kept else None)
 
 
 def test_a_process_without_flashinfer_is_observed(process, monkeypatch):
     for name in ("flashinfer", "flashinfer.fused_moe"):
         monkeypatch.setitem(sys.modules, name, None)
     install(process)
-    figures = process.forward(5)
-    assert (figures["forwards"], figures["tokens"], figures["failure"]) == (1, 5, "")
-    assert figures["moe_layers"] is figures["output_buffers"] is figures["live_at_kernel_bytes"] is None
+    found = process.forward(5)
+    figures = found.memory
+    assert (figures.forwards, figures.tokens, found.failure) == (1, 5, "")
+    assert figures.moe_layers is figures.output_buffers is figures.live_at_kernel_bytes is None
 
 
 def test_the_changes_are_told_before_any_forward(process):
     install(process)
-    assert collect(process.folder)["changes"] == [["output-buffer", "applied", ""]]
+    assert collect(process.folder).changes == (APPLIED,)
 
 
 @pytest.mark.parametrize("step", ["forward_starts", "kernel_starts", "kernel_returned", "forward_ends", "write"])
@@ -233,18 +239,18 @@ def test_whatever_goes_wrong_with_observing_the_server_goes_on(process, monkeypa
     ran = []
     process.layers = lambda x: ran.append(process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x))
     for _ in range(3):
-        figures = process.forward()
+        found = process.forward()
     assert len(ran) == 3
     assert caplog.text.count("observing failed: AttributeError: not here any more") == 1
     if step != "write":
-        assert figures["failure"] == "observing failed: AttributeError: not here any more"
-    assert figures["changes"] == [["output-buffer", "applied", ""]]
+        assert found.failure == "observing failed: AttributeError: not here any more"
+    assert found.changes == (APPLIED,)
 
 
 def test_an_engine_that_cannot_be_observed_starts(process, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace())
     install(process)
-    assert "ImportError" in collect(process.folder)["failure"]
+    assert "ImportError" in collect(process.folder).failure
 
 
 def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, monkeypatch):
@@ -255,8 +261,8 @@ def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, monkey
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
     process.runner.device = "cuda"
     install(process)
-    seen = [process.forward(tokens) for tokens in (10, 10, 20, 3)]
-    assert [(figures["tokens"], figures["peak_forward_bytes"]) for figures in seen] == [
+    seen = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
+    assert [(figures.tokens, figures.peak_forward_bytes) for figures in seen] == [
         (10, 650),
         (10, 450),  # of several the least
         (20, 850),
@@ -274,4 +280,4 @@ def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, mo
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x)
     process.forward(10)
     process.layers = lambda x: None
-    assert process.forward(10)["peak_forward_bytes"] == 650
+    assert process.forward(10).memory.peak_forward_bytes == 650

@@ -20,7 +20,7 @@ from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
 from sglang_moe_patches.planning import measure, plan, report, rule, survive
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
+from sglang_moe_patches.planning.measure import Measured, PhaseKind, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 
 SLOW = ROOT / "test/standins/engine_that_is_slow"
@@ -203,7 +203,9 @@ def test_a_server_that_ran_out_of_memory_is_told_from_one_that_died_of_something
 
 def found(**verified) -> Plan:
     rank = measure.rank(process(), 40 * GB)
-    phases = (PhaseNeed("prefill chunk", True, "EXTEND: 8,192 tokens", 4 * GB, 5 * GB, 19 * GB, "GPU 3"),)
+    phases = (
+        PhaseNeed(PhaseKind.PREFILL, "prefill chunk", True, "EXTEND: 8,192 tokens", 4 * GB, 5 * GB, 19 * GB, "GPU 3"),
+    )
     first = Measured(
         "patched", 0.8, 99 * GB, 1_000_000, 40 * GB, context=10_000, lowest_free=19 * GB, ranks=(rank,), phases=phases,
         not_driven=("images: they are not sent",),

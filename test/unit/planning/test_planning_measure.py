@@ -12,13 +12,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_events import GB, TOTAL, forward, memory, process
+from planning_events import FACTS, GB, TOTAL, changed, forward, memory, process
 from rich.console import Console
 from sglang_moe_patches.observers import memory as observed
 from sglang_moe_patches.observers import observer
+from sglang_moe_patches.observers.events import (
+    Batch,
+    Event,
+    Failure,
+    Forward,
+    Place,
+    Ready,
+    Start,
+    Watch,
+    of_kind,
+    to_json,
+)
 from sglang_moe_patches.planning import load, measure, need, plan, verify
 from sglang_moe_patches.planning.load import Bound, Configuration
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
+from sglang_moe_patches.planning.measure import Measured, PhaseKind, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Recommendation
 from sglang_moe_patches.servers.client import Unanswered, watched
 
@@ -41,13 +53,14 @@ def test_a_gpu_is_divided_into_parts_that_add_up() -> None:
 
 def test_a_peak_of_the_start_is_no_tensor_of_a_forward() -> None:
     events = process()
-    events[5]["memory"] = events[6]["before"] = memory(25, 72, 73, 90)
+    ready = memory(25, 72, 73, 90)
+    events[5], events[6] = replace(events[5], memory=ready), replace(events[6], before=ready)
     assert measure.rank(events, 40 * GB).tensors == 4 * GB
 
 
 def test_the_lowest_free_memory_counts_from_the_sizing_on() -> None:
     events = process()
-    events[1]["memory"] = memory(2)  # loading may use what the KV cache will take
+    events[1] = replace(events[1], memory=memory(2))  # loading may use what the KV cache will take
     assert measure.lowest_free(events) == round(19.5 * GB)
 
 
@@ -55,23 +68,23 @@ def test_the_lowest_free_memory_counts_from_the_sizing_on() -> None:
 def test_memory_that_was_asked_for_twice_did_not_suffice(count: str) -> None:
     events = process()
     assert measure.lowest_free(events) is not None
-    events[-1]["memory"][count] = 1
+    events[-1] = changed(events[-1], **{count: 1})
     assert measure.lowest_free(events) is None
 
 
 def test_retries_before_the_first_forward_do_not_count() -> None:
     events = process()
-    for event in events[4:]:
-        for name in {"memory", "before"} & set(event):
-            event[name]["retries"] = 2
-    assert measure.lowest_free(events) is not None
+    later = [changed(event, retries=2) for event in events[4:]]
+    forwards = [changed(event, "before", retries=2) for event in of_kind(later, Forward)]
+    assert measure.lowest_free([*events[:4], *later[:2], *forwards]) is not None
 
 
 def test_a_draft_model_that_is_ready_first_is_not_taken_for_the_model() -> None:
     # Capturing its graphs runs forwards of it, before any of the model.
     events = process()
-    at = next(number for number, event in enumerate(events) if event["event"] == "ready")
-    draft = {**events[at], "draft": True, "kv_bytes": 1, "memory": {**events[at]["memory"], "retries": -3}}
+    at = next(number for number, event in enumerate(events) if isinstance(event, Ready))
+    drafting = {"place": Place(draft=True), "server": replace(FACTS, kv_bytes=1)}
+    draft = changed(replace(events[at], **drafting), retries=-3)
     both = [*events[:at], draft, *events[at:]]
     assert measure.ready(both) == events[at]
     assert measure.ready([draft]) is None
@@ -82,31 +95,38 @@ def test_a_draft_model_that_is_ready_first_is_not_taken_for_the_model() -> None:
 
 def test_a_phase_is_named_with_the_rank_that_needed_most() -> None:
     one, other = process(), process()
-    other[5]["gpu"] = 4
+    other[5] = replace(other[5], place=Place(gpu=4))
     other[-1] = forward(memory(20, 72, 77, 76), memory(15, 72, 80, 79))
-    found = measure.phase_need("p", lambda forward: False, True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other})
+    found = measure.phase_need(
+        PhaseKind.PREFILL, "p", lambda seen: False, True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other}
+    )
     assert (found.rank, found.tensors, found.lowest_free) == ("GPU 4", 7 * GB, 15 * GB)
     assert found.grown == 10 * GB
 
 
 def test_the_batch_that_a_phase_is_about_is_told_of_not_a_larger_one() -> None:
     events = process()
-    decode = {**forward(memory(20, 72, 72, 76), memory(20, 72, 73, 76)), "mode": "DECODE", "tokens": 1, "requests": 1}
-    larger = {**forward(memory(20, 72, 72, 76), memory(20, 72, 73, 76)), "mode": "EXTEND", "tokens": 64, "requests": 8}
+    before, now = memory(20, 72, 72, 76), memory(20, 72, 73, 76)
+    decode = forward(before, now, mode="DECODE", tokens=1, requests=1)
+    larger = forward(before, now, mode="EXTEND", tokens=64, requests=8)
     during = {"1": [larger, decode]}
-    found = measure.phase_need("p", lambda seen: seen["mode"] == "DECODE", True, during, {"1": events})
+    found = measure.phase_need(
+        PhaseKind.EAGER_DECODE, "p", lambda seen: seen.batch.mode == "DECODE", True, during, {"1": events}
+    )
     assert found.largest == "DECODE: 1 token, 1 request"
 
 
 def test_what_came_before_a_phase_is_not_its_need() -> None:
     events = process()
-    events[-1]["before"]["peak"] = 90 * GB
-    assert measure.phase_need("p", lambda forward: False, True, {"1": events[-1:]}, {"1": events}).tensors == 2 * GB
+    events[-1] = changed(events[-1], "before", peak=90 * GB)
+    during = {"1": events[-1:]}
+    need = measure.phase_need(PhaseKind.PREFILL, "p", lambda seen: False, True, during, {"1": events})
+    assert need.tensors == 2 * GB
 
 
 def test_what_the_fraction_is_of_is_the_smallest_of_the_ranks() -> None:
     one, other = process(), process()
-    other[3]["before_load"] = 98 * GB
+    other[3] = replace(other[3], before_load=98 * GB)
     assert measure.before_load({"1": one, "2": other}) == 98 * GB
     with pytest.raises(measure.NotObserved, match="before loading"):
         measure.before_load({"1": one[:3]})
@@ -127,36 +147,29 @@ def test_a_batch_is_described_as_the_engines_forward_batch_says() -> None:
         global_num_tokens_cpu=[12, 3],
     )
     found = observed.batch_facts(batch)
-    assert found == {
-        "mode": "EXTEND",
-        "tokens": 12,
-        "requests": 2,
-        "prefix": 12,
-        "longest_prefix": 7,
-        "logprobs": 6,
-        "all_ranks": 15,
-    }
+    assert found == Batch("EXTEND", tokens=12, requests=2, prefix=12, longest_prefix=7, logprobs=6, all_ranks=15)
     batch.return_logprob = False
-    assert observed.batch_facts(batch)["logprobs"] == 0
+    assert observed.batch_facts(batch).logprobs == 0
 
 
 def test_a_failing_observer_says_so_once_and_lets_the_server_go_on(tmp_path) -> None:
-    observer = observed.Observer(str(tmp_path), [])
+    observer = observed.Observer(str(tmp_path), ())
     for _ in range(2):
         observer.attempt(lambda: 1 / 0)
-    events = observed.Watch(tmp_path).new()[observer.path.stem]
-    assert [event["event"] for event in events] == ["start", "failure"]
+    events = Watch(tmp_path).new()[observer.path.stem]
+    assert [type(event) for event in events] == [Start, Failure]
     assert "ZeroDivisionError" in measure.failure({"1": events})
 
 
 def test_a_line_that_is_still_being_written_is_read_later(tmp_path) -> None:
-    path, watch = tmp_path / "7.jsonl", observed.Watch(tmp_path)
-    path.write_text('{"event": "start"}\n{"event": "si')
-    assert [event["event"] for event in watch.new()["7"]] == ["start"]
+    path, watch = tmp_path / "7.jsonl", Watch(tmp_path)
+    start, sized = to_json(process()[0]), to_json(process()[3])
+    path.write_text(f"{start}\n{sized[:13]}")
+    assert watch.new() == {"7": process()[:1]}
     assert watch.new() == {}
     with path.open("a") as file:
-        file.write('zed"}\n')
-    assert [event["event"] for event in watch.new()["7"]] == ["sized"]
+        file.write(f"{sized[13:]}\n")
+    assert watch.new() == {"7": [process()[3]]}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +197,7 @@ def configured(**changed: Any) -> Configuration:
 
 def test_the_phases_follow_from_the_configuration() -> None:
     always = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
-    last = [load.VARIED_LENGTHS, load.LOGPROBS]
+    last = ["prompts of many lengths", "prompt log-probabilities"]
     decodes = ["captured decode of 64 requests", "eager decode of 300 requests"]
     assert names() == [*always, *decodes, *last]
     assert names(mixed=True) == [*always, "mixed chunk", *decodes, *last]
@@ -239,7 +252,7 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
 ) -> None:
     c = configured(**changed)
     phases = {phase.name: phase for phase in load.derive(c, logprobs=True).phases}
-    logprobs = phases[load.LOGPROBS]
+    (logprobs,) = (phase for phase in phases.values() if phase.kind is PhaseKind.LOGPROBS)
     assert logprobs.bound.logprobs == packed
     several = phases.get(f"{count} of the longest prompts")
     assert (several is None) == (count == 1)
@@ -279,7 +292,7 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configu
         assert prompts
         assert all(0 < len(prompt) <= c.input_tokens for prompt in prompts)
         # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
-        if phase.bound.requests <= 1 and not phase.in_turn and phase.name != load.VARIED_LENGTHS:
+        if phase.bound.requests <= 1 and not phase.in_turn and phase.kind is not PhaseKind.VARIED:
             assert sum(map(len, prompts)) <= c.cache_tokens
 
 
@@ -295,10 +308,10 @@ def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary
 def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int, graph: bool) -> None:
     fields = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
     bound = Bound(("EXTEND",), **dict.fromkeys(fields, size), graph=graph)
-    seen = {"mode": "EXTEND", "graph": graph, **dict.fromkeys(fields, size)}
-    assert bound.met(seen)
+    at_it = {"mode": "EXTEND", "graph": graph, **dict.fromkeys(fields, size)}
+    assert bound.met(forward(memory(20), memory(20), **at_it))
     spoilt = [*({name: size - 1} for name in fields), {"mode": "DECODE"}, {"graph": not graph}][which]
-    assert not bound.met({**seen, **spoilt})
+    assert not bound.met(forward(memory(20), memory(20), **{**at_it, **spoilt}))
 
 
 def test_captured_decodes_are_read_from_every_release_s_words() -> None:
@@ -330,7 +343,7 @@ class Servers:
         values = {"lowest_free": round(left), "logprobs_driven": logprobs}
         if logprobs and more >= 0:
             values["logprobs_free"] = round(more)
-        return Measured(**{**vars(found), **values, "ran_out": load.LOGPROBS if logprobs and more < 0 else ""})
+        return Measured(**{**vars(found), **values, "ran_out": "logprobs" if logprobs and more < 0 else ""})
 
 
 def verified(fraction: float, *, held: bool = True, logprobs: bool = False, free: float = 1) -> Measured:
@@ -462,7 +475,7 @@ def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> N
     found = []
     for tokens in (50_000, 5_000_000):
         phases = load.derive(configured(cache_tokens=tokens), logprobs=False).phases
-        (phase,) = (each for each in phases if each.name == load.VARIED_LENGTHS)
+        (phase,) = (each for each in phases if each.kind is PhaseKind.VARIED)
         found.append([len(prompt) for prompt in phase.prompts(load.Tokens("x", 1000))])
     assert found[0] == found[1]
     assert sum(found[0]) > 20 * CONFIGURATION.chunk
@@ -508,7 +521,7 @@ def test_a_default_that_cannot_serve_prompt_logprobs_gets_a_lower_value_for_them
     servers = Servers(3, 22)
     trials = plan.search(servers.measure, plan.Goal(1000 * MB))
     found = plan.recommend(trials, 1000 * MB, True, [])
-    assert trials[0].ran_out == load.LOGPROBS
+    assert trials[0].ran_out == "logprobs"
     assert trials[0].lowest_free == 17 * GB  # what came before it was measured all the same
     assert 0.735 <= found.fraction <= 0.74
 
@@ -572,11 +585,11 @@ def test_kv_tokens_at_a_value_come_from_the_nearest_server() -> None:
     assert plan.recommend(trials, 1000 * MB, False, []).tokens == 1_725_000
 
 
-def test_a_knob_is_named_with_what_it_would_give() -> None:
+def test_a_knob_is_named_with_what_it_would_give_however_its_phase_is_called() -> None:
     phases = (
-        PhaseNeed("prefill chunk", True, "", 3 * GB, 0, 0, ""),
-        PhaseNeed("prefill chunk behind the longest prefix", True, "", 5 * GB, 0, 0, ""),
-        PhaseNeed(load.LOGPROBS, True, "", 15 * GB, 0, 0, ""),
+        PhaseNeed(PhaseKind.PREFILL, "a", True, tensors=3 * GB),
+        PhaseNeed(PhaseKind.BEHIND_PREFIX, "b", True, tensors=5 * GB),
+        PhaseNeed(PhaseKind.LOGPROBS, "c", True, tensors=15 * GB),
     )
     settings, switch = {"max_total_tokens": 5000}, "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"
     trial = Measured("s", 0.8, TOTAL, 5000, 5 * GB, lowest_free=GB, phases=phases, settings=settings)
@@ -593,7 +606,7 @@ def test_a_knob_is_named_with_what_it_would_give() -> None:
 
 
 def judged(
-    events: list[dict], log: str = "", errors: tuple[str, ...] = (), during: list[dict] | None = None
+    events: list[Event], log: str = "", errors: tuple[str, ...] = (), during: list[Event] | None = None
 ) -> Verified:
     answered = SimpleNamespace(answered=10, aborted=2, errors=list(errors))
     return verify.judge({"1": events}, {"1": during or events}, log, answered, CONFIGURATION, 0.9)
@@ -606,18 +619,18 @@ def test_a_verification_holds_only_without_retries_and_failed_requests() -> None
     assert (found.retractions, found.usage, found.requests, found.aborted) == (1, 0.99, 10, 2)
     assert found.lowest_free == {"GPU 3 (TP rank 1)": round(19.5 * GB)}
     retried = process()
-    retried[-1]["memory"]["retries"] = 3
+    retried[-1] = changed(retried[-1], retries=3)
     assert judged(retried).reasons == ("GPU 3 (TP rank 1): the allocator gave memory back and tried again 3 times",)
     assert not judged(process(), errors=("HTTP 500: no",)).held
 
 
 def test_a_verification_that_was_not_observed_to_its_end_does_not_hold() -> None:
     events = process()
-    forwards = [event for event in events if event["event"] == "forward"]
+    forwards = of_kind(events, Forward)
     assert judged(events, during=forwards).held
-    unseen = judged(events, during=[event for event in events if event["event"] == "ready"])
+    unseen = judged(events, during=of_kind(events, Ready))
     assert unseen.reasons == ("GPU 3 (TP rank 1): no forward was recorded, so it is not known what was free",)
-    failed = judged([*events, {"event": "failure", "reason": "no space left"}], during=forwards)
+    failed = judged([*events, Failure("no space left")], during=forwards)
     assert failed.reasons == ("what was free is not known to the end: no space left",)
 
 

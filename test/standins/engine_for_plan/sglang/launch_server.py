@@ -13,6 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
+from sglang_moe_patches.observers import events
+from sglang_moe_patches.variables import PLAN
+
 from sglang.srt.server_args import prepare_server_args
 
 MB, GB = 10**6, 10**9
@@ -28,27 +31,28 @@ CACHED: list = []
 class Gpu:
     def __init__(self, number):
         self.number, self.used, self.kept, self.retries = number, 100 * GB - 99 * GB, 0, 0
-        self.file = (Path(os.environ["SGLANG_MOE_PATCHES_PLAN"]) / f"{number}.jsonl").open("a", buffering=1)
-        self.write("start", changes=[["output-buffer", "applied", ""]])
-        self.stage("before")
+        self.place = events.Place(gpu=number, tp=number)
+        self.file = (Path(os.environ[PLAN.name]) / f"{number}.jsonl").open("a", buffering=1)
+        self.write(events.Start((events.ChangeStatus("output-buffer", "applied", ""),)))
+        self.write(events.Stage("load_model", False, self.place, self.memory()))
         self.used += 30 * GB
-        self.stage("after")
-        self.write("sized", before_load=99 * GB, for_kv=CACHE * TOKEN_BYTES, memory=self.memory())
+        self.write(events.Stage("load_model", True, self.place, self.memory()))
+        self.write(events.Sized(99 * GB, CACHE * TOKEN_BYTES, self.memory()))
         self.used += CACHE * TOKEN_BYTES
-        facts = {"kv_bytes": CACHE * TOKEN_BYTES, "kv_tokens": CACHE, "page": 1, "table_bytes": 8, "table_requests": 40}
-        kind = "Mamba" if "hybrid" in WRONG else ""
-        more = {"context": CONTEXT, "vocabulary": 5000, "images": False, "hybrid": kind}
-        more |= {"allocator": "", "logprob_switch": ""}
-        self.write("ready", **self.rank(), **facts, **more, pools={}, memory=self.memory())
+        facts = events.ServerFacts(
+            kv_bytes=CACHE * TOKEN_BYTES,
+            kv_tokens=CACHE,
+            page=1,
+            table_bytes=8,
+            table_requests=40,
+            context=CONTEXT,
+            vocabulary=5000,
+            hybrid="Mamba" if "hybrid" in WRONG else "",
+        )
+        self.write(events.Ready(self.place, facts, self.memory()))
 
-    def rank(self):
-        return {"gpu": self.number, "tp": self.number, "pp": 0, "draft": False}
-
-    def stage(self, when):
-        self.write("stage", name="load_model", when=when, **self.rank(), memory=self.memory())
-
-    def write(self, event, **facts):
-        self.file.write(json.dumps({"event": event, **facts}) + "\n")
+    def write(self, event):
+        self.file.write(events.to_json(event) + "\n")
 
     def memory(self):
         held = self.used + self.kept
@@ -57,7 +61,7 @@ class Gpu:
             print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", -free, flush=True)
             os._exit(1)
         known = {"allocated": self.used, "peak": held, "reserved": held, "free": free, "total": 100 * GB}
-        return {**known, "retries": self.retries, "ooms": 0}
+        return events.Device(**known, retries=self.retries)
 
     def forward(self, mode, tokens, requests, prefix=0, logprobs=0, graph=False):
         before = self.memory()
@@ -66,9 +70,8 @@ class Gpu:
         above = [float(each.split()[-1]) for each in WRONG if each.startswith("retries above")]
         wrong = "retries" in WRONG or any(ARGS.mem_fraction_static > fraction for fraction in above)
         self.retries += wrong and requests == 1 and tokens == 77
-        facts = {"mode": mode, "tokens": tokens, "requests": requests, "prefix": prefix, "logprobs": logprobs}
-        more = {"longest_prefix": prefix // requests, "all_ranks": 0, "graph": graph, "pools": {}}
-        self.write("forward", **self.rank(), **facts, **more, before=before, memory=self.memory())
+        batch = events.Batch(mode, tokens, requests, prefix, prefix // requests, logprobs)
+        self.write(events.Forward(self.place, batch, graph, before, self.memory()))
 
 
 def serve(gpus, asked):

@@ -4,13 +4,15 @@ Its processes ignore every signal that can be ignored; one has left the session 
 takes a file for each thing that happens; ``STANDIN`` is a comma-separated list of what goes wrong.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+from sglang_moe_patches.observers import events
+from sglang_moe_patches.variables import OBSERVE
 
 WRONG = os.environ.get("STANDIN", "").split(",")
 FOLDER = Path(os.environ["STANDIN_FOLDER"])
@@ -42,17 +44,9 @@ def main():
     if "holds memory" in WRONG:
         (FOLDER / "used").write_text("40000")
     if "no plugin" not in WRONG:
-        figures = {"device": "cpu", "tokens": 9, "forwards": 2, "changes": [["output-buffer", "applied", ""]]}
-        missing = (
-            "peak_forward_bytes",
-            "live_at_kernel_bytes",
-            "moe_layers",
-            "output_buffers",
-            "kernel_buffer_bytes",
-            "cache_token_bytes",
-        )
-        observed = Path(os.environ["SGLANG_MOE_PATCHES_OBSERVE"]) / f"{os.getpid()}.json"
-        observed.write_text(json.dumps({**dict.fromkeys(missing), **figures}))
+        process = events.Process((events.ChangeStatus("output-buffer", "applied", ""),))
+        process.memory = events.Memory("cpu", tokens=9, forwards=2)
+        events.write(process, Path(os.environ[OBSERVE.name]) / f"{os.getpid()}.json")
     HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 
 
