@@ -111,10 +111,10 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             # The first rounds warm.
             "decode_ms": median_ms(decode[len(decode) // 4 :]),
             "batch_ms": median_ms(batch[len(batch) // 4 :]),
-            "slices": whole[-1].seen.slices,
-            "outputs": whole[-1].seen.outputs,
-            "scratch": whole[-1].seen.scratch,
-            "captured_outputs": sum(one.seen.outputs for one in lines if one.tokens is None),
+            "slices": whole[-1].slices,
+            "outputs": whole[-1].outputs,
+            "scratch": whole[-1].scratch,
+            "captured_outputs": sum(one.outputs for one in lines if one.tokens is None),
             "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
 

@@ -1,38 +1,29 @@
-"""What each forward of a server takes, and what the changes behind the Triton runner did in it.
+"""What each forward of a server takes, and what the changes did in it.
 
 A plugin of the engine (``register``) for the servers that a benchmark or a test starts. It writes a line for each
 forward to the file that ``VARIABLE`` names: tokens, wall-clock milliseconds between two synchronizations, the
-allocator's bytes, and what was seen at the seams. What was seen outside of any forward, while graphs were captured,
-gets a line of its own. With ``UNTIMED`` set it does not wait for the device, and says nothing of time and bytes:
-forwards, sends and receives overlap as they do without it.
+allocator's bytes, and what the changes did (:mod:`sglang_moe_patches.observers.acted`). What they did outside of any
+forward, while graphs were captured, gets a line of its own. With ``UNTIMED`` set it does not wait for the device, and
+says nothing of time and bytes: forwards, sends and receives overlap as they do without it.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.changes.moe_workspace import COLUMNS
+from sglang_moe_patches.dead_input import counts
+from sglang_moe_patches.observers.acted import LAYER, Tally, of_count
+from sglang_moe_patches.observers.events import Acted, record, to_json
+from sglang_moe_patches.patch import Count, Patcher
+
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
-
-
-@dataclass
-class Seen:
-    """At the seams of the changes.
-
-    :param slices: of each [tokens, top-k, hidden] tensor that might run in columns.
-    :param outputs: dead inputs that became a runner's output.
-    :param scratch: dead inputs that became its scratch memory.
-    """
-
-    slices: list[int] = field(default_factory=list)
-    outputs: int = 0
-    scratch: int = 0
 
 
 @dataclass
@@ -55,18 +46,40 @@ class Forward:
     peak: int = 0
     reserved: int = 0
     rank: int = 0
-    seen: Seen = field(default_factory=Seen)
+    acted: Acted = field(default_factory=Acted)
+
+    @property
+    def slices(self) -> list[int]:
+        """Of each [tokens, top-k, hidden] tensor that ran in columns."""
+        return [act.most for act in of_count(self.acted, COLUMNS.name) for _ in range(act.times)]
+
+    @property
+    def outputs(self) -> int:
+        """Dead inputs that became a runner's output."""
+        return self._times(counts.AS_OUTPUT)
+
+    @property
+    def scratch(self) -> int:
+        """Dead inputs that became its scratch memory."""
+        return self._times(counts.AS_SCRATCH)
+
+    def _times(self, count: Count) -> int:
+        return sum(act.times for act in of_count(self.acted, count.name))
+
+    @property
+    def untouched(self) -> bool:
+        """Nothing was done in it."""
+        return not (self.slices or self.outputs or self.scratch)
 
 
 def read(path: Path) -> list[Forward]:
     """The lines so far."""
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [Forward(**{**line, "seen": Seen(**line["seen"])}) for line in lines]
+    return [record(Forward, line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # --- In the servers --------------------------------------------------------------------------------------------------
 
-_seen = Seen()
+_tally = Tally([COLUMNS, counts.AS_OUTPUT, counts.AS_SCRATCH])
 
 
 def register() -> None:
@@ -74,48 +87,15 @@ def register() -> None:
     import wrapt
 
     wrapt.register_post_import_hook(_time_forwards, "sglang.srt.model_executor.model_runner")
-    wrapt.register_post_import_hook(_count_slices, "sglang_moe_patches.changes.moe_workspace.promise")
-    wrapt.register_post_import_hook(_count_taken, "sglang_moe_patches.dead_input.channel")
-
-
-def _count_slices(promise: Any) -> None:
-    original = promise.column_ranges
-
-    @functools.wraps(original)
-    def column_ranges(*args: Any) -> Any:
-        found = original(*args)
-        _seen.slices.append(len(found))
-        return found
-
-    promise.column_ranges = column_ranges
-
-
-def _count_taken(channel: Any) -> None:
-    take, take_memory = channel.take, channel.take_memory
-
-    @functools.wraps(take)
-    def output(*args: Any, **kwargs: Any) -> Any:
-        buffer = take(*args, **kwargs)
-        _seen.outputs += buffer is not None
-        return buffer
-
-    @functools.wraps(take_memory)
-    def scratch(*args: Any, **kwargs: Any) -> Any:
-        memory = take_memory(*args, **kwargs)
-        _seen.scratch += memory is not None
-        return memory
-
-    channel.take, channel.take_memory = output, scratch
+    wrapt.register_post_import_hook(lambda module: _tally.install(Patcher()), LAYER[0])
 
 
 def _write(forward: Forward) -> None:
     import torch.distributed
 
-    global _seen
     forward.rank = torch.distributed.get_rank()
     with open(os.environ[VARIABLE], "a") as lines:
-        lines.write(json.dumps(asdict(forward)) + "\n")
-    _seen = Seen()
+        lines.write(to_json(forward) + "\n")
 
 
 def _time_forwards(module: Any) -> None:
@@ -126,8 +106,8 @@ def _time_forwards(module: Any) -> None:
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if _seen != Seen():
-            _write(Forward(None, seen=_seen))
+        if (before_it := _tally.take()).acts:
+            _write(Forward(None, acted=before_it))
         before = 0
         if cuda:
             torch.cuda.synchronize()
@@ -135,11 +115,12 @@ def _time_forwards(module: Any) -> None:
             before = torch.cuda.memory_allocated()
         started = time.perf_counter()
         result = original(self, batch, *args, **kwargs)
-        made = Forward(batch.input_ids.shape[0], batch.forward_mode.is_decode(), before=before, seen=_seen)
+        made = Forward(batch.input_ids.shape[0], batch.forward_mode.is_decode(), before=before)
         if cuda:
             torch.cuda.synchronize()
             made.peak, made.reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()
         made.ms = (time.perf_counter() - started) * 1e3
+        made.acted = _tally.take()
         _write(made)
         return result
 

@@ -82,7 +82,6 @@ class Setup:
         own |= environment.variables(own) | {
             SELECT_VARIABLE: "none" if name.startswith("stock") else self.changes,
             **dict(self.variables),
-            weights.RUNNER: self.served.runner,
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
             "PYTHONPATH": ":".join(paths),
             # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.

@@ -24,8 +24,6 @@ from sglang_moe_patches.reference import families, model
 from common.shapes import MODELS, TINY_MODELS, Model
 
 VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
-#: Of the servers, which runner they have.
-RUNNER = "MOE_PATCHES_BENCHMARK_RUNNER"
 #: The models that can be served so.
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
 #: The runners, and how the routed experts are quantized for them; None: not.
@@ -183,7 +181,6 @@ def register() -> None:
     torch.distributed.init_process_group = with_variables_kept
     os.environ.update(kept)
     wrapt.register_post_import_hook(_replace_reader, "sglang.srt.model_loader.loader")
-    wrapt.register_post_import_hook(_observe_runner, "sglang_moe_patches.observers.forwards")
 
 
 def _replace_reader(loader: Any) -> None:
@@ -202,26 +199,3 @@ def _replace_reader(loader: Any) -> None:
             yield from tensors(described, device)
 
     loader.DefaultModelLoader._get_all_weights = weights
-
-
-def _observe_runner(observe: Any) -> None:
-    """The moment before any runner starts counts as a routed-experts kernel's, where the kernel is not observed."""
-    original = observe._observe_kernels
-
-    @functools.wraps(original)
-    def observed(observer: Any) -> None:
-        original(observer)
-        if RUNNERS[os.environ[RUNNER]] == "nvfp4":
-            return
-        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-        core = FusedMoE.run_moe_core
-
-        @functools.wraps(core)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            observer.attempt(observer.kernel_starts)
-            return core(self, *args, **kwargs)
-
-        FusedMoE.run_moe_core = run
-
-    observe._observe_kernels = observed

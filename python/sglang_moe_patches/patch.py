@@ -167,6 +167,35 @@ ATTENTION = "attention inputs"
 """Part of a :class:`Layer`."""
 
 
+def _once(result: Any, *args: Any, **kwargs: Any) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Count:
+    """Something that a change does, counted in a process that is observed (:mod:`.observers.acted`), in no other.
+
+    :param name: what it is found by; changes that share one have the same.
+    :param did: the same for people, after the change's name: "ran in columns".
+    :param module: and ``function``, of ours where there is one: called whenever it may be done, by attribute of the
+        module, or of a class in it ("Class.method").
+    :param of: how much was done, from what the function returned and what it was given; 0: nothing.
+    :param unit: what that is a number of, for people; "": of nothing.
+    :param ahead: it is done before the layer's routed experts run, and counts for those.
+    :param idle: why nothing was done, from the largest input of a MoE layer that was seen ([tokens, hidden], its top-k,
+        and bytes of an element): "" where that says nothing.
+    """
+
+    name: str
+    did: str
+    module: str
+    function: str
+    of: Callable[..., int] = _once
+    unit: str = ""
+    ahead: bool = False
+    idle: Callable[[int, int, int, int], str] = lambda tokens, top_k, hidden, itemsize: ""
+
+
 @dataclass(frozen=True)
 class Change:
     """One change to the engine; everything that anybody outside its own module has to know of it.
@@ -179,6 +208,7 @@ class Change:
     :param unneeded: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
         Asked before ``plan``, so that a server imports nothing for a change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
+    :param counts: what it does, each to be counted on request.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
     :param looks_at: where to look in a new release, and what to ask there: lines of the recipe in CONTRIBUTING.md.
     :param does: what becomes of a part of a layer where the change has this status, in a few words; "" for nothing.
@@ -190,6 +220,7 @@ class Change:
     plan: Callable[[], Plan]
     unneeded: Callable[[Any], str | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
+    counts: tuple[Count, ...] = ()
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
     looks_at: tuple[tuple[str, str], ...] = ()
     does: Callable[[Layer, Status], str] = lambda layer, status: ""

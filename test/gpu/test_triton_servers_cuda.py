@@ -256,7 +256,7 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         read = [(tmp_path / f"{name}-draft").read_text() for name in ("stock", "patched")]
         assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
         assert read[0] == read[1]
-    assert all(one.seen == forwards.Seen() for one in forwards.read(tmp_path / "stock"))
+    assert all(one.untouched for one in forwards.read(tmp_path / "stock"))
     captures_prompts = case.graphs and "disabling prefill CUDA graph" not in log  # some releases do not with MLA
     check_what_was_seen(case, forwards.read(tmp_path / "patched"), CAPTURED_TOKENS if captures_prompts else 0)
 
@@ -273,27 +273,27 @@ def check_what_was_seen(case: Case, lines: list[forwards.Forward], captured_toke
     decodes = [one for one in lines if one.decode]
     print(*captured, *prefills, *decodes[:1], sep="\n")
     if case.whole:
-        assert all(one.seen.slices == [] for one in lines)
+        assert all(one.slices == [] for one in lines)
         return
     replayed = [one for one in prefills if one.tokens <= captured_tokens]
     assert len(replayed) == (2 if captured_tokens else 0)
-    assert all(one.seen == forwards.Seen() for one in replayed)
+    assert all(one.untouched for one in replayed)
     # EAGLE-3's own layer has no experts.
-    ran = [one for one in prefills if one not in replayed and (one.seen.slices or not case.draft)]
+    ran = [one for one in prefills if one not in replayed and (one.slices or not case.draft)]
     assert ran
-    assert all(max(one.seen.slices) > 1 for one in ran)
+    assert all(max(one.slices) > 1 for one in ran)
     if case.scattered:
         return
     prompts = 3 + (case.graphs and not captured_tokens) * 2 + case.staged * IN_FLIGHT
     # The first layer of the model, and of a pipeline's second stage, has no dead input.
     dying = 1 if case.staged else LAYERS + (case.model in (DEEPSEEK, "glm-4.5")) - 1
     for rank in range(case.ranks):
-        acted = [one.seen.outputs if last else one.seen.scratch for one in ran if one.rank == rank]
+        acted = [one.outputs if last else one.scratch for one in ran if one.rank == rank]
         assert acted == [dying] * prompts
     # A decode's output lies in the dead input where the shared experts run last; nothing else acts on it.
     assert decodes or case.draft
     if case.graphs:
-        assert all(one.seen == forwards.Seen() for one in decodes)
-        assert (sum(one.seen.outputs for one in captured) > 0) == last
+        assert all(one.untouched for one in decodes)
+        assert (sum(one.outputs for one in captured) > 0) == last
     elif not case.staged:
-        assert {one.seen.outputs for one in decodes} <= {dying if last else 0}
+        assert {one.outputs for one in decodes} <= {dying if last else 0}

@@ -32,9 +32,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches import engine, runners
-from sglang_moe_patches.dead_input import look, takers
+from sglang_moe_patches.dead_input import counts, look, takers
 from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Layer, Patcher, Plan, Status
+from sglang_moe_patches.patch import Change, Count, Layer, Patcher, Plan, Status
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -197,6 +197,9 @@ def _does(layer: Layer, status: Status) -> str:
     return "shared experts last" if last and layer.family == DEEPSEEK else ""
 
 
+DEFERS = Count(
+    "defers", "had the shared experts of layers run last", __name__, "may_defer", lambda defers, **facts: defers
+)
 CHANGE = Change(
     name="deferred-shared-experts",
     summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
@@ -207,4 +210,5 @@ CHANGE = Change(
         ("`models/deepseek_v2.py`, `DeepseekV2MoE.forward_normal`", "is `defer_shared` still decided by `inplace`?"),
     ),
     does=_does,
+    counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

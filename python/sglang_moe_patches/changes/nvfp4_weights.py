@@ -40,7 +40,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches import engine, runners
-from sglang_moe_patches.patch import Change, Install, Patcher, Plan
+from sglang_moe_patches.patch import Change, Count, Install, Patcher, Plan
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -205,5 +205,8 @@ CHANGE = Change(
             "(`align_fp4_moe_weights_…`), `quantization/modelopt_quant.py` (`create_weights`)",
             "same parameters? looked up when called? `copy_or_rebind_param`? placeholders?",
         ),
+    ),
+    counts=(
+        Count("shuffled", "shuffled a layer's weights in place", "sglang_moe_patches.kernels.nvfp4_shuffle", _FUNCTION),
     ),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -275,15 +275,61 @@ class History:
     at_peak: Moment
 
 
+class MoeInput(NamedTuple):
+    """[tokens, hidden] of a MoE layer, each routed to ``top_k`` experts; ``itemsize`` in bytes."""
+
+    tokens: int
+    top_k: int
+    hidden: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the [tokens, top-k, hidden] tensor."""
+        return self.tokens * self.top_k * self.hidden * self.itemsize
+
+
+class Act(NamedTuple):
+    """How often a change did something in one MoE layer; see :class:`patch.Count`.
+
+    :param name: of what is counted.
+    :param layer: ``None``: it was done outside of any, when the model was built above all.
+    :param captured: while a CUDA graph was captured. What a graph does when it is replayed, Python does not see.
+    :param most: of what is counted, in one go; ``total``: in all.
+    """
+
+    name: str
+    layer: int | None
+    captured: bool
+    times: int
+    most: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Acted:
+    """What the changes did in a process.
+
+    :param layers: the MoE layers that ran.
+    :param largest: the input with the largest [tokens, top-k, hidden] tensor.
+    """
+
+    layers: tuple[int, ...] = ()
+    acts: tuple[Act, ...] = ()
+    largest: MoeInput | None = None
+
+
 @dataclass
 class Process:
     """What a model process recorded of itself.
 
+    :param acted: counts may be some forwards old.
     :param failure: why observing ended early, or "".
     """
 
     changes: tuple[ChangeStatus, ...]
     memory: Memory = field(default_factory=Memory)
+    acted: Acted = field(default_factory=Acted)
     failure: str = ""
     history: History | None = None
 
@@ -296,7 +342,7 @@ def write(process: Process, path: Path) -> None:
 
 
 def collect(folder: Path) -> Process | None:
-    """The state of the process that used most; ``None`` when none was observed.
+    """The state of the process that used most, with what the changes did in any; ``None`` when none was observed.
 
     :param folder: of ``*.json``, one file a process (a tensor-parallel rank).
     """
@@ -306,7 +352,20 @@ def collect(folder: Path) -> Process | None:
         memory = process.memory
         return memory.forwards > 0, memory.peak_forward_bytes or 0, memory.live_at_kernel_bytes or 0
 
-    return max(found, key=used, default=None)
+    if not found:
+        return None
+    return replace(max(found, key=used), acted=of_all([process.acted for process in found]))
+
+
+def of_all(found: Sequence[Acted]) -> Acted:
+    """What was done by any of several processes: pipeline stages have layers of their own, other ranks do the same."""
+    acts: dict[tuple[Any, ...], Act] = {}
+    for act in (act for each in found for act in each.acts):
+        known = acts.get(act[:3], act)
+        acts[act[:3]] = Act(*act[:3], *map(max, act[3:], known[3:]))
+    inputs = [each.largest for each in found if each.largest is not None]
+    layers = sorted({layer for each in found for layer in each.layers})
+    return Acted(tuple(layers), tuple(acts.values()), max(inputs, key=lambda one: one.bytes, default=None))
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -314,8 +373,8 @@ def collect(folder: Path) -> Process | None:
 
 def to_json(record: Any) -> str:
     """One line."""
-    kind = type(record).__name__.lower()
-    return json.dumps({"event": kind, **asdict(record)} if kind in _EVENTS else asdict(record))
+    kind = {"event": type(record).__name__.lower()} if isinstance(record, Event) else {}
+    return json.dumps({**kind, **asdict(record)})
 
 
 def event(line: str | bytes) -> Event:
@@ -330,7 +389,12 @@ def event(line: str | bytes) -> Event:
 
 def record(kind: type[R], text: str) -> R:
     """The record of this kind that :func:`to_json` wrote."""
-    found: R = _made(kind, json.loads(text))
+    return made(kind, json.loads(text))
+
+
+def made(kind: type[R], value: Any) -> R:
+    """The record of this kind that was made a part of a JSON document."""
+    found: R = _made(kind, value)
     return found
 
 

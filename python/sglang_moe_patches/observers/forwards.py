@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sglang_moe_patches.observers import events
+from sglang_moe_patches import runners
+from sglang_moe_patches.observers import acted, events
 from sglang_moe_patches.observers.history import Recorder
 from sglang_moe_patches.observers.observer import Observing, cache_token_bytes, observe_forwards, said_of
-from sglang_moe_patches.patch import Plan
+from sglang_moe_patches.patch import Patcher, Plan
 from sglang_moe_patches.variables import OBSERVE_HISTORY
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
@@ -43,6 +44,7 @@ class Observer(Observing):
         """Kernels of this forward whose output was not seen."""
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
+        self.tally: acted.Tally | None = None
         self.history_tokens = OBSERVE_HISTORY.read()
         self.history: Recorder | None = None
 
@@ -82,6 +84,17 @@ class Observer(Observing):
         if self.history:
             self.history.mark()
 
+    def _acted(self, now: events.Acted) -> bool:
+        """Whether anything was done that is not only once more."""
+        before, self.process.acted = self.process.acted, now
+        return bool(_kinds(before) != _kinds(now))
+
+    def layer_starts(self, layer: Any) -> None:
+        """:param layer: the engine's ``FusedMoE``. Where its kernel is not looked into, its runner counts as one."""
+        if runners.runner_of(layer) not in (*runners.TRTLLM, runners.CUTEDSL):
+            self.kernel_starts()
+            self.kernel_returned(None)
+
     def kernel_returned(self, output: Any) -> None:
         """:param output: the tensor that a kernel without an ``output`` of its own has returned; ``None``: it left the
         sum over the top-k, and with it the layer's output, to somebody else."""
@@ -119,8 +132,14 @@ class Observer(Observing):
                 memory.output_buffers = max(self.buffers, memory.output_buffers or 0)
             if self.wrappers and (held := _held_bytes(self.wrappers)):
                 memory.kernel_buffer_bytes = held
-        if recorded or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
+        news = self.tally is not None and self._acted(self.tally.acted)
+        if recorded or news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
+
+
+def _kinds(found: events.Acted) -> Any:
+    """What is done, but for how often."""
+    return found.layers, found.largest, {act._replace(times=0, total=0) for act in found.acts}
 
 
 def _least(now: int | None, before: int | None) -> int | None:
@@ -168,6 +187,13 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
     observer.attempt(observe_forwards, observer, starts, lambda runner, result: observer.forward_ends())
     observer.attempt(_observe_kernels, observer)
+    observer.attempt(_observe_changes, observer)
+
+
+def _observe_changes(observer: Observer) -> None:
+    counts = [count for of_change in acted.declared(observer.process.changes).values() for count in of_change]
+    observer.tally = acted.Tally(counts, observer.attempt)
+    observer.tally.install(Patcher(), observer.layer_starts)
 
 
 def _observe_kernels(observer: Observer) -> None:

@@ -12,11 +12,11 @@ Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from itertools import count
 from typing import Any
 
-from sglang_moe_patches.observers.events import ChangeStatus, Memory
+from sglang_moe_patches.observers.events import Acted, ChangeStatus, Memory, made
 
 SCHEMA = 1
 """Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
@@ -62,6 +62,8 @@ class Run:
     """As the server observed it; ``None``: it did not."""
     changes: tuple[ChangeStatus, ...]
     """As the server reported them."""
+    acted: Acted = field(default_factory=Acted)
+    """What the changes did, as the server observed it."""
     not_observed: str = ""
     """Why ``memory`` has not all its figures, where something went wrong."""
 
@@ -186,12 +188,17 @@ class Comparison:
         return compare(stock, patched, **data["settings"])
 
 
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def _run_from_dict(data: Mapping[str, Any]) -> Run:
-    values = {field.name: data[field.name] for field in fields(Run) if field.name in data or field.default is MISSING}
+    values = {each.name: data[each.name] for each in fields(Run) if each.name in data or _required(each)}
     values["command"] = tuple(values["command"])
     values["answers"] = tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in values["answers"])
     values["memory"] = None if values["memory"] is None else Memory(**values["memory"])
     values["changes"] = tuple(ChangeStatus(*each) for each in values["changes"])
+    values["acted"] = made(Acted, values.get("acted", {}))
     return Run(**values)
 
 

@@ -248,7 +248,7 @@ def _with_figures(found: Run, process: events.Process | None) -> Run:
     if process is None:
         return found
     memory = process.memory if process.memory.forwards else None
-    return replace(found, memory=memory, not_observed=process.failure, changes=process.changes)
+    return replace(found, memory=memory, acted=process.acted, not_observed=process.failure, changes=process.changes)
 
 
 def _release(url: str) -> str:

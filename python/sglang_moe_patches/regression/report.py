@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import pages
+from sglang_moe_patches.observers import acted
 from sglang_moe_patches.regression.compare import Answer, Comparison, Run, smallest_sample
 
 if TYPE_CHECKING:
@@ -165,6 +166,11 @@ def kv_tokens(comparison: Comparison) -> int | None:
     return max(0, int((stock.peak_forward_bytes - patched.peak_forward_bytes) / patched.cache_token_bytes)) or None
 
 
+def did(comparison: Comparison) -> list[str]:
+    """What each change did in the patched server."""
+    return acted.sentences(comparison.patched.changes, comparison.patched.acted)
+
+
 def _incomplete(comparison: Comparison) -> list[str]:
     """Which server's figures are not whole, and why."""
     return [
@@ -233,6 +239,11 @@ def notes(comparison: Comparison) -> list[str]:
             "MoE output buffers: the most distinct allocations that the MoE layers of one forward put their output "
             "into; one per MoE layer means that no layer reuses another's."
         )
+    if any(act.captured for act in comparison.patched.acted.acts):
+        lines.append(
+            "What the changes did is counted by Python, which a CUDA graph runs when it is captured, not when it is "
+            "replayed."
+        )
     lines += _incomplete(comparison)
     if "cpu" in devices:
         lines.append(
@@ -263,6 +274,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for change, status, reason in comparison.patched.changes:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
+    for sentence in did(comparison):
+        console.print(Text(sentence))
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[comparison.exit_code]
     console.print(Text(f"{verdict(comparison)}.", style=style))
     for sentence in (*summary(comparison), *_incomplete(comparison)):
@@ -390,6 +403,7 @@ def render_html(comparison: Comparison) -> str:
         summary=summary(comparison),
         comparison=comparison,
         rows=rows(comparison),
+        did=did(comparison),
         notes=notes(comparison),
         plots=[(title, Markup(svg)) for title, svg in _plots(comparison)],
         differences=[_difference(*difference) for difference in comparison.differing],

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from planning_events import process
 from sglang_moe_patches import observers, variables
 from sglang_moe_patches.observers import events
-from sglang_moe_patches.observers.events import Block, ChangeStatus, History, Memory, Moment, Process
+from sglang_moe_patches.observers.events import (
+    Act,
+    Acted,
+    Block,
+    ChangeStatus,
+    History,
+    Memory,
+    MoeInput,
+    Moment,
+    Process,
+)
 
 MOMENT = Moment(7, (Block(512, ("a.py:1 f: x = y", "b.py"), 3),))
 
@@ -32,7 +42,8 @@ def test_any_forward_is_read_as_it_was_written(forward: events.Forward) -> None:
 def test_a_process_is_read_as_it_was_written(tmp_path) -> None:
     changes = (ChangeStatus("output-buffer", "hardened", "a reason"),)
     used = Memory("cuda", 1, None, 5, 7, cache_token_bytes=0.5)
-    found = Process(changes, used, "", History(((0.0, 512), (0.5, 0)), (MOMENT,), MOMENT))
+    acts = Acted((1,), (Act("columns", None, True, 3, 2, 6),), MoeInput(5, 8, 64, 2))
+    found = Process(changes, used, acts, "", History(((0.0, 512), (0.5, 0)), (MOMENT,), MOMENT))
     events.write(found, tmp_path / "1.json")
     assert events.collect(tmp_path) == found
     assert [path.name for path in tmp_path.iterdir()] == ["1.json"]

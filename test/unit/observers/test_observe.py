@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.observers import forwards
+from sglang_moe_patches.dead_input import channel
+from sglang_moe_patches.observers import acted, forwards
 from sglang_moe_patches.observers.events import ChangeStatus, Memory, Process, collect, write
 from sglang_moe_patches.observers.forwards import KERNELS, Observer
 from sglang_moe_patches.observers.observer import cache_token_bytes
@@ -126,6 +127,16 @@ class ModelProcess:
             sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace(ModelRunner=ModelRunner)
         )
         monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+
+        class FusedMoE:
+            layer_id, runner = 3, "flashinfer_trtllm"
+
+            def run_moe_core(self, dispatched):
+                return dispatched
+
+        self.layer = FusedMoE()
+        monkeypatch.setitem(sys.modules, acted.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
+        monkeypatch.setattr(forwards.runners, "runner_of", lambda layer: layer.runner)
         monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", self.kernels)
 
     def forward(self, tokens: int = 3) -> Process:
@@ -193,6 +204,44 @@ def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(pro
     fresh = SimpleNamespace(token_to_kv_pool=HybridLinearKVPool(), max_total_num_tokens=1 << 20)
     assert cache_token_bytes(fresh) is None
     assert cache_token_bytes(SimpleNamespace(token_to_kv_pool=None, max_total_num_tokens=1)) is None
+
+
+@pytest.mark.parametrize(("runner", "seen"), [("triton", 2), ("marlin", 2), ("flashinfer_trtllm", None)])
+def test_a_runner_that_is_not_looked_into_counts_as_a_kernel_without_a_known_output(process, runner, seen):
+    install(process)
+    process.layer.runner = runner
+
+    def layers(hidden_states):
+        for _ in range(2):
+            process.layer.run_moe_core(SimpleNamespace(hidden_states=hidden_states))
+
+    process.layers = layers
+    found = process.forward()
+    assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (seen, None, "")
+    assert (found.memory.live_at_kernel_bytes is None) == (seen is None)
+    assert found.acted.layers == (3,)
+
+
+def test_what_the_changes_did_is_written_when_it_is_something_new(process, monkeypatch):
+    """Not each time: a server may run a million forwards."""
+    install(process)
+    process.forward(9)
+    writes = []
+    monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
+    taken = {"layers": 0}
+
+    def layers(hidden_states):
+        for layer in range(taken["layers"]):
+            process.layer.layer_id = layer
+            before = channel.exchange(torch.empty(3, 4))
+            process.layer.run_moe_core(SimpleNamespace(hidden_states=hidden_states))
+            channel.exchange(before)
+
+    process.layers = layers
+    for taken["layers"] in (1, 1, 2, 2):
+        process.runner.forward(SimpleNamespace(input_ids=torch.zeros(3, dtype=torch.int64)))
+    assert [acted.layers for acted in writes] == [(0,), (0, 1)]
+    assert [[act.times for act in acted.acts] for acted in writes] == [[1], [3, 1]]
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])

@@ -23,9 +23,11 @@ Remove when
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_moe_patches import runners
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
-from sglang_moe_patches.patch import Change, Layer, Plan, Status
+from sglang_moe_patches.patch import Change, Count, Layer, Plan, Status
 
 
 def _plan() -> Plan:
@@ -40,12 +42,24 @@ def _does(layer: Layer, status: Status) -> str:
     return "output in the dead input" if layer.family and layer.part == runners.CUTEDSL else ""
 
 
+def _shared(made: Any, *args: Any, **kwargs: Any) -> int:
+    return int(type(made).__name__ == "SharedMoE")
+
+
+def _ranges(made: Any, *args: Any) -> int:
+    return len(made)
+
+
 CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
     plan=_plan,
     unneeded=runners.unneeded_without(runners.CUTEDSL),
     variables=(BUDGET,),
+    counts=(
+        Count("shares", "gave a layer buffers that others have", f"{__name__}.wrapper", "_construct", _shared),
+        Count("slices", "ran in token slices", f"{__name__}.wrapper", "slices", _ranges, unit="slices"),
+    ),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
     looks_at=(
         (

@@ -36,10 +36,11 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches import engine, runners
+from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
-from sglang_moe_patches.dead_input import look
+from sglang_moe_patches.dead_input import counts, look
 from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Install, Layer, Patcher, Plan, Status
+from sglang_moe_patches.patch import Change, Count, Install, Layer, Patcher, Plan, Status
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -86,6 +87,33 @@ def _does(layer: Layer, status: Status) -> str:
     return f"{offered}; columns" if layer.family else "columns"
 
 
+def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
+    largest, least = tokens * top_k * hidden * itemsize, columns.SMALLEST_TENSOR_BYTES
+    if largest >= least:
+        return ""
+    return (
+        f"no forward was large enough: the largest [tokens, top-k, hidden] was {largest / 1e6:,.1f} MB, "
+        f"slices start at {least / 1e6:,.1f} MB"
+    )
+
+
+COLUMNS = Count(
+    "columns",
+    "ran in columns",
+    f"{__name__}.promise",
+    "column_ranges",
+    lambda ranges, *args: len(ranges) if len(ranges) > 1 else 0,
+    unit="slices",
+    idle=_too_small,
+)
+TOKEN_SLICES = Count(
+    "token slices",
+    "ran in token slices",
+    f"{__name__}.token_slices",
+    "_run",
+    lambda result, core, dispatch, most: -(-len(dispatch.hidden_states) // most),
+    unit="slices",
+)
 CHANGE = Change(
     name="moe-workspace",
     summary="the Triton runner sums over the top-k in columns, in as little as a sixth of its memory; "
@@ -107,4 +135,5 @@ CHANGE = Change(
         ),
     ),
     does=_does,
+    counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

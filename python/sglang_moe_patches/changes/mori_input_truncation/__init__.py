@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.patch import Change, Plan
+from sglang_moe_patches.patch import Change, Count, Plan
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -53,6 +53,16 @@ def _plan() -> Plan:
     return seams.plan()
 
 
+def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
+    """Of the receive buffer, or of what the engine would leave of it."""
+
+    def rows(output: Any) -> int:
+        whole = int(output.hidden_states.shape[0])
+        return min(whole, getattr(output, "recv_cap", 0) or whole)
+
+    return max(0, rows(dispatched) - rows(cut))
+
+
 CHANGE = Change(
     name="mori-input-truncation",
     summary="the MoE input behind MoRI is cut to the rows that can have arrived, never below",
@@ -66,4 +76,5 @@ CHANGE = Change(
             "who cuts, when, to what? which counts does a graph capture announce?",
         ),
     ),
+    counts=(Count("cut", "cut the input", f"{__name__}.seams", "truncate", _rows_cut, unit="rows"),),
 )

@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.output_buffer import attention_inputs
-from sglang_moe_patches.dead_input import look, takers
+from sglang_moe_patches.dead_input import counts, look, takers
 from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
-from sglang_moe_patches.patch import ATTENTION, Change, Layer, Patcher, Plan, Status
+from sglang_moe_patches.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
@@ -56,6 +56,14 @@ def _does(layer: Layer, status: Status) -> str:
     return "dropped" if held and status is Status.APPLIED else ""
 
 
+ATTENTION_INPUTS = Count(
+    "attention inputs",
+    "dropped attention's inputs",
+    "sglang.srt.layers.communicator",
+    "AttnTpContext.set_attn_inputs",
+    lambda result, context, inputs: inputs is None,  # the engine never does
+    ahead=True,
+)
 CHANGE = Change(
     name="output-buffer",
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
@@ -71,4 +79,5 @@ CHANGE = Change(
         ),
     ),
     does=_does,
+    counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
 )
