@@ -39,6 +39,8 @@ BIN   = $(VENV)/bin
 
 # Engine processes import half a gigabyte of Python: let the first one cache what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
+# Files are UTF-8, whatever the locale.
+export PYTHONUTF8 = 1
 # Some packages are gigabytes, and some machines slow.
 export UV_HTTP_TIMEOUT ?= 300
 

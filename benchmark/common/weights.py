@@ -100,7 +100,7 @@ def write_model(folder: Path, served: Served) -> Path:
     """The folder that the servers are given: configuration and tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(served)))
-    (folder / "tokenizer.json").write_text(model.tokenizer_json())
+    (folder / "tokenizer.json").write_text(model.tokenizer_json(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]})
     )

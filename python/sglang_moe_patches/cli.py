@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json as json_module
 import os
 import sys
@@ -386,6 +387,9 @@ def plan(
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no such letter ends no command
     try:
         app()
     except Exception:  # exit code 1 means something else here: a change that cannot be applied, or a worse server

@@ -16,6 +16,7 @@ from sglang_moe_patches import __version__, cli, doctor, extras, patch, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.dead_input.families import FAMILIES
+from sglang_moe_patches.reference.model import tokenizer_json
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.servers import refusals
 from typer.testing import CliRunner
@@ -355,6 +356,16 @@ def command(*arguments, **variables):
         text=True,
         check=False,
     )
+
+
+def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else(tmp_path):
+    """ASCII, as Python takes it from the C locale when it is told not to improve on it."""
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    done = command("regress", "--help", **ascii_only)
+    assert (done.returncode, done.stdout.isascii()) == (0, True), done.stderr
+    done = command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
 def fake_engine(folder: Path, *modules: str) -> str:

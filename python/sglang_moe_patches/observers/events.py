@@ -337,7 +337,7 @@ class Process:
 def write(process: Process, path: Path) -> None:
     """Write the state of a process, whole."""
     partial = path.with_suffix(".partial")
-    partial.write_text(to_json(process))
+    partial.write_text(to_json(process), encoding="utf-8")
     partial.replace(path)
 
 
@@ -346,7 +346,7 @@ def collect(folder: Path) -> Process | None:
 
     :param folder: of ``*.json``, one file a process (a tensor-parallel rank).
     """
-    found = [record(Process, path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [record(Process, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
     def used(process: Process) -> tuple[bool, int, int]:
         memory = process.memory

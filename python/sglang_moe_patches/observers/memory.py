@@ -139,7 +139,7 @@ class Observer(Observing):
 
     def __init__(self, folder: str, changes: tuple[events.ChangeStatus, ...]) -> None:
         self.path = Path(folder) / f"{os.getpid()}.jsonl"
-        self.file = self.path.open("a", buffering=1)
+        self.file = self.path.open("a", buffering=1, encoding="utf-8")
         self.ready: set[int] = set()
         self.reserved = -1
         self.write(events.Start(changes))

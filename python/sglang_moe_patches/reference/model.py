@@ -352,7 +352,7 @@ def _check_replaceable(directory: Path) -> None:
     if not names:
         return
     try:
-        ours = MARKER in json.loads((directory / "config.json").read_text())
+        ours = MARKER in json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         ours = False
     if not ours or not names <= FILES:
@@ -400,8 +400,8 @@ def write_checkpoint(
     try:
         new.mkdir(parents=True)
         for name, content in _json_files(spec, quantized).items():
-            (new / name).write_text(json.dumps(content, indent=2) + "\n")
-        (new / "tokenizer.json").write_text(tokenizer_json())
+            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (new / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
         save_file(dict(weights), str(new / "model.safetensors"), metadata={"format": "pt"})
         if directory.exists():
             directory.rename(old)

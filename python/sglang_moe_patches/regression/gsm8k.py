@@ -100,7 +100,7 @@ def evaluate(
         client.end()
     if client.exit_code() or not result.exists():
         raise EvaluationFailed(f"the evaluation of {url} failed: {log_path.read_text(errors='replace')[-2000:]}")
-    found: dict[str, Any] = json.loads(result.read_text())
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return found
 
 
@@ -167,7 +167,8 @@ def _main() -> None:
                 "input_tokens": input_tokens,
                 "output_tokens": output_tokens,
             }
-        )
+        ),
+        encoding="utf-8",
     )
 
 

@@ -92,7 +92,7 @@ def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterat
         if flag != "--config":
             continue
         try:
-            settings = importlib.import_module("yaml").safe_load(Path(value).read_text())
+            settings = importlib.import_module("yaml").safe_load(Path(value).read_text(encoding="utf-8"))
         except Exception:  # the engine says what is wrong with the file
             continue
         for name, setting in settings.items() if isinstance(settings, dict) else ():

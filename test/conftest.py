@@ -1,0 +1,13 @@
+"""Of what the terminal, the shell and the network of whoever runs the tests say, nothing counts."""
+
+from __future__ import annotations
+
+import os
+
+TERMINAL = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
+"""How wide help and tables are, and whether in colour."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+"""Every server that is asked runs here."""
+
+for name in (*TERMINAL, *PROXIES):
+    os.environ.pop(name, None)
