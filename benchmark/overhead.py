@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, output, servers, timing, weights
-from sglang_moe_patches import runners
+from sglang_moe_patches import triton_sequence
 from sglang_moe_patches.patch import Patcher
 
 GRAPH_TOKENS = (64, 256, 1024)
@@ -178,7 +178,7 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
 
     if not torch.cuda.is_available():
         triton_runner(pytest.MonkeyPatch())
-    sequence = runners.TRITON_SEQUENCE[1]
+    sequence = triton_sequence.NAME
     patches = Patcher()
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         stock = engine.load(folder)

@@ -9,8 +9,6 @@ from typing import Any
 from sglang_moe_patches import engine
 from sglang_moe_patches.patch import Patcher, Plan
 
-TRITON_SEQUENCE = ("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", "_fused_moe_kernel_sequence")
-"""Module and function of the Triton runner's sequence of kernels."""
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of ``--moe-runner-backend`` for the TRT-LLM kernels, which never write into their input. The last one, in
 releases from 0.5.13, has kernels of its own for LoRA adapters alone."""

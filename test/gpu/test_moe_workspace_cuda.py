@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
+from sglang_moe_patches import triton_sequence  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import columns, promise, triton  # noqa: E402
 from sglang_moe_patches.dead_input import channel, takers  # noqa: E402
 from sglang_moe_patches.kernels import moe_sum  # noqa: E402
@@ -49,7 +50,7 @@ def modules():
         warnings.simplefilter("ignore")
         from sglang_moe_patches import engine
 
-        module = engine.module(triton.SEQUENCE_MODULE)
+        module = engine.module(triton_sequence.MODULE)
         kernels = engine.module(getattr(module, triton.INVOKE).__module__)
     arguments = SimpleNamespace(
         enable_fused_moe_sum_all_reduce=False, moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
@@ -393,7 +394,10 @@ def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modul
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("changes", [(patched,), (output_into_dead_input,), (output_into_dead_input, patched)])
+@pytest.mark.parametrize(
+    "changes",
+    [(patched,), (output_into_dead_input,), (output_into_dead_input, patched), (patched, output_into_dead_input)],
+)
 def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modules, changes):
     given = layer()
     stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches import engine, runners
+from sglang_moe_patches import engine, runners, triton_sequence
 from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.dead_input.channel import shares_storage
 from sglang_moe_patches.patch import Install, Patcher, with_globals
@@ -134,18 +134,20 @@ def trtllm() -> Install:
 # --- Triton, where it is not in place --------------------------------------------------------------------------------
 
 
-def make_triton_sequence(original: Callable[..., Any], into_buffer: Any, is_compiling: Callable[[], bool]) -> Any:
-    @functools.wraps(original)
-    def sequence(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["inplace"] or kwargs.get("hooks") or is_compiling():
-            return original(hidden_states, *args, **kwargs)
+def make_triton_route(into_buffer: Callable[..., Any]) -> triton_sequence.Route:
+    """The route of calls that are not in place and have a buffer on offer.
+
+    :param into_buffer: the engine's sequence, which takes it.
+    """
+
+    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+        if how["inplace"] or how.get("hooks"):
+            return None
         buffer = channel.offered()
         # The kernels still read the MoE input while the output is being written, and the shared experts after that.
-        if buffer is None or shares_storage(buffer, hidden_states):
-            return original(hidden_states, *args, **kwargs)
-        return into_buffer(hidden_states, *args, **kwargs)
+        return None if buffer is None or shares_storage(buffer, hidden_states) else into_buffer
 
-    return sequence
+    return route
 
 
 def triton() -> Install:
@@ -155,23 +157,16 @@ def triton() -> Install:
     """
     import torch
 
-    name, function = runners.TRITON_SEQUENCE
-    module = engine.module(name)
-    symmetric_memory = runners.symmetric_memory()
-    sequence = engine.own(module, function)
+    module, sequence = triton_sequence.look()
+    name, symmetric_memory = sequence.__name__, runners.symmetric_memory()
     outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
     engine.require(
-        outputs == ["torch.empty_like(hidden_states)"], f"{function} allocates {', '.join(outputs) or 'no output'}"
+        outputs == ["torch.empty_like(hidden_states)"], f"{name} allocates {', '.join(outputs) or 'no output'}"
     )
-    engine.require(engine.only_a_global(sequence, "torch"), f"in {function}, torch is not only the module's global")
-    engine.require_parameters(sequence, ["hidden_states"])
-    engine.require(
-        {"inplace", "hooks"} <= set(engine.parameters(sequence)), f"{function} takes no inplace, or no hooks"
-    )
-    is_compiling = torch.compiler.is_compiling
+    engine.require(engine.only_a_global(sequence, "torch"), f"in {name}, torch is not only the module's global")
 
     def install(patcher: Patcher) -> None:
         into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
-        patcher.wrap(module, function, lambda original: make_triton_sequence(original, into_buffer, is_compiling))
+        triton_sequence.add(patcher, make_triton_route(into_buffer))
 
     return install

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import runners
+from sglang_moe_patches import runners, triton_sequence
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
 from sglang_moe_patches.dead_input import takers
@@ -112,10 +112,10 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(leaves_it_a
 torch_of_the_sequence = torch  # stands in for the engine module's name `torch`
 
 
-def sequence_of_the_engine(hidden_states, weight, *, inplace, hooks=None):
+def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace, hooks=None):
     """What the engine's function does, in small: choose an output, write into it."""
     output = hidden_states if inplace else torch_of_the_sequence.empty_like(hidden_states)
-    activations = torch_of_the_sequence.mul(hidden_states, weight)
+    activations = torch_of_the_sequence.mul(hidden_states, w1)
     output.copy_(activations + hidden_states)
     return output
 
@@ -127,7 +127,8 @@ def sequence(symmetric_memory):
     into_buffer = with_globals(
         function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, symmetric_memory)
     )
-    yield takers.make_triton_sequence(function, into_buffer, torch.compiler.is_compiling)
+    wrapped = triton_sequence.make_sequence(function, takers.make_triton_route(into_buffer))
+    yield lambda hidden_states, weight, **how: wrapped(hidden_states, weight, None, None, None, **how)
     patcher.undo()
 
 

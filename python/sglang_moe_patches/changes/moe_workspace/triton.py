@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine, runners
+from sglang_moe_patches import engine, runners, triton_sequence
 from sglang_moe_patches.changes.moe_workspace import columns, promise
 from sglang_moe_patches.changes.moe_workspace.promise import Activation, Promise, Quantized
 from sglang_moe_patches.dead_input import channel, takers
 from sglang_moe_patches.engine import require
 from sglang_moe_patches.patch import Patcher, Plan, with_globals
 
-SEQUENCE_MODULE, SEQUENCE = runners.TRITON_SEQUENCE
+SEQUENCE = triton_sequence.NAME
 COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
@@ -114,14 +113,12 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             whole_sum(experts_output, output, scale)
 
     original: FunctionType = engine.own(module, SEQUENCE)
-    unchanged = getattr(module, SEQUENCE)  # another change of ours may be around it
     stand_ins = {"torch": _Torch(torch, runners.symmetric_memory()), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     else:
         combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
-    is_compiling = torch.compiler.is_compiling
 
     def with_columns(hidden_states: Any, w1: Any, *args: Any, **kwargs: Any) -> Any:
         channel.withdraw_if_shared(hidden_states)
@@ -132,18 +129,14 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             promise.current_activation.reset(token)
         return output.made if isinstance(output, Promise) else output
 
-    def choose(hidden_states: Any, topk_ids: Any, hooks: Any, defer_sum: Any) -> Callable[..., Any]:
-        if (
-            topk_ids.shape[1] * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES
-            or is_compiling()
-            or not acts(topk_ids.shape[0], topk_ids.shape[1], hooks, defer_sum)
-        ):
-            return unchanged
-        return with_columns
+    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+        tokens, top_k = topk_ids.shape
+        if top_k * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES:
+            return None
+        return with_columns if acts(tokens, top_k, how.get("hooks"), how.get("defer_sum")) else None
 
-    patcher.replace(
-        module, SEQUENCE, _passing_on(original, choose, ("hidden_states", "topk_ids", "hooks", "defer_sum"))
-    )
+    # First: where the output goes into the dead input, it does so in columns, too.
+    triton_sequence.add(patcher, route, first=True)
 
 
 def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
@@ -152,30 +145,6 @@ def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
     LoRA's hooks and whoever sums later read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
     """
     return tokens > _COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
-
-
-def _passing_on(
-    function: FunctionType, choose: Callable[..., Callable[..., Any]], looked_at: tuple[str, ...]
-) -> FunctionType:
-    """A function with the parameters of ``function``, which passes them on to the function that ``choose`` returns.
-
-    Its code is written out for these parameters: taking some 25 keyword arguments as ``**kwargs``, and handing them on,
-    would take longer than everything else that a small batch costs here.
-
-    :param looked_at: parameters that ``choose`` gets; ``None`` for one that ``function`` does not have.
-    """
-    parameters = inspect.signature(function).parameters
-    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = [name for name in parameters if name not in positional]
-    arguments = ", ".join([*positional, *(f"{name}={name}" for name in keywords)])
-    chosen = ", ".join(name if name in parameters else "None" for name in looked_at)
-    made = eval(
-        f"lambda {', '.join([*positional, '*', *keywords])}: choose({chosen})({arguments})",
-        {"__name__": __name__, "choose": choose},
-    )
-    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    functools.update_wrapper(made, function)
-    return made
 
 
 # --- Looking ---------------------------------------------------------------------------------------------------------
@@ -202,23 +171,16 @@ def _require_globals(function: Any, *names: str) -> None:
 
 def plan() -> Plan:
     """Look at the sequence, its GEMM and its sum."""
-    module = engine.module(SEQUENCE_MODULE)
-    if getattr(module, "_is_hip", False):
+    if getattr(engine.module(triton_sequence.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")
+    module, sequence = triton_sequence.look()
     require(engine.has_module("triton"), "there is no Triton")
-    sequence, gemm = engine.own(module, SEQUENCE), engine.own(module, INVOKE)
+    gemm = engine.own(module, INVOKE)
     kernels = engine.module(gemm.__module__)
     require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
-    engine.require_parameters(sequence, ("hidden_states", "w1", "w2", "topk_weights", "topk_ids"))
-    require("inplace" in engine.parameters(sequence), f"{SEQUENCE} takes no inplace")
     engine.require_parameters(gemm, promise.GEMM_PARAMETERS)
     require(
         engine.parameters(gemm)[promise.CONFIG] == "config", f"parameter {promise.CONFIG} of {INVOKE} is not its config"
-    )
-    kinds = {p.kind for p in inspect.signature(sequence).parameters.values()}
-    require(
-        kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY} and len(kinds) == 2,
-        f"{SEQUENCE} does not take positional arguments and then keyword arguments",
     )
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
