@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches import observers, patch, variables
+from sglang_moe_patches.log import logger
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -59,7 +59,7 @@ def _hook_model_runner(module: Any) -> None:
         message = f"sglang-moe-patches: {MODEL_RUNNER_MODULE} has no ModelRunner; no change can be applied"
         if patch.strict():
             raise SystemExit(message)
-        logging.getLogger(__name__).warning(message)
+        logger.warning(message)
         return
     original = runner.__init__
 
@@ -82,7 +82,6 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     from sglang_moe_patches import engine
     from sglang_moe_patches.changes import CHANGES
 
-    logger = logging.getLogger("sglang.srt.moe_patches")
     plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
     unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import installed
 from harness import padded_tokens
+from sglang_moe_patches import log
 from sglang_moe_patches.changes import mori_input_truncation as mori
 from sglang_moe_patches.changes.mori_input_truncation import seams
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
@@ -92,7 +93,7 @@ def ranks(engine, monkeypatch):
     monkeypatch.setenv("SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK", str(PER_RANK))
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(seams, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
     reference.stand_in(lambda *a: monkeypatch.setattr(*a, raising=False), monkeypatch.setitem)
     reference.forget_networks()
     moriep.init_mori_op.cache_clear()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
+from sglang_moe_patches import log
 from sglang_moe_patches.changes import mori_input_truncation as mori
 from sglang_moe_patches.changes.mori_input_truncation import seams
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
@@ -52,7 +53,7 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
 
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(seams, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
     modules: dict[str, Any] = reference.modules()
     for name in ("aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.moe_common"):
         modules[name] = ModuleType(name)

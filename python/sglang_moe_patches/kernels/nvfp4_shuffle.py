@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from sglang_moe_patches.log import logger
 
 try:
     import triton
@@ -35,7 +36,6 @@ try:
 except ImportError:  # CPU builds of PyTorch come without it: the plain path does everything
     triton = None
 
-logger = logging.getLogger(__name__)
 
 #: Rows of the epilogue tile that the TRT-LLM kernels are built for; the engine passes the same to FlashInfer.
 EPILOGUE_TILE_ROWS = 128
@@ -86,8 +86,7 @@ class ShufflePlan:
 def repeating_tile(rows: torch.Tensor, tile_rows: int = TILE_ROWS) -> torch.Tensor | None:
     """The permutation within a tile if `rows` is that same permutation in every tile of `tile_rows`, else ``None``.
 
-    Args:
-        rows: int64 ``[n]``, a permutation of ``range(n)``.
+    :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """
     if rows.numel() % tile_rows:
         return None
@@ -126,8 +125,7 @@ def shuffle_plan(hidden_size: int, intermediate_size: int, is_gated: bool) -> Sh
     given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
     scramble the next reload.
 
-    Raises:
-        AssertionError: FlashInfer does not allow the shape.
+    :raises AssertionError: FlashInfer does not allow the shape.
     """
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     matrices = (
@@ -179,8 +177,7 @@ def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig
     The widest strip, up to 256 bytes and down to one vector load of 16, that a program can hold: on an H200 the width
     of a row access decides, more than how many programs share a multiprocessor.
 
-    Args:
-        tiled: the permutation repeats in tiles of TILE_ROWS.
+    :param tiled: the permutation repeats in tiles of TILE_ROWS.
     """
     tile_rows = TILE_ROWS if tiled else rows
     if row_bytes % 4 or rows % tile_rows:
@@ -278,9 +275,8 @@ def _on_device(tensor: torch.Tensor) -> Any:
 def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: RowKernelConfig) -> None:
     """Permute the rows of every matrix in place with the Triton kernel.
 
-    Args:
-        matrices: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
-        index: int32 ``[config.tile_rows]`` on the same device; ``result[i] = source[index[i]]`` within each tile.
+    :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
+    :param index: int32 ``[config.tile_rows]`` on the same device; ``result[i] = source[index[i]]`` within each tile.
     """
     words = matrices.view(torch.int32)
     experts, rows, row_words = words.shape
@@ -301,9 +297,8 @@ def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: Row
 def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, num_warps: int) -> None:
     """Interleave every 128-row tile of scales in place with the Triton kernel, its rows permuted first if asked.
 
-    Args:
-        scales: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
-        index: int32 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
+    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
+    :param index: int32 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
     """
     words = scales.view(torch.int32)
     experts, rows, row_words = words.shape
@@ -326,10 +321,9 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> None:
     """Permute the rows of every matrix in place, by way of `scratch`, a slice of experts (or of columns) at a time.
 
-    Args:
-        matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
-        index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
-        scratch: uint8 ``[n]`` on the same device, n at least `rows`.
+    :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
+    :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
+    :param scratch: uint8 ``[n]`` on the same device, n at least `rows`.
     """
     experts, rows, row_bytes = matrices.shape
     width = min(row_bytes, scratch.numel() // rows)
@@ -345,10 +339,9 @@ def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: tor
 def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None, scratch: torch.Tensor) -> None:
     """Interleave every 128-row tile of scales in place, by way of `scratch`, its rows permuted first if asked.
 
-    Args:
-        scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
-        index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
-        scratch: uint8 ``[n]`` on the same device, n at least ``128 * row_bytes``.
+    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
+    :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
+    :param scratch: uint8 ``[n]`` on the same device, n at least ``128 * row_bytes``.
     """
     row_bytes = scales.shape[-1]
     tiles = scales.view(-1, TILE_ROWS, row_bytes)
@@ -497,27 +490,22 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     does there; and as there, preparing twice without loading in between, or loading only some of the experts, shuffles
     what is already shuffled.
 
-    Args:
-        gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size if
-            is_gated, else intermediate_size.
-        gemm2_weights: w2, one-byte dtype, ``[num_experts, hidden_size, intermediate_size/2]``.
-        gemm1_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, rows of gemm1_weights, hidden_size/16]``.
-        gemm2_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, hidden_size, intermediate_size/16]``.
-        hidden_size: in elements, a multiple of 128.
-        intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
-        num_experts: experts on this rank, at least 1.
-        is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
-        engine_function: called, with nothing touched, where the layout is not a permutation in place.
-        use_triton: force the kernels on or off; by default they are used on CUDA.
-        scratch_bytes: scratch that the plain path may use (more only if one row tile of one expert needs it).
-
-    Returns:
-        gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn), each
-        of its input's 3-D shape.
-
-    Raises:
-        ValueError: a dtype, shape, layout or size is not what it must be; names the tensor and the rule. Nothing has
-            been touched then.
+    :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
+        if is_gated, else intermediate_size.
+    :param gemm2_weights: w2, one-byte dtype, ``[num_experts, hidden_size, intermediate_size/2]``.
+    :param gemm1_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, rows of gemm1_weights, hidden_size/16]``.
+    :param gemm2_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, hidden_size, intermediate_size/16]``.
+    :param hidden_size: in elements, a multiple of 128.
+    :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
+    :param num_experts: experts on this rank, at least 1.
+    :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
+    :param engine_function: called, with nothing touched, where the layout is not a permutation in place.
+    :param use_triton: force the kernels on or off; by default they are used on CUDA.
+    :param scratch_bytes: scratch that the plain path may use (more only if one row tile of one expert needs it).
+    :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
+        each of its input's 3-D shape.
+    :raises ValueError: a dtype, shape, layout or size is not what it must be; names the tensor and the rule. Nothing
+        has been touched then.
     """
     gemm1_rows = (2 if is_gated else 1) * intermediate_size
     if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:

@@ -6,10 +6,10 @@ Observing never ends a server: the first thing that goes wrong is written down, 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_moe_patches.log import logger
 from sglang_moe_patches.observers.events import ChangeStatus
 from sglang_moe_patches.patch import Plan
 
@@ -30,7 +30,7 @@ class Observing:
             step(*args)
         except Exception as error:
             self.failure = f"observing failed: {type(error).__name__}: {error}"
-            logging.getLogger("sglang.srt.moe_patches").warning("sglang-moe-patches: %s", self.failure)
+            logger.warning("sglang-moe-patches: %s", self.failure)
             try:
                 self.write_failure()
             except Exception:

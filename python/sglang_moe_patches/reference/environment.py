@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import multiprocessing
 import os
 import subprocess
@@ -20,9 +19,11 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.log import logger
 from sglang_moe_patches.variables import REFERENCE_KERNELS
 
 SWITCH = REFERENCE_KERNELS.name
+
 PLUGIN = "moe_patches"
 
 LOOKS_AT = (
@@ -174,7 +175,7 @@ def install() -> None:
     from sglang_moe_patches.reference import flashinfer_kernels as kernels
 
     if multiprocessing.parent_process() is None:  # once a server, not once a process
-        logging.getLogger(__name__).warning(WARNING, SWITCH)
+        logger.warning(WARNING, SWITCH)
     for target, kernel in {
         "flashinfer.fp4_quantize": kernels.fp4_quantize,
         "flashinfer.nvfp4_quantize": kernels.nvfp4_quantize,

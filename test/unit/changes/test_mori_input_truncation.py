@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_moe_patches import log
 from sglang_moe_patches.changes import mori_input_truncation
 from sglang_moe_patches.changes.mori_input_truncation import policy as policy_module
 from sglang_moe_patches.changes.mori_input_truncation import seams
@@ -35,7 +36,7 @@ HIDDEN, CASES = 3, cases(5_000)
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(seams, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
 
 
 class Dispatched(NamedTuple):

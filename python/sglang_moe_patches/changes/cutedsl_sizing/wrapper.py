@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,6 +16,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
 from sglang_moe_patches.dead_input import channel
+from sglang_moe_patches.log import logger
 from sglang_moe_patches.patch import Patcher, Plan
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ _CAPTURE_MODULES = (
     "sglang.srt.model_executor.runner_utils.capture_mode",
     "sglang.srt.model_executor.cuda_graph_runner",
 )
-
-logger = logging.getLogger("sglang.srt.moe_patches")
 
 
 class SharedMoE:

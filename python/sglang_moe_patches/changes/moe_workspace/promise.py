@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from sglang_moe_patches import log
 from sglang_moe_patches.changes.moe_workspace import columns
-
-logger = logging.getLogger(__name__)
 
 #: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
@@ -108,11 +106,6 @@ def scale_columns(scale: Any, hidden: int, block_shape: Any) -> int | None:
     return None
 
 
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.info("moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s", reason)
-
-
 def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
     """The ranges of columns in which the promised tensor is computed and summed; one where it stays whole."""
     assert promise.gemm is not None
@@ -131,7 +124,8 @@ def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
         ),
     ):
         if not fits:
-            _say_once(reason)
+            message = "moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s"
+            log.once(logging.INFO, f"columns {reason}", message, reason)
             return [(0, hidden)]
     activation = current_activation.get()
     width = columns.slice_width(

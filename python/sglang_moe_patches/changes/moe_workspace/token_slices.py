@@ -11,11 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, log
 from sglang_moe_patches.patch import Patcher, Plan
 from sglang_moe_patches.variables import Variable
-
-logger = logging.getLogger(__name__)
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
 _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
@@ -105,11 +103,6 @@ def unsliceable(dispatch: Any, dispatch_type: Any, topk_type: Any) -> str | None
 # --- The wiring ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("%s: a routed-experts kernel gets all tokens at once, because %s", MAX_MOE_TOKENS.name, reason)
-
-
 def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
     """Run the layer's core once for each slice of tokens.
 
@@ -163,7 +156,8 @@ def plan(most: int) -> Plan:
             if reason is None and in_symmetric_memory():
                 reason = "its output has to be in NCCL symmetric memory"
             if reason is not None:
-                _say_once(reason)
+                message = "%s: a routed-experts kernel gets all tokens at once, because %s"
+                log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
                 return original(self, dispatch_output)
             return _run(functools.partial(original, self), dispatch_output, most)
 

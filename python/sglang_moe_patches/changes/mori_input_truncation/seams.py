@@ -11,6 +11,7 @@ from typing import Any
 from sglang_moe_patches import engine
 from sglang_moe_patches.changes.mori_input_truncation.bound import cut_for, rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
+from sglang_moe_patches.log import once
 from sglang_moe_patches.patch import Install, Patcher, Plan
 
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.aiter"
@@ -21,17 +22,7 @@ _ENGINE_LIMIT = "mori_moe_max_input_tokens"
 _POLICY = "_moe_patches_mori_policy"
 _DISPATCHED = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
 
-logger = logging.getLogger("sglang.srt.moe_patches.mori")
-
 # --- At every forward ------------------------------------------------------------------------------------------------
-
-_said: set[str] = set()
-
-
-def _say_once(key: str, message: str, *arguments: Any) -> None:
-    if key not in _said:
-        _said.add(key)
-        logger.warning(message, *arguments)
 
 
 def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
@@ -59,8 +50,9 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
         dispatched.origin_topk_ids.shape[0], counts, policy.layout, buffer_rows, policy.limit, policy.recv_bound
     )
     if cut.raised:
-        _say_once(
-            "raised",
+        once(
+            logging.WARNING,
+            "mori raised",
             "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
             "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that.",
             LIMIT.name,
@@ -72,10 +64,12 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
     if bound is None:
         why = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
         if cut.rows == buffer_rows:
-            _say_once("uncut", "How many rows a rank can receive is not known (%s): such input is not cut.", why)
+            message = "How many rows a rank can receive is not known (%s): such input is not cut."
+            once(logging.WARNING, "mori uncut", message, why)
         elif not policy.assertions:
-            _say_once(
-                "unguarded",
+            once(
+                logging.WARNING,
+                "mori unguarded",
                 "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
                 "device-side assertions out, so that a lost token would go unnoticed.",
                 LIMIT.name,
@@ -84,8 +78,9 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
             return _cut_to(dispatched, buffer_rows)
         else:
             # Said beforehand: on ROCm a failed assertion aborts the process without its message.
-            _say_once(
-                "asserted",
+            once(
+                logging.WARNING,
+                "mori asserted",
                 "How many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side assertion "
                 "ends this process should more arrive. Raise the limit, or unset it, if that happens.",
                 why,
