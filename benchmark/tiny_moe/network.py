@@ -20,8 +20,7 @@ from torch import nn
 def rope_table(settings: dict[str, Any], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of DeepSeek's yarn, as the engine computes them (``DeepseekScalingRotaryEmbedding``).
 
-    Returns:
-        Two float32 tensors [length, qk_rope_head_dim / 2].
+    :returns: Two float32 tensors [length, qk_rope_head_dim / 2].
     """
     dim, base, yarn = settings["qk_rope_head_dim"], settings["rope_theta"], settings["rope_scaling"]
 

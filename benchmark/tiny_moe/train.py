@@ -34,9 +34,8 @@ IGNORED = -100
 def encode(count: int, test: bool, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``count`` problems as tokens.
 
-    Returns:
-        tokens int16 and targets int16 of all problems, one after the other, and the length of each problem.
-        A target is the token to say next, or IGNORED.
+    :returns: tokens int16 and targets int16 of all problems, one after the other, and the length of each problem. A
+        target is the token to say next, or IGNORED.
     """
     from tokenizers import Tokenizer
 

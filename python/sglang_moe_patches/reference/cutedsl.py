@@ -77,14 +77,11 @@ def moe_sort(
     Each expert's pairs start a new tile of ``tile_tokens_dim`` rows. Pair ``token * top_k + slot`` is a token's
     ``slot``-th expert.
 
-    Args:
-        token_selected_experts: int [tokens, top_k], ids of the whole layer; those of other ranks are left out.
-        out_*: int32 buffers, at least as large as what is returned without them (FlashInfer's
-            ``allocate_moe_sort_buffers`` makes them); only what is used is written.
-
-    Returns:
-        tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks' experts
-        [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
+    :param token_selected_experts: int [tokens, top_k], ids of the whole layer; those of other ranks are left out.
+    :param out_*: int32 buffers, at least as large as what is returned without them (FlashInfer's
+        ``allocate_moe_sort_buffers`` makes them); only what is used is written.
+    :returns: tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks'
+        experts [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
     """
     from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
 
@@ -152,24 +149,19 @@ def gather_gemm_swiglu(
 
     out[row] = nvfp4(up * silu(gate)) with up, gate = alpha[expert] * (a[token of row] @ b[expert].T).
 
-    Args:
-        a: uint8 [tokens, hidden // 2], NVFP4. a_scale: [tokens, hidden // 16] E4M3 bytes, linear.
-        b: uint8 [local experts, 2 * intermediate, hidden // 2]; up and gate alternate every 64 rows.
-        b_scale: E4M3 bytes in the MMA layout, of which this reads the memory as it lies:
-            [experts, row tiles, column tiles, 32, 4, 4].
-        alpha: float32 [local experts].
-        token_id_mapping: row -> pair, int32 [rows].
-        out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
-        global_scale: float32 [1], multiplier for the intermediate.
-        mma_tiler_mn: rows of a tile, and what only tunes the real kernel.
-        options: tuning without effect here, and what must be as in ``_ONLY``.
-
-    Returns:
-        out and out_scale, allocated where they were not given.
-
-    Raises:
-        NotImplementedError: naming the argument that is not supported.
-        ValueError: shapes that do not fit together.
+    :param a: uint8 [tokens, hidden // 2], NVFP4. a_scale: [tokens, hidden // 16] E4M3 bytes, linear.
+    :param b: uint8 [local experts, 2 * intermediate, hidden // 2]; up and gate alternate every 64 rows.
+    :param b_scale: E4M3 bytes in the MMA layout, of which this reads the memory as it lies: [experts, row tiles, column
+        tiles, 32, 4, 4].
+    :param alpha: float32 [local experts].
+    :param token_id_mapping: row -> pair, int32 [rows].
+    :param out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
+    :param global_scale: float32 [1], multiplier for the intermediate.
+    :param mma_tiler_mn: rows of a tile, and what only tunes the real kernel.
+    :param options: tuning without effect here, and what must be as in ``_ONLY``.
+    :returns: out and out_scale, allocated where they were not given.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: shapes that do not fit together.
     """
     _require_supported(options)
     if c_dtype != "float4_e2m1fn" or global_scale is None:
@@ -220,17 +212,14 @@ def gemm_finalize(
 
     out[token of row] += alpha[expert] * (a[row] @ b[expert].T) * token_final_scales[pair of row].
 
-    Args:
-        a, a_scale: what ``gather_gemm_swiglu`` returns.
-        b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
-        token_final_scales: routing weights, float [tokens, top_k].
-        out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
-        use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it as
-            it is, for ``unpermute`` to weigh and add.
-
-    Raises:
-        NotImplementedError: naming the argument that is not supported.
-        ValueError: shapes that do not fit together.
+    :param a, a_scale: what ``gather_gemm_swiglu`` returns.
+    :param b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
+    :param token_final_scales: routing weights, float [tokens, top_k].
+    :param out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
+    :param use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it
+        as it is, for ``unpermute`` to weigh and add.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: shapes that do not fit together.
     """
     _require_supported(options)
     if out_dtype != "bfloat16":
@@ -274,12 +263,9 @@ def unpermute(
 ) -> None:
     """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
 
-    Args:
-        permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
-        expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
-
-    Raises:
-        NotImplementedError: rows in the order of the experts.
+    :param permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
+    :param expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
+    :raises NotImplementedError: rows in the order of the experts.
     """
     if not input_is_expanded:
         raise NotImplementedError("input_is_expanded=False: only True")

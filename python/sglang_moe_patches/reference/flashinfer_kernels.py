@@ -60,20 +60,14 @@ def fp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand-in for ``flashinfer.fp4_quantize``, NVFP4 only.
 
-    Args:
-        input: bfloat16 or float16 [M, K], row-major, K a multiple of 16.
-        global_scale: one float32 value, the multiplier 448 * 6 / amax; None is 1.
-        is_sf_swizzled_layout: interleave the scales (see ``nvfp4_block_scale_interleave``).
-        is_global_scale_inversed: ``global_scale`` is amax / (448 * 6) instead.
-
-    Returns:
-        packed: uint8 [M, K // 2], first element in the low nibble.
-        scales: the bytes of the E4M3 block scales as uint8, [M, K // 16] linear, or swizzled with M rounded up to a
-            multiple of 128 and K // 16 to a multiple of 4.
-
-    Raises:
-        NotImplementedError: naming the argument that is not supported.
-        ValueError: K is not a multiple of 16, or ``global_scale`` is more than one value.
+    :param input: bfloat16 or float16 [M, K], row-major, K a multiple of 16.
+    :param global_scale: one float32 value, the multiplier 448 * 6 / amax; None is 1.
+    :param is_sf_swizzled_layout: interleave the scales (see ``nvfp4_block_scale_interleave``).
+    :param is_global_scale_inversed: ``global_scale`` is amax / (448 * 6) instead.
+    :returns: packed: uint8 [M, K // 2], first element in the low nibble. scales: the bytes of the E4M3 block scales as
+        uint8, [M, K // 16] linear, or swizzled with M rounded up to a multiple of 128 and K // 16 to a multiple of 4.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: K is not a multiple of 16, or ``global_scale`` is more than one value.
     """
     if sf_vec_size != nvfp4.BLOCK_SIZE:
         raise NotImplementedError(f"sf_vec_size={sf_vec_size}: only {nvfp4.BLOCK_SIZE} (NVFP4)")
@@ -112,17 +106,12 @@ def nvfp4_quantize(
 ) -> tuple[torch.Tensor, ...]:
     """Stand-in for ``flashinfer.nvfp4_quantize``: ``fp4_quantize`` with, if asked for, a scale for each token.
 
-    Args:
-        a_global_sf: the multiplier; with ``per_token_activation`` the factor that makes of a row's largest magnitude
-            the row's scale, 1 / (448 * 6).
-        sfLayout: 0 swizzled or 2 linear block scales.
-
-    Returns:
-        packed and scales as of ``fp4_quantize``; with ``per_token_activation`` also the scales of the rows, float32
-        [M]: what a row stands for is its NVFP4 value times its scale.
-
-    Raises:
-        NotImplementedError: naming the argument that is not supported.
+    :param a_global_sf: the multiplier; with ``per_token_activation`` the factor that makes of a row's largest magnitude
+        the row's scale, 1 / (448 * 6).
+    :param sfLayout: 0 swizzled or 2 linear block scales.
+    :returns: packed and scales as of ``fp4_quantize``; with ``per_token_activation`` also the scales of the rows,
+        float32 [M]: what a row stands for is its NVFP4 value times its scale.
+    :raises NotImplementedError: naming the argument that is not supported.
     """
     _refuse(
         expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
@@ -149,16 +138,11 @@ def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
 
     The byte at row r, column c goes to tile (r // 128, c // 4), and in it to (r % 32, r % 128 // 32, c % 4).
 
-    Args:
-        unswizzled_sf: uint8 [M, K] or [B, M, K].
-
-    Returns:
-        uint8, flat: B times M rounded up to a multiple of 128 times K rounded up to a multiple of 4, zeros where
+    :param unswizzled_sf: uint8 [M, K] or [B, M, K].
+    :returns: uint8, flat: B times M rounded up to a multiple of 128 times K rounded up to a multiple of 4, zeros where
         there was nothing.
-
-    Raises:
-        NotImplementedError: another dtype (the real kernel takes bfloat16 too).
-        ValueError: another number of dimensions.
+    :raises NotImplementedError: another dtype (the real kernel takes bfloat16 too).
+    :raises ValueError: another number of dimensions.
     """
     if unswizzled_sf.dtype != torch.uint8:
         raise NotImplementedError(f"unswizzled_sf of {unswizzled_sf.dtype}: only uint8")
@@ -219,12 +203,11 @@ def trtllm_fp4_block_scale_routed_moe(
 ) -> list[torch.Tensor]:
     """Stand-in for FlashInfer's NVFP4 MoE kernel with the routing decided by the caller.
 
-    Args:
-        topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
-            newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that
-            is not a local expert's contributes nothing.
-        routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type: have no effect here, the
-            routing is done.
+    :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
+        newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that is
+        not a local expert's contributes nothing.
+    :param routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type: have no effect here, the
+        routing is done.
 
     The other arguments, the result and the errors are those of ``trtllm_fp4_block_scale_moe``; with ``do_finalize``
     false, weights that came in a tuple are returned as they came.
@@ -313,41 +296,37 @@ def trtllm_fp4_block_scale_moe(
     is part of output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with
     gemm2_weights and output2_scale_scalar, and summed over the token's experts with the routing weights.
 
-    Args:
-        routing_logits: float [tokens, num_experts].
-        routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
-        hidden_states: uint8 [tokens, hidden // 2], NVFP4.
-        hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
-        gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
-            shuffled rows; up (w3) before gate (w1) before the shuffle.
-        gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
-        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see ``_Activation``.
-        gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
-        gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
-        output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
-        num_experts: of the whole layer; this rank holds ``local_num_experts`` of them from ``local_expert_offset`` on,
-            and the others contribute nothing.
-        n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
-        routed_scaling_factor: on the routing weights, DeepSeekV3 routing only; None is 1.
-        routing_method_type: FlashInfer's number: 0 Default, 1 Renormalize, 2 DeepSeekV3, 3 Llama4, 4 RenormalizeNaive,
-            6 SigmoidRenorm, 7 MiniMax2 or 8 Sigmoid.
-        do_finalize: false leaves the sum over the experts to the caller.
-        activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
-        per_token_scale: float32 [tokens], a factor of each token's hidden_states.
-        output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated. Not looked at
-            where ``do_finalize`` is false.
-        norm_topk_prob: has no effect: only true.
-
-    Returns:
-        [output], bfloat16 [tokens, hidden]. With ``do_finalize`` false, what ``flashinfer`` leaves to be finalized:
-        gemm2_output, bfloat16 [tokens * top_k, hidden], the rows of each expert side by side (the real kernel pads them
-        to tiles, so that it has more); expert_weights, bfloat16 [tokens, top_k]; expanded_idx_to_permuted_idx, int32
-        [tokens * top_k], the row of each (token, slot), -1 where its expert is elsewhere. Rows that no index names are
-        not written.
-
-    Raises:
-        NotImplementedError: naming the argument that is not supported.
-        ValueError: shapes or dtypes that do not fit together.
+    :param routing_logits: float [tokens, num_experts].
+    :param routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
+    :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
+    :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
+    :param gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
+        shuffled rows; up (w3) before gate (w1) before the shuffle.
+    :param gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
+    :param gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see
+        ``_Activation``.
+    :param gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
+    :param gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
+    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
+    :param num_experts: of the whole layer; this rank holds ``local_num_experts`` of them from ``local_expert_offset``
+        on, and the others contribute nothing.
+    :param n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
+    :param routed_scaling_factor: on the routing weights, DeepSeekV3 routing only; None is 1.
+    :param routing_method_type: FlashInfer's number: 0 Default, 1 Renormalize, 2 DeepSeekV3, 3 Llama4, 4
+        RenormalizeNaive, 6 SigmoidRenorm, 7 MiniMax2 or 8 Sigmoid.
+    :param do_finalize: false leaves the sum over the experts to the caller.
+    :param activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
+    :param per_token_scale: float32 [tokens], a factor of each token's hidden_states.
+    :param output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated. Not looked at
+        where ``do_finalize`` is false.
+    :param norm_topk_prob: has no effect: only true.
+    :returns: [output], bfloat16 [tokens, hidden]. With ``do_finalize`` false, what ``flashinfer`` leaves to be
+        finalized: gemm2_output, bfloat16 [tokens * top_k, hidden], the rows of each expert side by side (the real
+        kernel pads them to tiles, so that it has more); expert_weights, bfloat16 [tokens, top_k];
+        expanded_idx_to_permuted_idx, int32 [tokens * top_k], the row of each (token, slot), -1 where its expert is
+        elsewhere. Rows that no index names are not written.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: shapes or dtypes that do not fit together.
     """
     _refuse(
         gemm1_bias=gemm1_bias,
@@ -573,9 +552,8 @@ def _answer(
 ) -> list[torch.Tensor]:
     """The layer once the routing is known.
 
-    Args:
-        ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
-        layer: the arguments of ``_run_experts``.
+    :param ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
+    :param layer: the arguments of ``_run_experts``.
     """
     x = layer["hidden_states"]
     (tokens, top_k), hidden = ids.shape, x.shape[1] * 2

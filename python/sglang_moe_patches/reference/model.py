@@ -78,8 +78,7 @@ Tom With Zoe
 def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
     """What config.json holds for a spec.
 
-    Args:
-        quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
+    :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
     """
     family = FAMILIES[spec.family]
     values: dict[str, Any] = {
@@ -135,8 +134,7 @@ def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor
 def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":
     """What the model has for a tensor, from random numbers N(0, 1) of its shape.
 
-    Returns:
-        bfloat16 (the router's correction bias float32, as in the models).
+    :returns: bfloat16 (the router's correction bias float32, as in the models).
     """
     gain = GAINS.get(tensor.name.rsplit(".", 1)[-1], 1.0)
     if tensor.kind == "linear":
@@ -154,8 +152,7 @@ def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":
 def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
     """The model before quantization, by its family's checkpoint names.
 
-    Returns:
-        Tensors on the CPU, as ``scaled`` returns them.
+    :returns: Tensors on the CPU, as ``scaled`` returns them.
     """
     weights = {}
     for tensor in tensors(spec, vocab_size()):
@@ -185,10 +182,9 @@ def _quantize_expert(
 ) -> "tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]":
     """ModelOpt's four tensors for each projection of one expert: gate, up, down.
 
-    Args:
-        gate, up: bfloat16 [intermediate, hidden].
-        down: bfloat16 [hidden, intermediate].
-        tokens: float32 [n, hidden], what the expert sees in calibration.
+    :param gate, up: bfloat16 [intermediate, hidden].
+    :param down: bfloat16 [hidden, intermediate].
+    :param tokens: float32 [n, hidden], what the expert sees in calibration.
     """
     import torch
 
@@ -221,9 +217,8 @@ def quantize_experts(
 ) -> "dict[str, torch.Tensor]":
     """The weights with the routed experts of the main model in ModelOpt NVFP4, and the others as they were.
 
-    Args:
-        weights: as ``original_weights`` returns them.
-        seen: float32 [n, hidden], what an expert sees in calibration, from its layer and its number.
+    :param weights: as ``original_weights`` returns them.
+    :param seen: float32 [n, hidden], what an expert sees in calibration, from its layer and its number.
     """
     quantized = dict(weights)
     for layer in range(spec.dense_layers, spec.layers):
@@ -238,9 +233,9 @@ def quantize_experts(
 def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> "dict[str, torch.Tensor]":
     """The model as model.safetensors stores it: ``original_weights``, if ``quantized`` with ModelOpt NVFP4 experts.
 
-    Returns:
-        CPU tensors by name. Each projection of a routed expert, [rows, K], then has ``.weight`` uint8 [rows, K/2],
-        ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and ``.input_scale``, float32 scalars.
+    :returns: CPU tensors by name. Each projection of a routed expert, [rows, K], then has ``.weight`` uint8 [rows,
+        K/2], ``.weight_scale`` float8_e4m3fn [rows, K/16], and ``.weight_scale_2`` and ``.input_scale``, float32
+        scalars.
     """
     weights = original_weights(spec)
     if not quantized:
@@ -368,13 +363,10 @@ def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> N
 
     The directory appears complete or not at all. The same spec gives the same bytes.
 
-    Args:
-        directory: created if need be, with its parents; replaced if an earlier call wrote it.
-        spec: the sizes and the seed.
-        quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
-
-    Raises:
-        FileExistsError: the directory holds anything else. Nothing is changed then.
+    :param directory: created if need be, with its parents; replaced if an earlier call wrote it.
+    :param spec: the sizes and the seed.
+    :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
+    :raises FileExistsError: the directory holds anything else. Nothing is changed then.
     """
     _check_replaceable(Path(directory).resolve())
     write_checkpoint(directory, spec, checkpoint_weights(spec, quantized), quantized=quantized)
@@ -385,8 +377,7 @@ def write_checkpoint(
 ) -> None:
     """Write given weights as a checkpoint, as ``make_model`` does its own.
 
-    Args:
-        weights: by the family's checkpoint names, as ``checkpoint_weights`` returns them.
+    :param weights: by the family's checkpoint names, as ``checkpoint_weights`` returns them.
     """
     from safetensors.torch import save_file
 

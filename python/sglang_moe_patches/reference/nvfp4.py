@@ -59,11 +59,8 @@ def _as_float32(value: torch.Tensor | float, device: torch.device) -> torch.Tens
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest E2M1 value, ties to the even code, saturating at +-6.
 
-    Args:
-        x: float tensor of any shape. NaN becomes the largest magnitude, as in the PTX conversion.
-
-    Returns:
-        uint8 tensor of the same shape, one code (0 to 15) per element.
+    :param x: float tensor of any shape. NaN becomes the largest magnitude, as in the PTX conversion.
+    :returns: uint8 tensor of the same shape, one code (0 to 15) per element.
     """
     x = x.float()
     magnitude = torch.bucketize(x.abs(), _rounding_boundaries(x.device), out_int32=True)
@@ -76,16 +73,10 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch
     block_scale = e4m3(amax of the block / 6 * global_scale), value = e2m1(x * global_scale / block_scale); both
     saturate, and a block whose scale is zero is all zeros.
 
-    Args:
-        x: float tensor [..., K], K a multiple of 16; computed in float32.
-        global_scale: the multiplier, usually ``global_scale_for`` of the calibration data; one float32 value.
-
-    Returns:
-        packed: uint8 [..., K // 2], first element in the low nibble.
-        block_scale: float8_e4m3fn [..., K // 16].
-
-    Raises:
-        ValueError: K is not a multiple of 16, or global_scale is more than one value.
+    :param x: float tensor [..., K], K a multiple of 16; computed in float32.
+    :param global_scale: the multiplier, usually ``global_scale_for`` of the calibration data; one float32 value.
+    :returns: packed: uint8 [..., K // 2], first element in the low nibble. block_scale: float8_e4m3fn [..., K // 16].
+    :raises ValueError: K is not a multiple of 16, or global_scale is more than one value.
     """
     k = x.shape[-1]
     if k % BLOCK_SIZE:
@@ -107,12 +98,9 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float) -> tuple[torch
 def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
     """e2m1 value * block_scale, without the whole-tensor scale: exact, as the products have at most six bits.
 
-    Args:
-        packed: uint8 [..., K // 2], first element in the low nibble.
-        block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
-
-    Returns:
-        float32 [..., K].
+    :param packed: uint8 [..., K // 2], first element in the low nibble.
+    :param block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
+    :returns: float32 [..., K].
     """
     values = torch.embedding(_byte_values(packed.device), packed.int())  # [..., K // 2, 2]
     blocks = values.flatten(-2).unflatten(-1, (block_scale.shape[-1], BLOCK_SIZE))
@@ -122,14 +110,11 @@ def decode(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
 def dequantize(packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """The float32 tensor that NVFP4 data stand for: e2m1 value * block_scale * scale.
 
-    Args:
-        packed: uint8 [..., K // 2], first element in the low nibble.
-        block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
-        scale: the inverse of ``quantize``'s global_scale (ModelOpt's ``weight_scale_2``); one float32 value, or a
-            tensor that broadcasts to [..., K], such as [experts, 1, 1].
-
-    Returns:
-        float32 [..., K].
+    :param packed: uint8 [..., K // 2], first element in the low nibble.
+    :param block_scale: float8_e4m3fn [..., K // 16] in linear (not swizzled) layout.
+    :param scale: the inverse of ``quantize``'s global_scale (ModelOpt's ``weight_scale_2``); one float32 value, or a
+        tensor that broadcasts to [..., K], such as [experts, 1, 1].
+    :returns: float32 [..., K].
     """
     return decode(packed, block_scale).mul_(_as_float32(scale, packed.device))
 
@@ -137,11 +122,8 @@ def dequantize(packed: torch.Tensor, block_scale: torch.Tensor, scale: torch.Ten
 def global_scale_for(x: torch.Tensor) -> torch.Tensor:
     """FlashInfer's multiplier for a tensor: 448 * 6 / amax, so that the largest block scale is E4M3's maximum.
 
-    Args:
-        x: float tensor of any shape.
-
-    Returns:
-        float32 scalar, finite; 1 for a tensor that is empty or all zeros.
+    :param x: float tensor of any shape.
+    :returns: float32 scalar, finite; 1 for a tensor that is empty or all zeros.
     """
     amax = x.float().abs().amax() if x.numel() else _as_float32(0.0, x.device)
     multiplier = (E4M3_MAX * E2M1_MAX / amax).clamp(max=torch.finfo(torch.float32).max)

@@ -150,15 +150,10 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
     """``nvfp4.quantize`` of a CUDA matrix, to the bit, with no memory beyond the result and no synchronization.
 
-    Args:
-        x: float [M, K] with rows of consecutive elements, K a multiple of 16.
-        multiplier: one float32 value.
-
-    Returns:
-        packed: uint8 [M, K // 2]; block_scale: float8_e4m3fn [M, K // 16].
-
-    Raises:
-        ValueError: K is not a multiple of 16, or multiplier is more than one value.
+    :param x: float [M, K] with rows of consecutive elements, K a multiple of 16.
+    :param multiplier: one float32 value.
+    :returns: packed: uint8 [M, K // 2]; block_scale: float8_e4m3fn [M, K // 16].
+    :raises ValueError: K is not a multiple of 16, or multiplier is more than one value.
     """
     rows, columns = x.shape
     if columns % BLOCK_SIZE:
@@ -341,13 +336,10 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
     """Slots grouped by expert, and the groups cut into blocks of at most ``_BLOCK_M``: int32 tensors on the device.
 
-    Args:
-        expert: int64 [slots], ``experts`` where a slot has none here.
-
-    Returns:
-        slot: [slots], the slots in the order of their experts.
-        block_expert, block_first, block_end: [blocks], a block's expert (``experts``: unused), its first position in
-            ``slot``, and the position where its expert ends. As many blocks as there can be, whatever the routing.
+    :param expert: int64 [slots], ``experts`` where a slot has none here.
+    :returns: slot: [slots], the slots in the order of their experts. block_expert, block_first, block_end: [blocks], a
+        block's expert (``experts``: unused), its first position in ``slot``, and the position where its expert ends. As
+        many blocks as there can be, whatever the routing.
     """
     slots, device = expert.numel(), expert.device
     in_order, slot = expert.sort(stable=True)
@@ -383,18 +375,17 @@ def run_experts(
 ) -> None:
     """The routed experts of an NVFP4 layer, ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after the routing.
 
-    Args:
-        ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
-        weights: float32 [tokens, top_k].
-        hidden_states: uint8 [tokens, hidden // 2]; hidden_states_scale: float8_e4m3fn [tokens, hidden // 16].
-        gemm1_weights: uint8 [experts, rows, hidden // 2], rows 2 * intermediate if ``gated``, else intermediate;
-            gemm1_weights_scale: float8_e4m3fn [experts, rows, hidden // 16].
-        gemm1_rows: int [rows] each, for weights and scales: where the layout has put row i.
-        gemm2_weights: uint8 [experts, hidden, intermediate // 2]; gemm2_weights_scale: float8_e4m3fn
-            [experts, hidden, intermediate // 16]; gemm2_rows: int [hidden] each.
-        output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [experts].
-        output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
-        scratch_bytes: bound of the scratch memory, as far as 128 tokens and 64 columns at a time allow.
+    :param ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
+    :param weights: float32 [tokens, top_k].
+    :param hidden_states: uint8 [tokens, hidden // 2]; hidden_states_scale: float8_e4m3fn [tokens, hidden // 16].
+    :param gemm1_weights: uint8 [experts, rows, hidden // 2], rows 2 * intermediate if ``gated``, else intermediate;
+        gemm1_weights_scale: float8_e4m3fn [experts, rows, hidden // 16].
+    :param gemm1_rows: int [rows] each, for weights and scales: where the layout has put row i.
+    :param gemm2_weights: uint8 [experts, hidden, intermediate // 2]; gemm2_weights_scale: float8_e4m3fn [experts,
+        hidden, intermediate // 16]; gemm2_rows: int [hidden] each.
+    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [experts].
+    :param output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
+    :param scratch_bytes: bound of the scratch memory, as far as 128 tokens and 64 columns at a time allow.
     """
     tokens, top_k = ids.shape
     experts, hidden, intermediate = gemm2_weights.shape[0], gemm2_weights.shape[1], gemm2_weights.shape[2] * 2

@@ -156,9 +156,8 @@ class Layer:
     ) -> np.ndarray:
         """One token's output of one expert, [hidden], float64.
 
-        Args:
-            x: [hidden]. activation: of (up, gate), or of the one vector where there is no gate.
-            quantize: what a vector becomes on its way into the second product.
+        :param x: [hidden]. activation: of (up, gate), or of the one vector where there is no gate.
+        :param quantize: what a vector becomes on its way into the second product.
         """
         activation = activation or (silu_gate if self.gated else lambda y: np.maximum(y, 0) ** 2)
         y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
