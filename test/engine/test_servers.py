@@ -188,7 +188,7 @@ def make_model_init(original, **known):
     initialise = make(original, **known)
     def __init__(self, *args, **kwargs):
         initialise(self, *args, **kwargs)
-        setattr(self.layers[0], change._OFFERS, True)
+        setattr(self.layers[0], change._OFFERS_FROM, 0)
     return __init__
 change.make_model_init = make_model_init
 """

@@ -6,6 +6,9 @@ model keeps the tensor, unread, until the layer returns. Not where the layer sta
 of a pipeline stage, whose input is somebody else's: the caller's ``input_embeds``, or the buffers in which another
 stage's output arrives.
 
+There is one offerer. Where the engine has an offer of its own, which does not ask whether the input is dead, that is
+*withheld*, in every layer, and ours go its way.
+
 A family of models is a line in :data:`.families.FAMILIES`. The code of its layer and of its model's loop is looked at
 (:mod:`.proofs`), and a family that changed is left alone.
 """

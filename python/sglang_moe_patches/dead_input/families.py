@@ -41,6 +41,5 @@ FAMILIES = (
     Family(
         "MiniMax-M2", "minimax_m2", "MiniMaxM2DecoderLayer", ("minimax_m2", "MiniMaxM2Model"), block="block_sparse_moe"
     ),
+    Family("GLM-5-Next", "glm5_next", "Glm5NextDecoderLayer", ("glm5_next", "Glm5NextModel")),
 )
-#: Layers beside those above in which the engine itself offers: what is not dead is withheld there, too.
-OFFERING_LAYERS = (("glm5_next", "Glm5NextDecoderLayer"),)

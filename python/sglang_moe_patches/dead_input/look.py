@@ -1,9 +1,8 @@
-"""Looking at the engine: which dead inputs can be offered."""
+"""Looking at the engine: which dead inputs can be offered, and by what way they reach the runner."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,34 +11,117 @@ from typing import Any
 from sglang_moe_patches import engine
 from sglang_moe_patches.dead_input import channel, offer, proofs
 from sglang_moe_patches.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
-from sglang_moe_patches.dead_input.families import FAMILIES, OFFERING_LAYERS
+from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES, Family
 from sglang_moe_patches.patch import Patcher
 
 _installed: Offers | None = None
 
 
 @dataclass(frozen=True)
+class Known:
+    """A family of which the code was looked at: its layers' inputs die.
+
+    :param layer: the decoder layer's class.
+    :param model: the layer stack's class.
+    :param residual_of: how the residual is found that comes with an input.
+    :param tensor_of: how an input's tensor is found.
+    """
+
+    family: Family
+    layer: Any
+    model: Any
+    residual_of: Callable[..., Any]
+    tensor_of: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
 class Offers:
     """The dead inputs that can be offered on this engine.
 
-    :param families: their names.
+    :param known: the families.
     :param changed: families whose code is not as expected, or not the engine's own, each with the reason.
+    :param way: the engine's own hand-off, where it has one.
     """
 
-    families: tuple[str, ...]
+    known: tuple[Known, ...]
     changed: tuple[str, ...]
-    _install: Callable[[Patcher], None]
+    way: Channel | None
 
-    def install(self, patcher: Patcher) -> None:
-        """Wrap layers and models, unless another change has."""
-        if _installed is None:
-            patcher.add(sys.modules[__name__], "_installed", self)
-            self._install(patcher)
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(known.family.name for known in self.known)
 
     @property
     def note(self) -> str:
         """What ``doctor`` says of families that are left out."""
         return f"some models are left alone: {'; '.join(self.changed)}" if self.changed else ""
+
+    def install(self, patcher: Patcher) -> None:
+        """Make ours the only offers, unless another change has."""
+        import torch
+
+        if _installed is not None:
+            return
+        patcher.add(sys.modules[__name__], "_installed", self)
+        if self.way is not None:
+            patcher.add(channel, "_channel", self.way)
+            for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+                patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
+        for known in self.known:
+            how = {"residual_of": known.residual_of, "tensor_of": known.tensor_of}
+            make = functools.partial(offer.make_layer_forward, is_compiling=torch.compiler.is_compiling, **how)
+            patcher.wrap(known.layer, "forward", make)
+        for model in dict.fromkeys(known.model for known in self.known):
+            blocks = {known.layer: known.family.block for known in self.known if known.model is model}
+            patcher.wrap(model, "__init__", functools.partial(offer.make_model_init, loop=model.forward, blocks=blocks))
+
+
+def engine_has_a_hand_off() -> bool:
+    """Whether the engine has a way of its own from decoder layers to runners."""
+    return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
+
+
+def offers() -> Offers:
+    """What can be offered on this engine, or what another change has found already.
+
+    :raises engine.Unsupported: no family is as expected; or the engine's hand-off is not, or DeepSeek's beside it.
+    """
+    if _installed is not None:
+        return _installed
+    way = _engines_way() if engine_has_a_hand_off() else None
+    known: list[Known] = []
+    changed: list[str] = []
+    for family in FAMILIES:
+        if engine.has_module(_module_of(family)):
+            try:
+                known.append(_look_at(family))
+            except engine.Unsupported as error:
+                # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
+                engine.require(family.name != DEEPSEEK or way is None, str(error))
+                changed.append(str(error))
+    engine.require(known, "; ".join(changed))
+    return Offers(tuple(known), tuple(changed), way)
+
+
+# --- A family --------------------------------------------------------------------------------------------------------
+
+
+def _module_of(family: Family) -> str:
+    return f"sglang.srt.models.{family.name}"
+
+
+def _look_at(family: Family) -> Known:
+    """:raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own."""
+    layer = engine.own(engine.module(_module_of(family)), family.layer)
+    model = engine.own(engine.module(f"sglang.srt.models.{family.model[0]}"), family.model[1])
+    forward, loop = engine.own(layer, "forward"), engine.own(model, "forward")
+    residual_of = _find_residual(layer, forward)
+    engine.require("forward" in vars(layer), f"{family.layer} has no forward of its own")
+    engine.require(proofs.input_dies(forward), f"{family.layer} may still use its input")
+    engine.require(proofs.loop_keeps_nothing(loop), f"{family.model[1]} may keep its layers' inputs")
+    engine.require_mentions(engine.own(model, "__init__"), "layers", "start_layer")
+    return Known(family, layer, model, residual_of, _find_tensor(forward))
 
 
 def _find_residual(layer: type, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,11 +149,28 @@ def _batches_carry_the_residual() -> bool:
     return "residual_stream" in fields and {"pending", "residual"} <= set(getattr(ResidualStream, "__slots__", ()))
 
 
-def _engines_channel(base: Any) -> Channel:
+def _find_tensor(forward: Any) -> Callable[[Any], Any]:
+    """How to find the tensor of a layer's input: as the layer itself does to offer it, or the input as it is.
+
+    :raises engine.Unsupported: the engine's function for that is not the engine's own.
+    """
+    access, name = proofs.TENSOR_OF_HANDLE.split(".")
+    if not engine.mentions(forward, access, name):
+        return offer.the_input_itself
+    return engine.own(forward.__globals__[access], name)
+
+
+# --- The engine's own offer ------------------------------------------------------------------------------------------
+
+
+def _engines_way() -> Channel:
     """The engine's own hand-off.
 
-    :raises engine.Unsupported: it is kept neither in a variable of that module nor in the forward's flags.
+    :raises engine.Unsupported: it is kept neither in a variable of that module nor in the forward's flags, or is not
+        the engine's own.
     """
+    base = engine.module(ENGINE_MODULE)
+    engine.own(base, ENGINE_OFFER)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
@@ -80,94 +179,6 @@ def _engines_channel(base: Any) -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def engine_has_a_hand_off() -> bool:
-    """Whether the engine has a way of its own from decoder layers to runners."""
-    return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
-
-
-def offers() -> Offers:
-    """What can be offered on this engine, or what another change has found already.
-
-    :raises engine.Unsupported: no family is as expected; or one is not in which the engine offers, or the engine's
-        hand-off.
-    """
-    import torch
-
-    if _installed is not None:
-        return _installed
-
-    base = engine.module(ENGINE_MODULE)
-    way = None
-    if hasattr(base, ENGINE_OFFER):
-        engine.own(base, ENGINE_OFFER)
-        way = _engines_channel(base)
-    is_compiling = torch.compiler.is_compiling
-    found: list[str] = []
-    changed: list[str] = []
-    layers: dict[type, tuple[str, Callable[..., Any], bool]] = {}
-    models: dict[type, list[type]] = {}
-    for family in FAMILIES:
-        name = f"sglang.srt.models.{family.name}"
-        if not engine.has_module(name):
-            continue
-        module = engine.module(name)
-        try:
-            layer = engine.own(module, family.layer)
-            model = engine.own(engine.module(f"sglang.srt.models.{family.model[0]}"), family.model[1])
-            forward, loop = engine.own(layer, "forward"), engine.own(model, "forward")
-            residual_of = _find_residual(layer, forward)
-            offers_itself = engine.mentions(forward, ENGINE_OFFER)
-            engine.require("forward" in vars(layer), f"{family.layer} has no forward of its own")
-            engine.require(offers_itself or proofs.input_dies(forward), f"{family.layer} may still use its input")
-            engine.require(proofs.loop_keeps_nothing(loop), f"{family.model[1]} may keep its layers' inputs")
-            engine.require_mentions(engine.own(model, "__init__"), "layers", "start_layer")
-        except engine.Unsupported as error:
-            # Where the engine itself offers, what is not dead would not be withheld.
-            engine.require(ENGINE_OFFER not in inspect.getsource(module), str(error))
-            changed.append(str(error))
-            continue
-        found.append(family.name)
-        layers[layer] = (family.block, residual_of, offers_itself and proofs.offers_regardless_of_the_residual(forward))
-        models.setdefault(model, []).append(layer)
-    offering = {layer for layer, (_, _, offers) in layers.items() if offers}
-    for name, class_name in OFFERING_LAYERS:
-        if engine.has_module(f"sglang.srt.models.{name}"):
-            layer = engine.own(engine.module(f"sglang.srt.models.{name}"), class_name)
-            forward = engine.own(layer, "forward")
-            if proofs.offers_regardless_of_the_residual(forward):
-                layers[layer] = ("mlp", _find_residual(layer, forward), True)
-                offering.add(layer)
-    for layer in offering:
-        engine.require(
-            not hasattr(inspect.getmodule(layer), ENGINE_OFFER),
-            f"{layer.__module__} does not ask for {ENGINE_OFFER} when called",
-        )
-    engine.require(found, "; ".join(changed))
-
-    def install(patcher: Patcher) -> None:
-        if way is not None:
-            patcher.add(channel, "_channel", way)
-        if offering:
-            patcher.wrap(base, ENGINE_OFFER, offer.make_engine_offer)
-        for layer, (_, residual_of, offers) in layers.items():
-            patcher.wrap(
-                layer,
-                "forward",
-                functools.partial(
-                    offer.make_layer_forward, is_compiling=is_compiling, residual_of=residual_of, engine_offers=offers
-                ),
-            )
-        blocks = {layer: block for layer, (block, _, _) in layers.items()}
-        for model, of_model in models.items():
-            patcher.wrap(
-                model,
-                "__init__",
-                functools.partial(
-                    offer.make_model_init,
-                    loop=model.forward,  # type: ignore[attr-defined]
-                    layers={layer: blocks[layer] for layer in of_model},
-                    engine_offers=offering,
-                ),
-            )
-
-    return Offers(tuple(found), tuple(changed), install)
+def _holders(engines_offer: Any) -> list[Any]:
+    """The modules in which the engine's offer goes by its name: its own, and those that imported it."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(ENGINE_OFFER) is engines_offer]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextlib import nullcontext
 from typing import Any
 
 from sglang_moe_patches import runners
 from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.dead_input.channel import is_whole, shares_storage
 
-_KNOWN = "_moe_patches_knows_the_input"
-_OFFERS = "_moe_patches_offers_its_input"
-_LEAST = "_moe_patches_least_bytes_of_its_input"
+_OFFERS_FROM = "_moe_patches_offers_its_input_from"
+"""Of a layer whose input may be offered: how many bytes it must have for anybody to take it."""
 SMALLEST_SCRATCH_BYTES = 1 << 20
 """Of the input of a layer whose runner takes it as scratch memory for large batches alone: a decode's is smaller, and
 what the runner makes of one so small is far below what moe-workspace acts on, gathered from many ranks, too."""
-
-_withheld: ContextVar[bool] = ContextVar("moe_output_buffer_withheld", default=False)
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -49,58 +46,50 @@ def residual_of_stream(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     return None if stream is None or stream.pending is None else stream.residual
 
 
+def the_input_itself(hidden_states: Any) -> Any:
+    """The tensor of a layer's input, where that is one."""
+    return hidden_states
+
+
 def make_layer_forward(
     original: Callable[..., Any],
     is_compiling: Callable[[], bool],
     residual_of: Callable[..., Any] = residual_argument,
-    engine_offers: bool = False,
+    tensor_of: Callable[[Any], Any] = the_input_itself,
 ) -> Callable[..., Any]:
     """Offer the layer's input where it is dead.
 
-    :param engine_offers: the engine does so by itself in layers of this class, and too often.
+    :param residual_of: the residual that comes with the input, of what follows it among the arguments.
+    :param tensor_of: the tensor of the input, or something else that is not offered.
     """
 
     @functools.wraps(original)
     def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or (
-            not engine_offers and getattr(hidden_states, "nbytes", 0) < getattr(self, _LEAST, 0)  # nobody would take it
-        ):
-            return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
-        residual = residual_of(forward_batch, *args, **kwargs)
-        if (
-            getattr(self, _OFFERS, False)
-            and may_offer(hidden_states, residual)
-            # A batch without requests may pass by attention, and its input on to the experts.
-            and not (forward_batch is not None and forward_batch.forward_mode.is_idle())
-        ):
-            # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
-            before = channel.exchange(hidden_states.detach())
-            try:
-                return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
-            finally:
-                channel.exchange(before)
-        if not engine_offers or (residual is not None and (getattr(self, _KNOWN, False) or _only_engine_takes(self))):
-            return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
-        token = _withheld.set(True)
-        try:
-            return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
-        finally:
-            _withheld.reset(token)
+        least = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
+        if least is not None:
+            tensor = tensor_of(hidden_states)
+            if (
+                getattr(tensor, "nbytes", 0) >= least
+                and may_offer(tensor, residual_of(forward_batch, *args, **kwargs))
+                # A batch without requests may pass by attention, and its input on to the experts.
+                and not (forward_batch is not None and forward_batch.forward_mode.is_idle())
+            ):
+                # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
+                before = channel.exchange(tensor.detach())
+                try:
+                    return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
+                finally:
+                    channel.exchange(before)
+        return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
 
     return forward
 
 
-def _only_engine_takes(layer: Any) -> bool:
-    """Whether what the engine offers in a layer reaches nobody but its own TRT-LLM runner."""
-    return bool(getattr(getattr(layer.mlp, "experts", None), "use_flashinfer_trtllm_moe", False))
-
-
-def make_model_init(original: Callable[..., None], loop: Any, layers: dict[Any, str], engine_offers: Any) -> Any:
+def make_model_init(original: Callable[..., None], loop: Any, blocks: dict[Any, str]) -> Any:
     """Mark the layers whose input is dead when the model is built.
 
     :param loop: the ``forward`` that was looked at; a subclass with one of its own is left alone.
-    :param layers: the classes that were looked at, and the name of their MoE block.
-    :param engine_offers: the classes among them in which the engine offers what a runner that is not in place may take.
+    :param blocks: the layers' classes that were looked at, and the name of their MoE block.
     """
 
     @functools.wraps(original)
@@ -109,12 +98,10 @@ def make_model_init(original: Callable[..., None], loop: Any, layers: dict[Any, 
         if type(self).forward is not loop:
             return
         for layer in self.layers[self.start_layer + 1 : self.end_layer]:
-            known = next((k for k in layers if isinstance(layer, k) and type(layer).forward is k.forward), None)
-            experts = getattr(getattr(layer, layers[known], None), "experts", None) if known else None
+            known = next((k for k in blocks if isinstance(layer, k) and type(layer).forward is k.forward), None)
+            experts = getattr(getattr(layer, blocks[known], None), "experts", None) if known else None
             if experts is not None:
-                setattr(layer, _KNOWN, True)
-                setattr(layer, _OFFERS, known not in engine_offers or experts.moe_runner_config.inplace)
-                setattr(layer, _LEAST, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
+                setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
 
     return __init__
 
@@ -124,9 +111,11 @@ def _is_triton_in_place(experts: Any) -> bool:
     return config is not None and bool(config.inplace) and runners.runner_of(experts) == "triton"
 
 
-def make_engine_offer(original: Callable[..., Any]) -> Callable[..., Any]:
+def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's own offer withheld, in whatever layer: it does not ask whether the input is dead. Ours does."""
+
     @functools.wraps(original)
     def moe_output_buffer_ctx(buf: Any) -> Any:
-        return original(None if _withheld.get() else buf)
+        return nullcontext()
 
     return moe_output_buffer_ctx

@@ -9,6 +9,8 @@ from typing import Any
 from sglang_moe_patches import engine
 from sglang_moe_patches.dead_input.channel import ENGINE_OFFER
 
+TENSOR_OF_HANDLE = "residual_access.buffer"
+"""How a ``forward`` of the engine's gets at the tensor of an input that may be a handle, a sum that is still owed."""
 #: The norms before attention, with the residual's addition: after them nobody but the loop has the layer's input.
 _CONSUMERS = frozenset(
     {
@@ -23,30 +25,63 @@ def input_dies(forward: Callable[..., Any]) -> bool:
     """Whether a decoder layer's ``forward`` gives up its input with the first statement that uses it.
 
     That is an assignment of a norm's result (:data:`_CONSUMERS`) to the name ``hidden_states`` itself: from there on
-    the name means something else, and no other name ever meant the input.
+    the name means something else. No other name ever meant the input, but for one under which the engine itself offers
+    it, and does nothing else with it; nor does that offer, once it is a no-op.
     """
     (definition,) = ast.parse(engine.source(forward)).body
     assert isinstance(definition, ast.FunctionDef)
-    first = next(
-        (
-            statement
-            for statement in definition.body
-            if any(isinstance(node, ast.Name) and node.id == "hidden_states" for node in ast.walk(statement))
-        ),
-        None,
-    )
-    if not isinstance(first, ast.Assign) or len(first.targets) != 1 or not isinstance(first.value, ast.Call):
+    statements = [statement for statement in definition.body if _names(statement, "hidden_states")]
+    if statements and (second := _second_name(statements[0])):
+        return _is_only_offered(definition, second) and len(statements) > 1 and _consumes(statements[1])
+    return bool(statements) and _consumes(statements[0])
+
+
+def _names(tree: ast.AST, name: str) -> list[ast.Name]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+
+
+def _consumes(statement: ast.stmt) -> bool:
+    """Whether a statement assigns a norm's result to ``hidden_states``, which is an argument of that norm."""
+    if (
+        not isinstance(statement, ast.Assign)
+        or len(statement.targets) != 1
+        or not isinstance(statement.value, ast.Call)
+    ):
         return False
-    (target,) = first.targets
+    (target,), call = statement.targets, statement.value
     assigned = target.elts if isinstance(target, ast.Tuple) else [target]
-    given = [*first.value.args, *(keyword.value for keyword in first.value.keywords)]
-    used = [node for node in ast.walk(first.value) if isinstance(node, ast.Name) and node.id == "hidden_states"]
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    used = _names(call, "hidden_states")
     return (
         any(isinstance(name, ast.Name) and name.id == "hidden_states" for name in assigned)
-        and ast.unparse(first.value.func) in _CONSUMERS
+        and ast.unparse(call.func) in _CONSUMERS
         and bool(used)
         and all(name in given for name in used)
     )
+
+
+def _second_name(statement: ast.stmt) -> str | None:
+    """The name that a statement gives to the input, or to the tensor in it (:data:`TENSOR_OF_HANDLE`)."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    (target,) = statement.targets
+    if ast.unparse(statement.value) not in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)"):
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
+    """Whether a function does no more with a local name than offer it, and look at its type and shape."""
+    parents = {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
+
+    def harmless(use: ast.Name) -> bool:
+        around = parents[use]
+        if isinstance(around, ast.Call):
+            return ast.unparse(around.func) in (ENGINE_OFFER, "isinstance")
+        return isinstance(around, ast.Attribute) and around.attr == "shape"
+
+    stored = [use for use in _names(definition, name) if not isinstance(use.ctx, ast.Load)]
+    return len(stored) == 1 and all(harmless(use) for use in _names(definition, name) if use not in stored)
 
 
 def loop_keeps_nothing(forward: Callable[..., Any]) -> bool:
@@ -82,15 +117,3 @@ def loop_keeps_nothing(forward: Callable[..., Any]) -> bool:
 
 def _is_layer(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "layer"
-
-
-def offers_regardless_of_the_residual(forward: Callable[..., Any]) -> bool:
-    """Whether a decoder layer's ``forward`` offers its input under a condition that does not look at the residual."""
-    for node in ast.walk(ast.parse(engine.source(forward))):
-        if isinstance(node, ast.If) and any(
-            isinstance(call, ast.Call) and ast.unparse(call.func).endswith(ENGINE_OFFER)
-            for statement in node.body
-            for call in ast.walk(statement)
-        ):
-            return "residual" not in ast.unparse(node.test)
-    return engine.mentions(forward, ENGINE_OFFER)

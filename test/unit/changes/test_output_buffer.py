@@ -223,7 +223,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
     monkeypatch.setattr(Layer, "forward", offer.make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, offer._OFFERS, True)
+    setattr(layer, offer._OFFERS_FROM, 0)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
@@ -262,101 +262,110 @@ class OtherStack(Stack):
         """A loop that keeps what it likes."""
 
 
-def marked(kind, *arguments, engine_offers=()):
-    """Which layers offer, and which are known, of a stack of this kind."""
+def marked(kind, *arguments):
+    """Which layers of a stack of this kind offer, and from how many bytes on."""
     stack = kind.__new__(kind)
-    offer.make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"}, engine_offers)(stack, *arguments)
-    return [[getattr(layer, mark, False) for layer in stack.layers] for mark in (offer._OFFERS, offer._KNOWN)]
+    offer.make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"})(stack, *arguments)
+    return [getattr(layer, offer._OFFERS_FROM, None) for layer in stack.layers]
 
 
 def test_layers_that_offer_are_chosen_when_the_model_is_built():
-    """Neither dense layers, nor the first layer of a pipeline stage, nor another stage's, nor where the engine does."""
+    """Neither dense layers, nor the first layer of a pipeline stage, nor another stage's."""
     kinds = (True, True, True, None, False, True, True)
-    known = [False, False, True, False, True, True, False]
-    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6) == [known, known]
-    by_us = [False, False, True, False, False, True, False]
-    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6, engine_offers=[Layer]) == [by_us, known]
+    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6) == [None, None, 0, None, 0, 0, None]
 
 
 def test_a_model_or_layer_that_was_not_looked_at_offers_nothing():
-    assert marked(Stack, [Layer(True), Layer(True)])[0] == [False, True]
-    assert marked(OtherStack, [Layer(True), Layer(True)])[0] == [False, False]
-    assert marked(Stack, [Layer(True), OtherLayer(True)])[0] == [False, False]
+    assert marked(Stack, [Layer(True), Layer(True)]) == [None, 0]
+    assert marked(OtherStack, [Layer(True), Layer(True)]) == [None, None]
+    assert marked(Stack, [Layer(True), OtherLayer(True)]) == [None, None]
 
 
 def test_only_triton_in_place_has_no_use_for_a_small_input():
     layers = [Layer(True), Layer(True), Layer(True, "triton"), Layer(False, "triton"), Layer(True, "marlin")]
-    marked(Stack, layers)
-    least = [getattr(layer, offer._LEAST) for layer in layers[1:]]
-    assert least == [0, offer.SMALLEST_SCRATCH_BYTES, 0, 0]
+    assert marked(Stack, layers)[1:] == [0, offer.SMALLEST_SCRATCH_BYTES, 0, 0]
 
 
-class Layers:
-    """Runs a layer's wrapped forward once, and says what was on offer meanwhile, by us and by the engine."""
+class Handle:
+    """An input that is a sum still owed: the engine knows where its tensor is."""
 
-    def __init__(self, engine_offers):
-        self.engines = offer.make_engine_offer(moe_output_buffer_ctx)
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Run:
+    """Runs a layer's wrapped forward once, with an offer of the engine's in it, and says what was on offer."""
+
+    def __init__(self, **how):
+        withheld = offer.make_no_offer(moe_output_buffer_ctx)
 
         def forward(layer, positions, hidden_states, forward_batch, residual):
-            self.ours = channel.offered()
-            with self.engines(hidden_states):
-                self.engine_s = channel.offered()
+            with withheld(hidden_states):
+                self.seen = channel.offered()
 
-        self.forward = offer.make_layer_forward(forward, lambda: False, engine_offers=engine_offers)
+        self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
     def offers(self, layer, residual=True, idle=False, hidden=None):
+        """Whether the layer's own input was on offer; nothing else may be."""
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
         self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
         assert channel.offered() is None
-        return [buffer is not None and shares_storage(buffer, hidden) for buffer in (self.ours, self.engine_s)]
+        assert self.seen is None or shares_storage(self.seen, getattr(hidden, "tensor", hidden))
+        return self.seen is not None
 
 
-def a_layer(known=False, offers=False, trtllm=False):
-    layer = SimpleNamespace(mlp=SimpleNamespace(experts=SimpleNamespace(use_flashinfer_trtllm_moe=trtllm)))
-    setattr(layer, offer._KNOWN, known)
-    setattr(layer, offer._OFFERS, offers)
-    return layer
+def a_layer(least=0):
+    return SimpleNamespace(**({} if least is None else {offer._OFFERS_FROM: least}))
 
 
 def test_a_layer_offers_its_input_where_it_is_dead():
-    run = Layers(engine_offers=False)
-    layer = a_layer(known=True, offers=True)
-    assert run.offers(layer)[0]
-    assert not run.offers(layer, residual=False)[0]
-    assert not run.offers(layer, idle=True)[0]
-    assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])[0]
-    assert not run.offers(layer, hidden=torch.empty(3, 2).T)[0]
-    setattr(layer, offer._LEAST, 2 * 3 * 4)
-    assert run.offers(layer)[0]
-    setattr(layer, offer._LEAST, 2 * 3 * 4 + 1)
-    assert not run.offers(layer)[0]
-    assert not run.offers(a_layer(known=True))[0]
+    run, layer = Run(), a_layer()
+    assert run.offers(layer)
+    assert not run.offers(layer, residual=False)
+    assert not run.offers(layer, idle=True)
+    assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])
+    assert not run.offers(layer, hidden=torch.empty(3, 2).T)
+    assert run.offers(a_layer(2 * 3 * 4))
+    assert not run.offers(a_layer(2 * 3 * 4 + 1))
+
+
+def test_what_the_engine_offers_is_withheld_in_a_layer_that_is_not_known():
+    run = Run()
+    assert not run.offers(a_layer(None))
+    assert not run.offers(a_layer(None), residual=False)
+
+
+def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_finds_it():
+    hidden = Handle(torch.empty(2, 3))
+    assert not Run().offers(a_layer(), hidden=hidden)
+    run = Run(tensor_of=lambda given: given.tensor)
+    assert run.offers(a_layer(), hidden=hidden)
+    assert not run.offers(a_layer(), hidden=hidden, residual=False)
+    assert not run.offers(a_layer(), hidden=Handle(None))  # nobody has computed it yet
 
 
 def test_what_is_offered_carries_no_marks_and_ends_with_the_layer():
-    run, hidden = Layers(engine_offers=False), torch.empty(2, 3)
+    run, hidden = Run(), torch.empty(2, 3)
     hidden._sglang_needs_allreduce_fusion = True
-    run.offers(a_layer(known=True, offers=True), hidden=hidden)
-    assert not hasattr(run.ours, "_sglang_needs_allreduce_fusion")
+    assert run.offers(a_layer(), hidden=hidden)
+    assert not hasattr(run.seen, "_sglang_needs_allreduce_fusion")
 
 
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        (a_layer(known=True), True),
-        (a_layer(trtllm=True), True),  # the engine's own way, to its own runner
-        (a_layer(), False),  # to whom it may go, and who else has this tensor, is not known
-    ],
-    ids=["known", "not known, TRT-LLM", "not known"],
-)
-def test_what_the_engine_offers_is_withheld_where_it_is_not_dead(layer, expected):
-    run = Layers(engine_offers=True)
-    assert run.offers(layer) == [False, expected]
-    assert run.offers(layer, residual=False) == [False, False]
+def test_an_offer_that_is_withheld_can_be_traced():
+    withheld = offer.make_no_offer(moe_output_buffer_ctx)
+
+    def forward(hidden):
+        with withheld(hidden):
+            return hidden * 2
+
+    assert torch.equal(torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
 
 
 # --- Looking ---------------------------------------------------------------------------------------------------------
+
+
+residual_access: Any = None  # stands in for the engine's module
 
 
 class Source:
@@ -379,6 +388,44 @@ class Source:
         normed, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
         return self.mlp(normed) + hidden_states, residual
 
+    def offers_it_itself(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states_orig = hidden_states
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        with moe_output_buffer_ctx(hidden_states_orig):
+            return self.mlp(hidden_states), residual
+
+    def offers_the_tensor_of_a_handle(self: Any, positions, hidden_states, forward_batch) -> Any:
+        hidden_states_orig = residual_access.buffer(hidden_states)
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        if isinstance(hidden_states_orig, torch.Tensor) and hidden_states_orig.shape[0] == hidden_states.shape[0]:
+            with moe_output_buffer_ctx(hidden_states_orig):
+                return self.mlp(hidden_states)
+        return None
+
+    def offers_and_reads_it(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states_orig = hidden_states
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        with moe_output_buffer_ctx(hidden_states_orig):
+            return self.mlp(hidden_states) + hidden_states_orig, residual
+
+    def offers_and_keeps_it(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states_orig = hidden_states
+        self.last = hidden_states_orig
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        with moe_output_buffer_ctx(hidden_states_orig):
+            return self.mlp(hidden_states), residual
+
+    def offers_by_another_way(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states_orig = hidden_states
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        with self.scoped(moe_output_buffer=hidden_states_orig):
+            return self.mlp(hidden_states), residual
+
+    def offers_what_it_does_not_give_up(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states_orig = hidden_states
+        with moe_output_buffer_ctx(hidden_states_orig):
+            return self.mlp(hidden_states) + hidden_states, residual
+
     def asks_somebody_else(self: Any, positions, hidden_states, forward_batch, residual):
         hidden_states, residual = self.remember(hidden_states, residual, forward_batch)
         return self.mlp(hidden_states), residual
@@ -386,7 +433,11 @@ class Source:
 
 def test_a_layer_that_may_still_use_its_input_is_noticed():
     names = [name for name in vars(Source) if not name.startswith("_")]
-    assert [name for name in names if proofs.input_dies(getattr(Source, name))] == ["rebinds"]
+    assert [name for name in names if proofs.input_dies(getattr(Source, name))] == [
+        "rebinds",
+        "offers_it_itself",
+        "offers_the_tensor_of_a_handle",
+    ]
 
 
 class Loops:
