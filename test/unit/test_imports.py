@@ -11,7 +11,20 @@ from releases import ROOT
 
 PACKAGE = "sglang_moe_patches"
 FLOORS = (
-    {"", "extras", "variables", "log", "engine", "patch", "runners", "dead_input", "kernels", "reference", "pages"},
+    {
+        "",
+        "extras",
+        "variables",
+        "log",
+        "engine",
+        "patch",
+        "runners",
+        "triton_sequence",
+        "dead_input",
+        "kernels",
+        "reference",
+        "pages",
+    },
     {"changes"},
     {"observers"},
     {"servers"},
