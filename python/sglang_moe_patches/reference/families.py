@@ -51,6 +51,7 @@ class Family:
     """What a model family has.
 
     :param architecture: the engine's class.
+    :param layers: the engine's module with its decoder layer: the name of a family in ``dead_input.families``.
     :param config: config.json's keys, besides those that every family has.
     :param attention: the tensors of a layer's attention, by their names below ``self_attn.``.
     :param moe: the name of a layer's MoE block.
@@ -63,6 +64,7 @@ class Family:
 
     architecture: str
     model_type: str
+    layers: str
     config: Callable[[ModelSpec], dict[str, Any]]
     attention: Callable[[ModelSpec], Iterator[Tensor]]
     moe: str = "mlp"
@@ -201,6 +203,7 @@ FAMILIES = {
     "deepseek-v3": Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
+        "deepseek_v2",
         _deepseek_v3,
         _latent_attention,
         dense_layers=1,
@@ -208,9 +211,12 @@ FAMILIES = {
         nextn=True,
         latent_attention=True,
     ),
-    "qwen3-moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _grouped_attention(), correction_bias=None),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3_moe", _qwen3_moe, _grouped_attention(), correction_bias=None
+    ),
     "glm4-moe": Family(
         "Glm4MoeForCausalLM",
+        "glm4_moe",
         "glm4_moe",
         _glm4_moe,
         _grouped_attention(bias=True),
@@ -219,6 +225,7 @@ FAMILIES = {
     ),
     "minimax-m2": Family(
         "MiniMaxM2ForCausalLM",
+        "minimax_m2",
         "minimax_m2",
         _minimax_m2,
         _grouped_attention(norm_of_all_heads=True),
