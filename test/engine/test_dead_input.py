@@ -13,19 +13,19 @@ from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.dead_input import look as look_at
 from sglang_moe_patches.patch import Status, look
+from sglang_moe_patches.reference import families as tiny
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 
 pytestmark = pytest.mark.every_release
 
 PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
 STEPS = 4
-FAMILIES = ["qwen3-moe", "glm4-moe", "minimax-m2"]
-CLASSES = {
-    "deepseek-v3": ("deepseek_v2", "DeepseekV2DecoderLayer"),
-    "qwen3-moe": ("qwen3_moe", "Qwen3MoeDecoderLayer"),
-    "glm4-moe": ("glm4_moe", "Glm4MoeDecoderLayer"),
-    "minimax-m2": ("minimax_m2", "MiniMaxM2DecoderLayer"),
-}
+FAMILIES = [name for name in tiny.FAMILIES if name != "deepseek-v3"]  # which test_output_buffer.py is about
+
+
+def all_moe(family):
+    """The option that leaves a tiny model no dense layer, where it may have some."""
+    return {} if tiny.FAMILIES[family].dense_layers is None else {"dense_layers": 0}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def family(request):
 @pytest.fixture
 def path(family, checkpoint):
     """A model of which every layer is MoE, the first one too."""
-    return checkpoint(family=family, **({"dense_layers": 0} if family == "glm4-moe" else {}))
+    return checkpoint(family=family, **all_moe(family))
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +52,7 @@ def bf16(tmp_path_factory):
     def make(family):
         if family not in made:
             made[family] = tmp_path_factory.mktemp("bf16") / "tiny"
-            first = {"dense_layers": 0} if family in ("deepseek-v3", "glm4-moe") else {}
-            make_model(made[family], ModelSpec(family=family, top_k=3, hidden=512, **first), quantized=False)
+            make_model(made[family], ModelSpec(family=family, top_k=3, hidden=512, **all_moe(family)), quantized=False)
         return made[family]
 
     return make
@@ -141,8 +140,8 @@ def test_another_seed_has_the_stock_bits(family, checkpoint, run):
 
 
 def layer_class(family):
-    module, name = CLASSES[family]
-    return getattr(engine_code.module(f"sglang.srt.models.{module}"), name)
+    (known,) = (known for known in families.FAMILIES if known.name == tiny.FAMILIES[family].layers)
+    return getattr(engine_code.module(f"sglang.srt.models.{known.name}"), known.layer)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -260,10 +259,8 @@ OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
         ("deepseek-v3", "output-buffer", []),
         ("deepseek-v3", "deferred-shared-experts", OUTPUT),
         ("deepseek-v3", "moe-workspace", SCRATCH),
-        ("qwen3-moe", "all", SCRATCH),
         ("qwen3-moe", "deferred-shared-experts", []),
-        ("glm4-moe", "all", SCRATCH),
-        ("minimax-m2", "all", SCRATCH),
+        *((family, "all", SCRATCH) for family in FAMILIES),
     ],
 )
 def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, selected, expected, bf16, run, taken):

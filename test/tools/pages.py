@@ -82,8 +82,9 @@ def status(change: str, found: dict[str, Any]) -> str:
 
 
 def package() -> tuple[Any, Any]:
-    """``sglang_moe_patches.changes`` and ``.patch``, from this checkout if nothing is installed: they need no more."""
-    sys.path.append(str(ROOT / "python"))
+    """``sglang_moe_patches.changes`` and ``.patch``, from this checkout, which need nothing installed."""
+    if str(ROOT / "python") not in sys.path:
+        sys.path.insert(0, str(ROOT / "python"))
     from sglang_moe_patches import changes, patch
 
     return changes, patch

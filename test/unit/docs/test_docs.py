@@ -10,7 +10,7 @@ import pages
 import pytest
 import releases
 from common import same
-from sglang_moe_patches import runners
+from sglang_moe_patches import __version__, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.dead_input import families
 from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
@@ -115,6 +115,12 @@ def test_every_change_says_what_to_look_at_in_a_new_release():
         assert change.looks_at, change.name
         for place, question in change.looks_at:
             assert f"| {change.name} | {place} | {question} |" in table
+
+
+def test_the_changelog_ends_with_this_version_and_what_comes_next():
+    headings = re.findall(r"^## (.*)$", (pages.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
 
 
 def found(*told: tuple[str, str]) -> dict[str, dict]:
