@@ -82,7 +82,7 @@ def changed(copy: Path) -> set[str]:
     return {str(file) for file in files if file not in known or not cmp(ROOT / file, copy / file, shallow=False)}
 
 
-def tests(copy: Path, *arguments: str) -> None:
+def run_tests(copy: Path, *arguments: str) -> None:
     """Run the tests of the copy, but for what asks the engine.
 
     :raises AssertionError: one fails.
@@ -164,11 +164,11 @@ def test_a_toy_change_takes_the_files_of_the_recipe_and_no_others(copy: Path, fo
     looping = [f"test/unit/docs/test_{name}.py" for name in ("docs", "guards", "compatibility", "releases")]
     selected = [*looping, "test/unit/test_patch.py", "test/unit/changes/test_toy_change.py"]
     if forgotten is None:
-        tests(copy, *selected)
+        run_tests(copy, *selected)
     else:
         shutil.copy(ROOT / forgotten, copy / forgotten)
         with pytest.raises(AssertionError, match=r"1 failed"):
-            tests(copy, *looping[1:3])
+            run_tests(copy, *looping[1:3])
 
 
 # --- A release -------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_toy_release_takes_the_files_of_the_recipe_and_no_others(copy: Path):
     pages = {str(page.relative_to(copy)) for page in copy.glob("docs/*.md")}
     assert set(toy) | {"README.md", "docs/compatibility.md"} <= changed(copy) <= {*files, *pages} - {"docs/*.md"}
     looping = [f"test/unit/docs/test_{name}.py" for name in ("docs", "compatibility", "releases")]
-    tests(copy, *looping)
+    run_tests(copy, *looping)
 
 
 # --- A family of models ----------------------------------------------------------------------------------------------
@@ -220,4 +220,4 @@ def test_a_toy_family_takes_the_files_of_the_recipe_and_no_others(copy: Path):
     row = next(line for line in (copy / "docs/compatibility.md").read_text().splitlines() if "| Toy-MoE |" in line)
     assert "in place, the dead input is scratch" in row
     selected = ("test/unit/docs/test_docs.py", "test/unit/docs/test_guards.py", "test/unit/reference")
-    tests(copy, *selected, "-k", "docs or guards or transformers_knows or one_of_dead_inputs")
+    run_tests(copy, *selected, "-k", "docs or guards or transformers_knows or one_of_dead_inputs")
