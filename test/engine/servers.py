@@ -18,7 +18,9 @@ import httpx
 import pages
 from releases import ROOT
 from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.dead_input import counts
 from sglang_moe_patches.observers import events
+from sglang_moe_patches.observers.acted import of_count
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.servers.server import Server, free_port
 from sglang_moe_patches.variables import OBSERVE
@@ -120,6 +122,11 @@ def check_figures(stock: events.Process, patched: events.Process, moe_layers: in
     assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     if not NATIVE_BUFFER:
         assert patched.memory.live_at_kernel_bytes < stock.memory.live_at_kernel_bytes
+    assert stock.acted.acts == ()
+    inputs = (counts.OFFERED, counts.AS_OUTPUT)
+    offered, taken = ({act.layer for act in of_count(patched.acted, count.name)} for count in inputs)
+    assert offered == set(patched.acted.layers) - {0}  # the input of the model's first layer becomes the residual
+    assert taken == (offered if not NATIVE_BUFFER or backend == "flashinfer_cutedsl" else set())  # else by the engine
     assert {status for _, status, _ in stock.changes} == {"not selected"}
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
 

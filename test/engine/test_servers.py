@@ -74,8 +74,9 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
     assert len(stock["answers"]) == 24
-    runs = Comparison.from_dict(report)
-    check_figures(*(events.Process(run.changes, run.memory) for run in (runs.stock, runs.patched)), moe_layers=3)
+    found = Comparison.from_dict(report)
+    processes = (events.Process(run.changes, run.memory, run.acted) for run in (found.stock, found.patched))
+    check_figures(*processes, moe_layers=3)
     assert (arithmetic / "report.html").stat().st_size > 10_000
 
 
