@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextvars import copy_context
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches import engine
-from sglang_moe_patches.dead_input import channel, offer, proofs, takers
+from sglang_moe_patches.dead_input import channel, look, offer, proofs, takers
 from sglang_moe_patches.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.dead_input.offer import may_offer
 from sglang_moe_patches.patch import Patcher, with_globals
@@ -360,6 +360,25 @@ def test_an_offer_that_is_withheld_can_be_traced():
             return hidden * 2
 
     assert torch.equal(torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypatch):
+    """A model's module that imported it at its top would go on offering."""
+    modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
+    for name in ("its_own", "a_models"):
+        setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
+    setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
+    patcher = Patcher()
+    offered: list[Any] = []
+    look.Offers((), (), channel.Channel(lambda: None, offered.append)).install(patcher)
+    for name in ("its_own", "a_models"):
+        with getattr(modules[name], channel.ENGINE_OFFER)(torch.empty(2, 3)):
+            assert offered == []
+    patcher.undo()
+    assert getattr(modules["a_models"], channel.ENGINE_OFFER) is moe_output_buffer_ctx
 
 
 # --- Looking ---------------------------------------------------------------------------------------------------------
