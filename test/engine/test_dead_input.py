@@ -12,7 +12,9 @@ from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, 
 from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.dead_input import look as look_at
-from sglang_moe_patches.patch import Status, look
+from sglang_moe_patches.observers import acted
+from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.patch import Patcher, Status, look
 from sglang_moe_patches.reference import families as tiny
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 
@@ -270,6 +272,26 @@ def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, sel
     assert taken == []
     assert same(run(path, *TRITON[selected]), stock)
     assert taken == expected
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run):
+    """Of four layers, the input of the first is never dead."""
+    applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
+    patcher = Patcher()
+    tally = acted.Tally([count for counts in acted.declared(applied).values() for count in counts])
+    tally.install(patcher)
+    try:
+        run(bf16("qwen3-moe"), *TRITON["all"])
+    finally:
+        patcher.undo()
+    assert acted.sentences(applied, tally.acted) == [
+        "output-buffer: offered the dead input in 3 of 4 MoE layers",
+        "deferred-shared-experts: did nothing",
+        "moe-workspace: ran in columns in 4 of 4 MoE layers, up to 2 slices; "
+        "took the dead input as scratch memory in 3 of 4 MoE layers",
+    ]
 
 
 @DEFAULT_ENGINE_ONLY

@@ -20,5 +20,5 @@ OFFERED = Count(
     lambda before, buffer: buffer is not None,
     ahead=True,
 )
-AS_OUTPUT = Count("as output", "wrote the output into it", channel.__name__, "take", _something)
-AS_SCRATCH = Count("as scratch", "took it as scratch memory", channel.__name__, "take_memory", _something)
+AS_OUTPUT = Count("as output", "wrote the output into the dead input", channel.__name__, "take", _something)
+AS_SCRATCH = Count("as scratch", "took the dead input as scratch memory", channel.__name__, "take_memory", _something)
