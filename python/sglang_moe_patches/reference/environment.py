@@ -9,6 +9,7 @@ place, as it does on GPUs (out of place, aliasing bugs would not show).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import multiprocessing
@@ -76,8 +77,8 @@ def has_gpu() -> bool:
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables to add so that a process started with them can use the reference kernels.
 
-    :raises UnusableEnvironment: no C compiler for the stub, the engine's kernels are not installed, or
-        ``SGLANG_PLUGINS`` keeps this package's plugin from being loaded.
+    :raises UnusableEnvironment: no C compiler for the stub, the engine's kernels or what they load are not installed,
+        or ``SGLANG_PLUGINS`` keeps this package's plugin from being loaded.
     """
     allowed = environ.get("SGLANG_PLUGINS", "")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
@@ -125,12 +126,20 @@ def stub_libcuda(folder: Path) -> Path:
     It defines the ``cu*`` symbols that the engine's compiled kernels import, and nothing else.
 
     :returns: the library, in a folder of its own below ``folder``.
+    :raises UnusableEnvironment: it cannot be built, or the kernels could not be imported even with it.
     """
     spec = util.find_spec("sgl_kernel")
     if spec is None or not spec.submodule_search_locations:
         raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
     libraries = sorted(Path(spec.submodule_search_locations[0]).rglob("*.so"))
-    symbols = sorted({name for library in libraries for name in _undefined_cuda_symbols(library)})
+    undefined = {name for library in libraries for name in _undefined_symbols(library)}
+    # The one library that they load and neither a package index nor every system brings.
+    if any(name.startswith("numa_") for name in undefined) and not _loads("libnuma.so.1"):
+        raise UnusableEnvironment(
+            "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
+        )
+    # The driver's functions are cuXxx; the runtime's cudaXxx, cuBLAS's cublasXxx and others start in lower case.
+    symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
     target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
     if target.exists():
@@ -146,11 +155,17 @@ def stub_libcuda(folder: Path) -> Path:
     return target
 
 
-def _undefined_cuda_symbols(library: Path) -> set[str]:
+def _undefined_symbols(library: Path) -> set[str]:
     listing = _run(["nm", "-D", "--undefined-only", str(library)], "reading the engine's kernels")
-    names = {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.strip()}
-    # The driver's functions are cuXxx; the runtime's cudaXxx, cuBLAS's cublasXxx and others start in lower case.
-    return {name for name in names if name.startswith("cu") and name[2:3].isupper()}
+    return {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.strip()}
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _run(command: list[str], purpose: str, text: str | None = None) -> str:
