@@ -19,7 +19,7 @@ CUDA driver, that lets the engine's modules be imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -144,12 +144,6 @@ def without_streams() -> None:
     CuteDslMoEWrapper.__init__ = lambda self, *args, **kwargs: hook(make, self, *args, **kwargs)
 
 
-HEADER = (
-    *("model", "TP", "DP", "EP", "stock tokens", "stock", "tokens", "MoE layers", "upstream", "ours"),
-    *("ours: GEMM1", "ours: sorting"),
-)
-
-
 def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_bs: int) -> dict[str, Any]:
     model = MODELS[name]
     guess = stock(model, layout.tp, layout.dp, layout.ep, chunked_prefill_size, max_bs)
@@ -163,25 +157,23 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
     }
 
 
-def tables(result: output.Result) -> str:
-    def mb(count: int) -> str:
-        return f"{count / 1e6:,.1f} MB"
+def tables(result: output.Result, tps: Collection[int] = ()) -> str:
+    """All layers' buffers, sized as upstream does and as we do: a row a layout, a column a model.
 
-    def cells(row: dict[str, Any]) -> list[str]:
-        stock, upstream, ours, layers = row["stock"], row["upstream"], row["ours"], row["moe_layers"]
-        small = stock["max_num_tokens"] < ours["max_num_tokens"]
-        return [
-            row["model"],
-            *(str(row[size]) for size in ("tp", "dp", "ep")),
-            f"{stock['max_num_tokens']:,}" + (", too small" if small else ""),
-            f"{stock['total'] * layers / 1e9:.1f} GB",
-            f"{ours['max_num_tokens']:,}",
-            str(layers),
-            f"{upstream['total'] * layers / 1e9:.1f} GB",
-            *(mb(ours[part]) for part in ("total", "gemm1", "sorting")),
-        ]
-
-    return output.table(HEADER, map(cells, result["figures"]["rows"]))
+    :param tps: the tensor-parallel sizes to show; all unless given.
+    """
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):
+        stock, ours, layers = row["stock"], row["ours"], row["moe_layers"]
+        guess = f"{stock['max_num_tokens']:,}" + (", too small" * (stock["max_num_tokens"] < ours["max_num_tokens"]))
+        layout = (*(str(row[size]) for size in ("tp", "dp", "ep")), f"{ours['max_num_tokens']:,}", guess)
+        sizes = f"{row['upstream']['total'] * layers / 1e9:.1f} -> {ours['total'] / 1e9:.3f}"
+        rows.setdefault(layout, {})[row["model"]] = sizes
+    models = dict.fromkeys(model for row in rows.values() for model in row)
+    cells = [(*layout, *(row.get(model, "") for model in models)) for layout, row in rows.items()]
+    return output.table(
+        ("TP", "DP", "EP", "tokens", "stock's guess", *(f"{model}, GB" for model in models)), cells, left=0
+    )
 
 
 def main() -> None:

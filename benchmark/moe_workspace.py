@@ -399,77 +399,74 @@ def tables(result: output.Result) -> str:
     return output.table(HEADER, map(line, result["figures"]["cells"])) + "\n" + captured(result)
 
 
-def in_short(results: list[output.Result]) -> str:
-    """All cells: large batches layer by layer, the others together."""
-    cells = [cell for result in results for cell in result["figures"]["cells"]]
-    layers: dict[str, dict[int, Any]] = {}
-    for one in cells:
-        name = f"{one['model']} TP={one['layout'][2:]} {one['weights'].upper()}"
-        layers.setdefault(name, {})[one["tokens"]] = one
-    large = sorted({one["tokens"] for one in cells if one["slices"] > 1} - {2048})
+def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
+    """Layer by layer for one number of tokens, a column a GPU; all cells together, a row a GPU.
 
-    def figure(one: dict[str, Any] | None) -> str:
-        if one is None:
-            return ""
-        before, after = (f"{one[name] / MB:,.0f}" for name in ("stock_peak", "peak"))
-        memory = f"{before} -> {after} MB" if one["slices"] > 1 else f"{before} MB, whole"
-        return f"{memory}, {one['slowdown']:.3f} ({one['control']:.3f})"
-
-    text = "Peak of the runner, time against stock (the control's):\n\n" + output.table(
-        ("one layer", *(f"{tokens:,} tokens" for tokens in large)),
-        ([name, *(figure(layers[name].get(tokens)) for tokens in large)] for name in layers),
-    )
+    :param results: several of one GPU add up.
+    """
+    gpus: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        gpus.setdefault(result["conditions"]["gpu"].split()[1], []).extend(result["figures"]["cells"])
+    layers: dict[str, dict[str, dict[str, Any]]] = {}
+    for gpu, cells in gpus.items():
+        for one in cells:
+            if one["tokens"] == tokens and one["layout"] == layout and one["slices"] > 1:
+                name = f"{one['model']} TP={one['layout'][2:]} {one['weights'].upper()}"
+                layers.setdefault(name, {})[gpu] = one
+    lines = []
+    for name, found in layers.items():
+        first = next(iter(found.values()))
+        times = (f"{found[gpu]['slowdown']:.3f} ({found[gpu]['control']:.3f})" if gpu in found else "" for gpu in gpus)
+        lines.append((name, f"{first['stock_peak'] / MB:,.0f}", f"{first['peak'] / MB:,.0f}", *times))
+    header = (f"{tokens:,} tokens", "stock, MB", "columns, MB", *(f"time on {gpu} (control)" for gpu in gpus))
     rows = []
-    for tokens in sorted({one["tokens"] for one in cells}):
+    for gpu, cells in gpus.items():
         for kind, some in (
-            ("whole", [one for one in cells if one["tokens"] == tokens and one["slices"] < 2]),
-            ("in slices", [one for one in cells if one["tokens"] == tokens and one["slices"] > 1]),
+            ("whole", [one for one in cells if one["slices"] < 2]),
+            ("in slices", [one for one in cells if one["slices"] > 1]),
         ):
-            if some:
-                ours, control = ([one[name] for one in some] for name in ("slowdown", "control"))
-                same = sum(one["same"] for one in some)
-                rows.append([f"{tokens:,}", kind, f"{same} of {len(some)}", *map(spread, (ours, control))])
-    return f"{text}\n" + output.table(
-        ("tokens", "layers", "same bits", "time: median (range)", "control"), rows, left=2
-    )
+            ours, control = ([one[name] for one in some] for name in ("slowdown", "control"))
+            same = sum(one["same"] for one in some)
+            rows.append([f"{gpu}, {kind}", f"{same} of {len(some)}", *map(spread, (ours, control))])
+    together = ("all layers and batches", "same bits", "time: median (range)", "control")
+    return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
-def captured(result: output.Result) -> str:
-    """Mixed batches and CUDA graphs."""
-    figures = result["figures"]
-    text = ""
-    if figures["mixed"]:
-        rows = [
-            [
-                f"{row['model']} {row['layout']} {row['weights']}",
-                *(
-                    f"{row[name][what] / MB:,.0f}"
-                    for name in ("stock", "columns")
-                    for what in ("allocated", "reserved")
-                ),
-            ]
-            for row in figures["mixed"]
-        ]
-        header = ("forty mixed batches", "stock: allocated MB", "reserved MB", "columns: allocated MB", "reserved MB")
-        text += output.table(header, rows)
-    if figures["graphs"]:
-        rows = [
-            [
-                f"{row['model']} {row['layout']} {row['weights']}",
-                f"{row['tokens']:,}",
-                *(f"{row[name]['pool'] / MB:,.0f}" for name in ("stock", "columns")),
-                *(f"{row[name]['slowdown']:.4f}" for name in ("columns", timing.CONTROL)),
-                "yes" if all(row[name]["same"] for name in ("stock", "columns")) else "NO",
-            ]
-            for row in figures["graphs"]
-        ]
-        titles = ("captured layer", "tokens", "stock: pool MB", "columns: pool MB", "time", "control", "equal to eager")
-        text += ("\n" if text else "") + output.table(titles, rows)
-    return text
+def captured(*results: output.Result) -> str:
+    """Mixed batches and CUDA graphs, of one GPU or several: what they hold does not depend on it."""
+    gpus = [result["conditions"]["gpu"].split()[1] for result in results]
+    mixed: dict[tuple[str, ...], list[str]] = {}
+    graphs: dict[tuple[str, ...], dict[str, str]] = {}
+    for gpu, result in zip(gpus, results, strict=True):
+        for row in result["figures"]["mixed"]:
+            sizes = [row[name][what] for what in ("allocated", "reserved") for name in ("stock", "columns")]
+            cells = (f"{row['model']} {row['layout']} {row['weights']}", *(f"{size / MB:,.0f}" for size in sizes))
+            mixed.setdefault(cells, []).append(gpu)
+        for row in result["figures"]["graphs"]:
+            pools = (f"{row[name]['pool'] / MB:,.0f}" for name in ("stock", "columns"))
+            time, control = (f"{row[name]['slowdown']:.4f}" for name in ("columns", timing.CONTROL))
+            same = all(row[name]["same"] for name in ("stock", "columns"))
+            cells = (f"{row['model']} {row['layout']} {row['weights']}", f"{row['tokens']:,}", *pools)
+            graphs.setdefault(cells, {})[gpu] = f"{time} ({control})" + ("" if same else " **NOT EQUAL**")
+    parts = []
+    if mixed:
+        header = ("forty mixed batches, MB", "allocated: stock", "columns", "reserved: stock", "columns", "GPU")
+        parts.append(output.table(header, [(*cells, ", ".join(on)) for cells, on in mixed.items()]))
+    if graphs:
+        titles = (
+            "captured layer",
+            "tokens",
+            "pool, MB: stock",
+            "columns",
+            *(f"time on {gpu} (control)" for gpu in gpus),
+        )
+        lines = [(*cells, *(found.get(gpu, "") for gpu in gpus)) for cells, found in graphs.items()]
+        parts.append(output.table(titles, lines))
+    return "\n".join(parts)
 
 
 def per_rank(model: str, layout: str) -> Rank:

@@ -17,6 +17,7 @@ received inside its kernel, after choosing the kernel for all of them; this one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -109,20 +110,23 @@ def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int) ->
     }
 
 
-def tables(result: output.Result) -> str:
+def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
+    """Rows given to the kernel.
+
+    :param eps: those to show; all unless given.
+    :param batches: the same of the tokens of a rank.
+    """
     found = result["figures"]
     rows = []
     for c in (Case(**case) for case in found["cases"]):
-        shown = {mode: f"{c.ratio(mode):,.2f}x" for mode in MODES}
-        if c.lost:
-            shown["limit"] = f"**loses {c.lost:,}**"
-        counts = (f"{n:,}" for n in (c.received, c.stock, c.limit, c.bound))
-        rows.append((str(c.ep), f"{c.batch:,}", c.routing, *counts, *shown.values()))
+        if (eps and c.ep not in eps) or (batches and c.batch not in batches):
+            continue
+        limit = f"**{c.limit:,}, loses {c.lost:,}**" if c.lost else f"{c.limit:,}"
+        rows.append((str(c.ep), f"{c.batch:,}", c.routing, f"{c.received:,}", f"{c.stock:,}", limit, f"{c.bound:,}"))
     return (
-        f"Rows given to the kernel, and their ratio to the rows received on the busiest rank; {found['experts']} "
-        f"experts, top-{found['top_k']}, {found['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for "
-        f"{found['limit_batch']} tokens on each rank.\n\n"
-        + output.table(("EP", "tokens per rank", "routing", "received", *MODES, *MODES), rows, left=3)
+        f"Rows given to the kernel; {found['experts']} experts, top-{found['top_k']}, "
+        f"{found['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for {found['limit_batch']} tokens on "
+        "each rank.\n\n" + output.table(("EP", "tokens per rank", "routing", "received", *MODES), rows, left=3)
     )
 
 

@@ -104,31 +104,29 @@ def replayed(log: str) -> dict[str, bool]:
     return {kind: any(f"{kind.capitalize()} batch" in line for line in lines) for kind in ("prefill", "decode")}
 
 
-def server_tables(result: output.Result) -> str:
-    found = result["figures"]
-    modes = found["modes"]
-    rows = []
-    for what, unit in (("decode", "ms a step"), ("prefill", f"ms for {found['tokens']:,} tokens")):
-        for mode in modes:
-            for name, r in found.get(f"{what}-{mode}", {}).items():
-                spread = "-" if r["lowest"] is None else f"{r['lowest']:.3f} .. {r['highest']:.3f}"
-                rows.append(
-                    (
-                        f"{what}, {mode} server, {unit}",
-                        name,
-                        f"{r['stock'] * 1e3:.3f}",
-                        f"{r['other'] * 1e3:.3f}",
-                        f"{r['ratio']:.3f}",
-                        f"{spread} ({r['pairs']})",
-                    )
-                )
-    answers = (
-        f"{found['model']} widths, TP={found['tp']}. Answers equal to stock's: "
-        f"{found['questions'] - len(found['differing'])} of {found['questions']} ({' and '.join(modes)}); "
-        f"stock's own in {modes[0]} and {modes[-1]} mode: {found['modes_alike']} of {found['questions'] // len(modes)}."
-    )
-    header = ("one request at a time", "other", "stock", "other", "stock over it: speed, median", "pairs from .. to")
-    return f"{answers}\n\n{output.table(header, rows, left=2)}"
+def server_tables(*results: output.Result) -> str:
+    """A row for each kind of step: milliseconds of stock, and how fast each other server is beside it."""
+    rows, answers = [], []
+    for result in results:
+        found = result["figures"]
+        modes = found["modes"]
+        for what, unit in (("decode", "a step"), ("prefill", f"{found['tokens']:,} tokens")):
+            for mode in modes:
+                if not (against := found.get(f"{what}-{mode}")):
+                    continue
+                row = [f"TP={found['tp']}, {what}, {mode}, {unit}", f"{against['patched']['stock'] * 1e3:.3f}"]
+                for r in (against.get(name) for name in ASKED[1:]):
+                    spread = "" if not r or r["lowest"] is None else f" ({r['lowest']:.3f}-{r['highest']:.3f})"
+                    row.append(f"{r['ratio']:.3f}{spread}" if r else "")
+                rows.append(row)
+        equal = found["questions"] - len(found["differing"])
+        answers.append(
+            f"{found['model']} widths, TP={found['tp']}: answers equal to stock's {equal} of {found['questions']} "
+            f"({' and '.join(modes)}); stock's own in {modes[0]} and {modes[-1]} mode "
+            f"{found['modes_alike']} of {found['questions'] // len(modes)}.\n"
+        )
+    header = ("one request at a time", "stock, ms", "speed of patched (range)", "of stock again (range)")
+    return f"{''.join(answers)}\n{output.table(header, rows)}"
 
 
 # --- Host time -------------------------------------------------------------------------------------------------------

@@ -236,11 +236,18 @@ def summary(results: list[output.Result]) -> str:
         stock, patched = (found["memory"][name] for name in servers.SERVERS)
         cells = []
         for key in ("live_at_kernel_bytes", "peak_forward_bytes"):
-            cells += [in_mb(stock[key]), in_mb(patched[key]), difference(found, key)]
-        symmetric = ("yes" if found["symm_mem"] else "no") if found["tp"] > 1 else "-"
-        rows.append((found["model"], result["conditions"]["engine"], symmetric, str(found["tp"]), *cells))
-    header = ("widths", "SGLang", "`--enable-symm-mem`", "TP", "live when the routed kernel starts: stock", "patched")
-    return output.table((*header, "difference", "peak of the forward: stock", "patched", "difference"), rows, left=3)
+            cells += [in_mb(stock[key]), in_mb(patched[key])]
+        ranks = f"{found['tp']}{', symmetric memory' if found['symm_mem'] else ''}"
+        rows.append((found["model"], result["conditions"]["engine"], ranks, *cells))
+    header = (
+        "MB",
+        "SGLang",
+        "TP",
+        "live when the routed kernel starts: stock",
+        "patched",
+        "peak of the forward: stock",
+    )
+    return output.table((*header, "patched"), rows, left=3)
 
 
 def of_result(result: output.Result, server: str) -> prediction.Prediction:
@@ -259,27 +266,27 @@ def against_sizes(results: list[output.Result]) -> str:
     rows = []
     for result in results:
         found = result["figures"]
+        predicted = {server: of_result(result, server) for server in servers.SERVERS}
         cells = []
         for server in servers.SERVERS:
-            predicted = of_result(result, server)
-            cells += [in_mb(predicted.peak), in_mb(found["memory"][server]["peak_forward_bytes"]), predicted.where]
+            cells += [in_mb(predicted[server].peak), in_mb(found["memory"][server]["peak_forward_bytes"])]
         experts = "FP8" if found["served"].get("fp8") else "BF16"
-        rows.append((found["model"], experts, *cells))
-    header = ("peak, MB", "experts", "stock: predicted", "measured", "where", "patched: predicted", "measured", "where")
-    return output.table(header, rows, left=2)
+        rows.append((f"{found['model']} {experts}", *cells, predicted["patched"].where))
+    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured", "where, patched")
+    return output.table(header, rows)
 
 
 def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:
-    """What has a prediction and waits to be measured: a row a model and runner."""
+    """The peak of a forward, stock and patched, by the sizes alone: a row a model, a column a runner."""
     rows = []
     for name in ("kimi-k2.5", "deepseek-v3", "glm-4.5", "qwen3-235b", "minimax-m2"):
+        cells = []
         for runner in weights.RUNNERS:
             served = weights.Served(MODELS[name], runner=runner)
             both = [by_sizes(served, server, tokens, tp=tp, workspace_mb=workspace_mb) for server in servers.SERVERS]
-            figures = [f"{value / MB:,.0f}" for value in (*(one.live for one in both), *(one.peak for one in both))]
-            rows.append((name, runner, *figures, both[1].where))
-    header = ("MB, widths", "runner", "live when the runner starts: stock", "patched", "peak of a forward: stock")
-    return output.table((*header, "patched", "where, patched"), rows, left=2)
+            cells.append(" -> ".join(f"{one.peak / MB:,.0f}" for one in both))
+        rows.append((name, *cells))
+    return output.table(("MB", *weights.RUNNERS), rows)
 
 
 def alive(result: output.Result, moment: str) -> str:

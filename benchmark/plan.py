@@ -163,7 +163,7 @@ def keep(folder: Path | None, work: Path) -> None:
 def described(figures: dict[str, Any]) -> str:
     ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
     sizes = figures["shard"] * figures["tp"]
-    share = f", a rank's sizes of TP={sizes}" if sizes > 1 else ""
+    share = f", TP={sizes}'s sizes" if sizes > 1 else ""
     return f"{figures['model']}{share}, {figures['layers']} layers{ranks}"
 
 
@@ -198,6 +198,44 @@ def tables(results: Sequence[output.Result]) -> str:
     return "\n".join(filter(None, [made, verified(results), survived(results)]))
 
 
+def in_short(results: Sequence[output.Result]) -> str:
+    """Stock and patched in one line: the KV cache by the rule and as planned; what verifications did not see."""
+    both: dict[tuple[str, str], dict[str, Any]] = {}
+    reserves = {}
+    unseen: dict[str, list[str]] = {}
+    for result in results:
+        figures = result["figures"]
+        plan = (described(figures), f"{figures['chunk']:,}")
+        reserves[plan] = figures["rule"]["reserve_mib"] * 1.048576e-3
+        for name, server in figures.get("servers", {}).items():
+            both.setdefault(plan, {})[name] = server
+            for missing in server["recommendations"][0]["verified"]["not_seen"]:
+                unseen.setdefault(missing, []).append(f"{plan[0]}, {name}")
+    rows = []
+    for plan, found in both.items():
+        first = found["stock"]["trials"][0]
+        row = [*plan, f"{reserves[plan]:.1f}", *(f"{needed(found[name]) / GB:.1f}" for name in SERVERS)]
+        for fraction, tokens in [
+            (first["fraction"], first["cache_tokens"]),
+            *(
+                (value["fraction"], value["tokens"])
+                for value in (found[name]["recommendations"][0] for name in SERVERS)
+            ),
+        ]:
+            more = f" ({100 * (tokens / first['cache_tokens'] - 1):+.0f} %)" if tokens != first["cache_tokens"] else ""
+            row.append(f"{fraction:.3f}: {tokens:,}{more}")
+        checked = [found[name]["recommendations"][0]["verified"] for name in SERVERS]
+        free = " / ".join(f"{min(one['lowest_free'].values()) / MB:,.0f}" if one["held"] else "no" for one in checked)
+        rows.append((*row, free))
+    header = (
+        *("", "chunk", "set aside, GB", "needed: stock", "patched", "KV tokens by the rule", "planned, stock"),
+        *("planned, patched", "held, MB free"),
+    )
+    where = "; ".join(f"{missing} ({'; '.join(plans)})" for missing, plans in unseen.items())
+    said = f"\nNot seen in the verification: {where}.\n" if unseen else ""
+    return output.table(header, rows, left=2) + said
+
+
 def needed(server: dict[str, Any]) -> int:
     """Bytes that everything but weights and KV cache took on the worst rank, with the last fraction measured."""
     last = [trial for trial in server["trials"] if trial["ranks"]][-1]
@@ -227,19 +265,16 @@ def verified(results: Sequence[output.Result]) -> str:
 
 
 def survived(results: Sequence[output.Result]) -> str:
-    """Each fraction that was tried."""
-    header = ("tried", "chunk", "server", "fraction", "survived", "lowest free")
+    """Each fraction that was tried, in the order in which they were."""
     rows = []
     for result in results:
-        figures = result["figures"]
-        for each in figures.get("survivals", ()):
+        for each in result["figures"].get("survivals", ()):
             if each["held"] is None:
                 continue
             least = min(each["lowest_free"].values(), default=None)
-            held = "yes" if each["held"] else f"no: {'; '.join(each['reasons'])}"
-            cells = (described(figures), f"{figures['chunk']:,}", figures["only"], f"{each['fraction']:.3f}", held)
-            rows.append((*cells, "" if least is None else f"{least / MB:,.0f} MB"))
-    return output.table(header, sorted(rows), left=3) if rows else ""
+            held = "held" if each["held"] else f"no: {'; '.join(each['reasons'])}"
+            rows.append((f"{each['fraction']:.3f}", held, "" if least is None else f"{least / MB:,.0f} MB"))
+    return output.table(("fraction", "survived", "lowest free"), rows) if rows else ""
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
-"""Write the tables and plots of docs/benchmarks.md from the results in benchmark/results/.
+"""Write the tables and plots of README and docs/ from the results in benchmark/results/.
 
     python benchmark/render.py            # write them
     python benchmark/render.py --check    # say which of them are not up to date, and exit with 1
 
-Prose is written on the page itself. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` stands what
+Prose is written on the pages themselves. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` stands what
 ``SECTIONS`` says of NAME: the command, the conditions and the tables of one or several results. A new figure is a
-result (``--json benchmark/results/NAME.json``), a line in ``SECTIONS``, and these two comments on the page; a plot is a
-line in ``PLOTS``.
+result (``--json benchmark/results/BENCHMARK/NAME.json``), a line in ``SECTIONS``, and these two comments on
+docs/benchmarks/BENCHMARK.md; a plot is a line in ``PLOTS``.
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ import mori_rows
 import overhead
 import peak_memory
 import plan
+import residual_hole
 import triton_server
 import weight_shuffle
-from common import machine, output, same
+from common import headlines, machine, output, same
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
-IMAGES = ROOT / "docs" / "images"
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
+DATA = "../../benchmark/results"
+#: With more of them the first one is shown.
+MOST_COMMANDS = 1
 Load = Callable[[str], output.Result]
+Draw = Callable[[list[output.Result], Path], None]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A marked place of the page.
+    """A marked place of a page.
 
     :param results: names of files in ``benchmark/results/``; none where the tables are computed.
     :param tables: makes the tables from all of these results.
+    :param headlines: in place of both: says what it says of whatever results it loads, without commands.
     """
 
-    results: tuple[str, ...]
-    tables: Callable[[list[output.Result]], str]
+    results: tuple[str, ...] = ()
+    tables: Callable[[list[output.Result]], str] = lambda results: ""
+    headlines: Callable[[Load], str] | None = None
 
 
 def one(name: str, tables: Callable[[output.Result], str]) -> Section:
     return Section((name,), lambda results: tables(results[0]))
-
-
-def hosts(*runs: str) -> Section:
-    """Host times of several runs in one table."""
-    return Section(tuple(f"overhead-host-{run}" for run in runs), lambda results: overhead.host_tables(*results))
 
 
 def rows_as_they_are(result: output.Result) -> str:
@@ -64,69 +66,70 @@ def rows_as_they_are(result: output.Result) -> str:
     return output.table(("", "stock", "patched"), result["figures"]["rows"])
 
 
-PEAKS = tuple(
-    f"peak-memory-{run}"
-    for run in (
-        *("kimi-k2.5-tp4", "kimi-k2.5-tp4-symm-mem", "kimi-k2.5-tp4-0.5.11", "kimi-k2.5-tp2", "kimi-k2.5-tp2-symm-mem"),
-        *("kimi-k2.5-tp1", "deepseek-v3-tp4", "deepseek-v3-tp1"),
-    )
+def under(benchmark: str, *names: str) -> tuple[str, ...]:
+    """Results of one benchmark."""
+    return tuple(f"{benchmark}/{name}" for name in names)
+
+
+PEAKS = under(
+    "peak-memory",
+    *("kimi-k2.5-tp4", "kimi-k2.5-tp4-symm-mem", "kimi-k2.5-tp4-0.5.11", "kimi-k2.5-tp2", "kimi-k2.5-tp2-symm-mem"),
+    *("kimi-k2.5-tp1", "deepseek-v3-tp4", "deepseek-v3-tp1"),
 )
-TRITON_PEAKS = tuple(
-    f"peak-memory-triton-{run}-shard4"
-    for run in ("kimi-k2.5", "kimi-k2.5-fp8", "qwen3-235b", "qwen3-235b-fp8", "minimax-m2")
+TRITON_SERVERS = under(
+    "triton-server",
+    *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
+    *("kimi-k2.5-tp4", "kimi-k2.5-0.5.17", "kimi-k2.5-fp8-0.5.17"),
+    *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
+    *("moe-workspace-eager", "moe-workspace-graphs", "moe-workspace-h100"),
 )
-TRITON_SERVERS = tuple(
-    f"triton-server-{run}"
-    for run in (
-        *("kimi-k2.5", "kimi-k2.5-fp8", "kimi-k2.5-graphs", "kimi-k2.5-graphs-0.5.17"),
-        *("kimi-k2.5-tp4", "kimi-k2.5-0.5.17", "kimi-k2.5-fp8-0.5.17"),
-        *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
-    )
+PLANS = under(
+    "plan",
+    *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
+    *("qwen3-30b-16384", "qwen3-30b-8192"),
 )
-PLANS = tuple(
-    f"plan-{run}"
-    for run in (
-        *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
-        *("qwen3-30b-16384", "qwen3-30b-8192"),
-    )
-)
-SURVIVALS = ("plan-survive-kimi-k2.5-16384", "plan-survive-kimi-k2.5-16384-more")
+HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
+SURVIVALS = under("plan", "survive-kimi-k2.5-16384", "survive-kimi-k2.5-16384-more")
 SECTIONS = {
-    "weight-shuffle": one("weight-shuffle", weight_shuffle.tables),
-    "regress-tiny-h200": one("regress-tiny-h200", rows_as_they_are),
+    "gain": Section(headlines=headlines.gain),
+    "index": Section(headlines=headlines.index),
+    "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
+    "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
+    "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
-    "alive-at-the-kernel": one(PEAKS[0], lambda result: peak_memory.alive(result, "at_kernel")),
-    "peak-memory-triton": Section(TRITON_PEAKS, peak_memory.against_sizes),
-    "triton-servers": Section(TRITON_SERVERS, triton_server.tables),
-    "triton-decode": one("triton-server-kimi-k2.5-decode", lambda result: triton_server.tables([result])),
-    "alive-at-the-peak-triton": one(TRITON_PEAKS[0], lambda result: peak_memory.alive(result, "at_peak")),
+    "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "predictions": Section((), lambda results: peak_memory.predictions()),
-    "overhead-servers-h200": one("overhead-servers-h200", overhead.server_tables),
-    "overhead-servers-4xh200": one("overhead-servers-4xh200", overhead.server_tables),
-    "overhead-host-h200": hosts("h200", "triton-h200"),
-    "overhead-host": hosts("cpu", "triton-cpu"),
-    "plan": Section(PLANS, plan.tables),
-    "plan-survivals": Section(SURVIVALS, plan.tables),
-    "mori-rows": one("mori-rows", mori_rows.tables),
-    "mori-kernel": one("mori-kernel", mori_rows.kernel_tables),
-    "launcher-cost": one("launcher-cost", launcher_cost.tables),
-    "cutedsl-memory": one("cutedsl-memory", cutedsl_memory.tables),
-    "moe-workspace": Section(("moe-workspace-h200", "moe-workspace-h200-more"), moe_workspace.in_short),
-    "moe-workspace-captured": one("moe-workspace-h200-captured", moe_workspace.captured),
-    "moe-workspace-h100": Section(("moe-workspace-h100",), moe_workspace.in_short),
-    "moe-workspace-captured-h100": one("moe-workspace-h100-captured", moe_workspace.captured),
-    "moe-workspace-server-h100": Section(("moe-workspace-server-h100",), triton_server.tables),
-    "moe-workspace-servers": Section(
-        ("moe-workspace-server-eager", "moe-workspace-server-graphs"), triton_server.tables
+    "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
+    "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
+    "overhead-servers": Section(
+        under("overhead", "servers-h200", "servers-4xh200"), lambda results: overhead.server_tables(*results)
+    ),
+    "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "plan": Section(PLANS, plan.in_short),
+    "plan-survivals": Section(SURVIVALS, plan.survived),
+    "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
+    "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
+    "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
+    "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
+    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
+    "moe-workspace-captured": Section(
+        under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)
     ),
 }
-#: image: (result, what draws it)
-PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
-    "weight-shuffle.svg": ("weight-shuffle", weight_shuffle.plot),
-    "peak-memory-tp4.svg": (PEAKS[0], peak_memory.plot),
-    "mori-rows.svg": ("mori-rows", mori_rows.plot),
-    "mori-kernel.svg": ("mori-kernel", mori_rows.kernel_plot),
-    "moe-workspace.svg": ("moe-workspace-h200", moe_workspace.plot),
+
+
+def alone(plot: Callable[[output.Result, Path], None]) -> Draw:
+    return lambda results, path: plot(results[0], path)
+
+
+#: image: (results, what draws it)
+PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
+    "gain.svg": ((*headlines.PEAKS.values(), *headlines.PLANS.values()), headlines.plot),
+    "weight-shuffle.svg": (("weight-shuffle/h200",), alone(weight_shuffle.plot)),
+    "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
+    "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
+    "mori-kernel.svg": (("mori-rows/kernel-h200",), alone(mori_rows.kernel_plot)),
+    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_workspace.plot)),
 }
 
 
@@ -136,7 +139,9 @@ def section(name: str, load: Load = output.load) -> str:
     :param load: gives a result by its name.
     :raises KeyError: no section has this name.
     """
-    names, tables = SECTIONS[name].results, SECTIONS[name].tables
+    names, tables, stated = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
+    if stated is not None:
+        return f"{stated(load)}\n"
     results = [load(result) for result in names]
     if not results:
         return f"\n{tables(results)}\n"
@@ -145,13 +150,17 @@ def section(name: str, load: Load = output.load) -> str:
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
-    files = ", ".join(f"[{result}.json](../benchmark/results/{result}.json)" for result in names)
+    if len(lines) > MOST_COMMANDS:
+        lines = [lines[0], f"# and {len(lines) - 1} like it, in the data"]
+    typed = [" (typed in)" if result.get("transcribed") else "" for result in results]
+    folder = names[0].split("/")[0]
     if len(names) > 2:
-        files = f"[results](../benchmark/results): {', '.join(names)}"
-    if any(result.get("transcribed") for result in results):
-        files += " (typed in)"
+        files = f"[{folder}]({DATA}/{folder}){max(typed)}"
+    else:
+        links = (f"[{name.split('/')[1]}.json]({DATA}/{name}.json)" for name in names)
+        files = ", ".join(map("".join, zip(links, typed, strict=True)))
     console = "\n".join(("```console", *lines, "```"))
-    return f"\n{console}\n\n{conditions(results)}.\n\n{tables(results)}\nData: {files}.\n\n"
+    return f"\n{console}\n\n{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
 
 
 def command_lines(command: str, releases: list[str]) -> str:
@@ -170,12 +179,17 @@ def conditions(results: list[output.Result]) -> str:
     return machine.sentence(together)
 
 
+def pages() -> list[Path]:
+    """Every page that may show figures."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
 def page(text: str, load: Load = output.load) -> str:
-    """The page with every marked place written anew."""
+    """A page with every marked place written anew."""
 
     def marked(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
-            raise SystemExit(f"render.py: {PAGE.name}: figures: {match[1]}: unknown; known: {', '.join(SECTIONS)}")
+            raise SystemExit(f"render.py: figures: {match[1]}: unknown; known: {', '.join(SECTIONS)}")
         return f"{match[1]} -->\n{section(match[1], load)}"
 
     return MARKED.sub(marked, text)
@@ -183,9 +197,9 @@ def page(text: str, load: Load = output.load) -> str:
 
 def drawn(image: str, load: Load = output.load) -> str:
     """A plot, as SVG."""
-    result, plot = PLOTS[image]
+    names, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
-        plot(load(result), Path(scratch) / image)
+        plot([load(name) for name in names], Path(scratch) / image)
         return (Path(scratch) / image).read_text(encoding="utf-8")
 
 
@@ -205,9 +219,12 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
 
     :param redraw: with the plots that another release of matplotlib drew; they cannot be compared.
     """
-    before = PAGE.read_text(encoding="utf-8")
-    now = page(before)
-    found = {} if same.same(before, now, nudged(lambda load: page(before, load))) else {PAGE: now}
+    found = {}
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        now = page(before)
+        if not same.same(before, now, nudged(lambda load, before=before: page(before, load))):
+            found[path] = now
     for image in PLOTS:
         path, now = IMAGES / image, drawn(image)
         before = path.read_text(encoding="utf-8") if path.exists() else ""

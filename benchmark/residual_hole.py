@@ -47,7 +47,7 @@ def switching_off(folder: Path) -> str:
 def tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = [
-        (name, f"{facts['differing']} of {figures['questions']}", str(facts["correct"]))
+        (name, f"{facts['differing']} of {figures['questions']}", str(facts.get("correct", "")))
         for name, facts in figures["servers"].items()
     ]
     return output.table(("server", "answers that differ from those without the engine's buffer", "correct"), rows)

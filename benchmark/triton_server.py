@@ -161,6 +161,44 @@ def tables(results: list[output.Result]) -> str:
     return output.table(header, rows)
 
 
+def in_short(results: list[output.Result]) -> str:
+    """A row for each run: peaks, and times over the first stock server's (in brackets the second one's)."""
+    rows = []
+    for result in results:
+        found = result["figures"]
+        stock, patched = found["stock"], found["patched"]
+        again = found.get("stock-again", {})
+
+        def ratio(key: str, one: dict[str, Any] = patched, other: dict[str, Any] = again) -> str:
+            if key not in one:
+                return ""
+            return f"{one[key]:.3f}" + (f" ({other[key]:.3f})" if key in other else "")
+
+        rows.append(
+            (
+                run_of(result),
+                f"{stock['peak'] / MB:,.0f}",
+                f"{patched['peak'] / MB:,.0f}",
+                f"{stock['ms']:.1f}",
+                ratio("time"),
+                ratio("decode_ms_ratio"),
+                f"{sum(patched['equal'])} of {len(patched['equal'])}",
+            )
+        )
+    header = ("server", "peak, MB: stock", "patched", "prefill, ms: stock", "time", "decode step")
+    return output.table((*header, "equal answers"), rows)
+
+
+def steps(result: output.Result) -> str:
+    """Decode steps of several servers of each kind."""
+    rows = []
+    for kind in servers.SERVERS:
+        mine = [one for name, one in result["figures"].items() if name.split("-")[0] == kind]
+        columns = [[one[key] for one in mine] for key in ("decode_ms", "batch_ms")]
+        rows.append((kind, *(", ".join(f"{value:.2f}" for value in sorted(values)) for values in columns)))
+    return output.table(("ms a decode step, a figure a server", "one request", "32 requests"), rows)
+
+
 def run_of(result: output.Result) -> str:
     """What sets a run apart, from its command."""
     words = result["command"].split()
@@ -169,7 +207,8 @@ def run_of(result: output.Result) -> str:
     rank += [f"TP={named['--tp']}"] if "--tp" in named else []
     parts = [named.get("--model", "kimi-k2.5"), *rank, "FP8" if "--fp8" in named else "BF16"]
     parts += ["default graphs" if "--graphs" in named else "eager", result["conditions"]["engine"]]
-    return ", ".join([*parts, *([named["--changes"]] if "--changes" in named else [])])
+    parts += [f"{named['--changes']} alone"] if "--changes" in named else []
+    return ", ".join([*parts, *(["H100"] if "H100" in result["conditions"]["machine"] else [])])
 
 
 def main() -> None:

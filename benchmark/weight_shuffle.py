@@ -21,7 +21,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -266,42 +266,25 @@ def tune(case: Case, bandwidth: float, repeats: int) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def tables(result: output.Result) -> str:
+def tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> str:
     found = result["figures"]
-    header = ("layer", "engine", "ours", "ratio", "of copy bandwidth", "engine, peak beyond the weights", "ours")
-    counts = ("allocations, engine", "ours", "whole step, engine", "ours", "whole step peak, ours")
     rows = []
-    for row in found["cases"]:
+    for row in (case for case in found["cases"] if case["shard"] in shards):
         theirs, mine = row["engine"], row["ours"]
-        rows.append(
-            (
-                row["model"],
-                row["shard"],
-                f"{row['layer_bytes'] / 1e9:.2f} GB",
-                f"{theirs['ms']:.1f} ms",
-                f"{mine['ms']:.2f} ms",
-                f"{row['speedup']:.1f}x",
-                f"{mine['of_copy_bandwidth']:.0%}",
-                f"{theirs['peak_bytes'] / 1e9:.2f} GB",
-                f"{mine['peak_bytes'] / 1e6:.2f} MB",
-                str(theirs["allocations"]),
-                str(mine["allocations"]),
-                f"{theirs['whole_ms']:.1f} ms",
-                f"{mine['whole_ms']:.2f} ms",
-                f"{mine['whole_peak_bytes'] / 1e6:.2f} MB",
-            )
-        )
-    parts = [
-        f"Copy bandwidth {found['copy_bandwidth'] / 1e12:.2f} TB/s (read and written).\n",
-        output.table(("model", "shard", *header, *counts), rows, left=2),
-    ]
+        times = (f"{theirs['ms']:.1f}", f"{mine['ms']:.2f} ({row['speedup']:.1f}x)")
+        peaks = (f"{theirs['peak_bytes'] / 1e6:,.0f}", f"{mine['peak_bytes'] / 1e6:.2f}")
+        rows.append((f"{row['model']} {row['shard']}", f"{row['layer_bytes'] / 1e9:.2f}", *times, *peaks))
+    header = ("model", "layer, GB", "engine, ms", "ours, ms", "engine, MB beyond the weights", "ours, MB")
+    parts = [output.table(header, rows)]
     if pool := found["fragmentation"]:
         parts.append(
-            f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB ({pool['experts']} "
-            f"experts each), reserved minus allocated: engine {pool['engine'] / 1e6:.0f} MB, "
-            f"ours {pool['ours'] / 1e6:.0f} MB.\n"
+            f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB, reserved minus "
+            f"allocated: engine {pool['engine'] / 1e6:.0f} MB, ours {pool['ours'] / 1e6:.0f} MB."
         )
-    parts.append(f"First call in a process with an empty Triton cache: {found['first_call_s']:.2f} s.\n")
+    parts.append(
+        f"Copy bandwidth {found['copy_bandwidth'] / 1e12:.2f} TB/s. First call with an empty Triton cache: "
+        f"{found['first_call_s']:.2f} s.\n"
+    )
     return "\n".join(parts)
 
 

@@ -56,10 +56,9 @@ def hardware() -> str:
 
 def sentence(conditions: dict[str, Any]) -> str:
     """The conditions in a line above a table."""
-    names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"), ("flashinfer", "FlashInfer"))
+    names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"))
     parts = [f"{label} {conditions[key]}" for key, label in names if conditions.get(key)]
-    driver = [f"driver {conditions['driver']}"] if conditions.get("driver") else []
-    return ", ".join([conditions["machine"], *driver, *parts, conditions["date"]])
+    return ", ".join([conditions["machine"], *parts, conditions["date"]])
 
 
 def gpu_bytes() -> int:

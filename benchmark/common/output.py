@@ -2,8 +2,8 @@
 
 A result is one JSON object: ``benchmark`` and ``command`` say what ran, ``conditions`` on what, ``figures`` what was
 found. ``python benchmark/render.py`` makes the tables and plots of the documentation from the results in
-``benchmark/results/``. A result that was typed in from a page, because nobody kept the original, says
-``"transcribed": true``.
+``benchmark/results/``, where each benchmark has a folder. A result that was typed in from a page, because nobody kept
+the original, says ``"transcribed": true``.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] |
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table whose first ``left`` columns are text, the others numbers."""
-    lines = [header, ["---"] * left + ["--:"] * (len(header) - left), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
+    lines.insert(1, f"|{'---|' * left}{'--:|' * (len(header) - left)}\n")
+    return "".join(lines)
 
 
 def finish(
@@ -135,7 +136,10 @@ def keep_logs(options: argparse.Namespace, work: Path) -> None:
 
 
 def load(name: str) -> Result:
-    """A result of the repository."""
+    """A result of the repository.
+
+    :param name: ``BENCHMARK/NAME``.
+    """
     loaded: Result = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
 

@@ -47,7 +47,7 @@ SCALE_BLOCK = 16
 SCRATCH_BYTES = 16 << 20
 #: What one program may hold in registers: half of a multiprocessor's register file.
 MAX_PROGRAM_BYTES = 128 << 10
-#: What one thread holds. Fewer, busier threads measured faster on an H200 than 128 bytes a thread (docs/benchmarks.md).
+#: What one thread holds. Fewer, busier threads measured faster on an H200 than 128 bytes a thread (docs/benchmarks).
 THREAD_BYTES = 256
 
 Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

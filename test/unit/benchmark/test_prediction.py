@@ -11,8 +11,8 @@ from common.shapes import MODELS, Layout
 
 #: Releases without an output buffer of their own: what "stock" is predicted for.
 WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
-FORWARDS = sorted(path.stem for path in output.RESULTS.glob("peak-memory-*.json"))
-RUNNERS = ("moe-workspace-h200", "moe-workspace-h200-more", "moe-workspace-h100")
+FORWARDS = sorted(f"peak-memory/{path.stem}" for path in (output.RESULTS / "peak-memory").glob("*.json"))
+RUNNERS = ("moe-workspace/h200", "moe-workspace/h200-more", "moe-workspace/h100")
 
 
 @pytest.mark.parametrize("name", FORWARDS)
