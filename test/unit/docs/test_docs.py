@@ -18,6 +18,8 @@ from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
+#: Of all documents together, as `wc -w` counts them. More is not read.
+MOST_WORDS = 17_000
 
 
 def prose(page: Path) -> str:
@@ -57,6 +59,12 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
         "[f](gone.md) [g](there.md#gone) [h](there.md#a-comment) [i](#gone)\n"
     )
     assert broken(page) == ["gone.md", "there.md#gone", "there.md#a-comment", "#gone"]
+
+
+def test_the_documents_are_short_enough_to_be_read():
+    beside = [path for folder in ("python", "test", "benchmark") for path in (pages.ROOT / folder).rglob("*.md")]
+    counts = {path: len(path.read_text(encoding="utf-8").split()) for path in (*pages.pages(), *beside)}
+    assert sum(counts.values()) <= MOST_WORDS, sorted(counts.items(), key=lambda each: -each[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
