@@ -90,3 +90,5 @@ OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("observers", PLAN),
 )
 """Who reads it, and the variable."""
+BY_COMMANDS = ("reference kernels", "observers")
+"""Readers whose variables our commands set: `doctor` shows them, and the table for users does not."""

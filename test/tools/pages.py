@@ -99,13 +99,17 @@ def changes(found: dict[str, Any]) -> str:
 
 
 def variables() -> str:
-    """A table with a line for each environment variable."""
+    """A table with a line for each environment variable that users set."""
     stated, patch = package()
+    from sglang_moe_patches.variables import BY_COMMANDS
+
     lines = [
         "| variable | default | read by | meaning |",
         "| --- | --- | --- | --- |",
     ]
     for reader, variable in patch.variables(stated.CHANGES):
+        if reader in BY_COMMANDS:
+            continue
         default = f"`{variable.default}`" if variable.default else "unset"
         lines.append(f"| `{variable.name}` | {default} | {reader} | {variable.meaning} |")
     return "\n".join(lines)
