@@ -1,7 +1,8 @@
 """The second GEMM and the sum over the top-k in columns: the same bits as the engine's own sequence, in less memory.
 
 Without a GPU, TRITON_INTERPRET=1 runs the engine's kernels in Triton's interpreter, with plain PyTorch in place of the
-engine's CUDA functions around them; a unit test does. There the type is float16: the interpreter's bfloat16 is wrong.
+engine's CUDA functions around them; a unit test does, `make test-all` with what is marked `product`. There the type is
+float16: the interpreter's bfloat16 is wrong.
 """
 
 from __future__ import annotations
@@ -275,10 +276,24 @@ KINDS = (
     *("bf16", "fp8-block", "fp8-channel", "fp8-tensor", "fp8-static"),
     *("int8-channel", "int8-block", "w8a16", "w4a16"),
 )
+FURTHER = ("fp8-static", "int8-channel", "int8-block")
+"""Scaled as another one is."""
+
+
+def product(*case):
+    return pytest.param(*case, marks=pytest.mark.product)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("kind", "inplace"), [*((kind, False) for kind in KINDS), ("bf16", True), ("fp8-block", True)])
+@pytest.mark.parametrize(
+    ("kind", "inplace"),
+    [
+        *((kind, False) for kind in KINDS if kind not in FURTHER),
+        ("bf16", True),
+        *(product(kind, False) for kind in FURTHER),
+        product("fp8-block", True),
+    ],
+)
 def test_columns_give_the_bits_of_the_whole(modules, ran, kind, inplace):
     stock, ours = both(modules, layer(kind=kind, inplace=inplace))
     assert torch.isfinite(stock).all()
@@ -379,7 +394,7 @@ def output_into_dead_input():
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", ["bf16", "fp8-block", "int8-channel"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8-block", product("int8-channel")])
 def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modules, ran, kind):
     given = layer(kind=kind, inplace=True)
     stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()
@@ -429,8 +444,14 @@ UNUSABLE = {
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("unusable", UNUSABLE)
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("inplace", "unusable"),
+    [
+        *((inplace, "the MoE input") for inplace in (False, True)),
+        *((True, "too small"), (False, "a view")),
+        *(product(False, "too small"), product(True, "a view")),
+    ],
+)
 def test_memory_that_is_not_a_dead_input_is_left_alone(modules, ran, unusable, inplace):
     given = layer(inplace=inplace)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
@@ -599,7 +620,9 @@ def test_small_tensors_run_the_engines_own_sequence(modules, ran):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", ["fp8-block", "fp8-channel", "fp8-tensor", "int8-channel", "int8-block"])
+@pytest.mark.parametrize(
+    "kind", ["fp8-block", "fp8-channel", *map(product, ("fp8-tensor", "int8-channel", "int8-block"))]
+)
 def test_activations_are_quantized_once_for_each_gemm(modules, ran, monkeypatch, kind):
     calls = []
     for name in triton._QUANTIZERS:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang_moe_patches.reference import nvfp4
-from sglang_moe_patches.reference.model import MARKER, ModelSpec, tokenizer_json
+from sglang_moe_patches.reference.model import MARKER, ModelSpec, quantize_experts, tokenizer_json
 from sglang_moe_patches.regression.gsm8k import check_questions
 from tiny_moe import export, network, problems, train
 
@@ -173,20 +173,30 @@ def test_the_shipped_questions_are_the_generators():
     check_questions(SHIPPED / export.QUESTIONS, len(lines), 5)
 
 
-def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives():
-    """Bit by bit but for the largest inputs of the experts: sums of products, which processors round differently."""
+@pytest.fixture(scope="module")
+def shipped():
     from safetensors.torch import load_file
 
-    made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
-    shipped = load_file(str(SHIPPED / export.MODEL / "model.safetensors"))
+    return load_file(str(SHIPPED / export.MODEL / "model.safetensors"))
+
+
+def test_the_shipped_checkpoint_is_what_quantizing_the_shipped_experts_gives(shipped):
+    anything = torch.ones(1, train.SPEC.hidden)
+    made = quantize_experts(train.SPEC, export.shipped_bf16(SHIPPED), lambda layer, expert: anything)
     assert set(made) == set(shipped)
     for name, tensor in shipped.items():
         assert made[name].dtype == tensor.dtype
-        if name.endswith(".input_scale"):
-            torch.testing.assert_close(made[name], tensor, rtol=1e-4, atol=0)
-        else:
+        if not name.endswith(".input_scale"):
             assert torch.equal(made[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
-    assert (SHIPPED / export.MODEL / "tokenizer.json").read_text() == tokenizer_json()
+    assert (SHIPPED / export.MODEL / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
+
+
+@pytest.mark.product
+def test_the_shipped_input_scales_are_what_calibrating_gives(shipped):
+    """Nearly: they come from sums of products, which processors round differently."""
+    made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
+    for name in (name for name in shipped if name.endswith(".input_scale")):
+        torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)
 
 
 def test_what_ships_is_small():

@@ -113,3 +113,4 @@ def test_this_release_is_as_the_table_says():
     assert done.stdout, done.stderr
     changes = {change["name"]: [change["status"], change["reason"]] for change in json.loads(done.stdout)["changes"]}
     assert changes == FOUND[release]["changes"]
+    assert done.returncode == ("unsupported" in [status for status, _ in changes.values()])
