@@ -192,7 +192,7 @@ def test_a_family_that_is_somebody_elses_is_left_out_and_the_others_stand():
 def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
     """Where the engine itself offers in that layer, it would need more memory without: no offers of ours at all."""
     layer = layer_of("deepseek_v2")
-    offers = look_at.engine_has_a_hand_off()
+    offers = look_at.engine_offers()
     with another_plugin(way, (layer, "forward")):
         found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
         assert found["deferred-shared-experts"].status is Status.UNSUPPORTED

@@ -144,7 +144,7 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         for layer in model.model.layers:
             setattr(layer, offer._OFFERS_FROM, 0)
         engine.generate(model, PROMPTS[:1], 0)
-        # Taken offers are withdrawn, so nothing is left at kernel entry; the first layer made none.
+        # What is taken is on offer no more, at least not to ours; the first layer offered nothing.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)

@@ -1,6 +1,6 @@
 """The output buffer on its way from the decoder layer, which offers it, to the runner, which takes it.
 
-There is one way: the engine's own where it has one (:mod:`.look` finds it), else ours.
+There is one channel: the engine's own where it has one (:mod:`.look` finds it), else ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ENGINE_MODULE = "sglang.srt.layers.moe.moe_runner.base"
 ENGINE_OFFER = "moe_output_buffer_ctx"
-"""The engine's own hand-off, in that module where there is one."""
+"""The engine's own offer, in that module where there is one."""
 
 
 class Channel(NamedTuple):
@@ -68,7 +68,7 @@ def fits(
 def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
     """Offer ``buffer`` as the output of the next routed-experts kernel run in this context.
 
-    :param buffer: [tokens, hidden]; nobody may read its present contents any more. ``None`` withdraws an offer.
+    :param buffer: [tokens, hidden]; nobody may read its present contents any more. ``None`` withholds one.
     """
     before = exchange(buffer)
     try:
@@ -89,8 +89,8 @@ def offered() -> torch.Tensor | None:
     return _channel.get()
 
 
-def withdraw_if_shared(moe_input: torch.Tensor) -> None:
-    """Withdraw the offer if writing into it would show in ``moe_input``, which the shared experts may still read."""
+def withhold_if_shared(moe_input: torch.Tensor) -> None:
+    """Withhold what is offered if writing into it would show in ``moe_input``, which shared experts may still read."""
     buffer = _channel.get()
     if buffer is not None and shares_storage(buffer, moe_input):
         _channel.set(None)

@@ -1,4 +1,4 @@
-"""Looking at the engine: which dead inputs can be offered, and by what way they reach the runner."""
+"""Looking at the engine: which dead inputs can be offered, and through which channel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Offers:
 
     :param known: the families.
     :param changed: families whose code is not as expected, or not the engine's own, each with the reason.
-    :param way: the engine's own hand-off, where it has one.
+    :param way: the engine's own channel, where it has one.
     """
 
     known: tuple[Known, ...]
@@ -77,19 +77,19 @@ class Offers:
             patcher.wrap(model, "__init__", functools.partial(offer.make_model_init, loop=model.forward, blocks=blocks))
 
 
-def engine_has_a_hand_off() -> bool:
-    """Whether the engine has a way of its own from decoder layers to runners."""
+def engine_offers() -> bool:
+    """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
 
 
 def offers() -> Offers:
     """What can be offered on this engine, or what another change has found already.
 
-    :raises engine.Unsupported: no family is as expected; or the engine's hand-off is not, or DeepSeek's beside it.
+    :raises engine.Unsupported: no family is as expected; or the engine's channel is not, or DeepSeek's beside it.
     """
     if _installed is not None:
         return _installed
-    way = _engines_way() if engine_has_a_hand_off() else None
+    way = _engines_channel() if engine_offers() else None
     known: list[Known] = []
     changed: list[str] = []
     for family in FAMILIES:
@@ -163,8 +163,8 @@ def _find_tensor(forward: Any) -> Callable[[Any], Any]:
 # --- The engine's own offer ------------------------------------------------------------------------------------------
 
 
-def _engines_way() -> Channel:
-    """The engine's own hand-off.
+def _engines_channel() -> Channel:
+    """The engine's own channel.
 
     :raises engine.Unsupported: it is kept neither in a variable of that module nor in the forward's flags, or is not
         the engine's own.

@@ -169,7 +169,7 @@ def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The shared experts still read the MoE input after the routed ones have written their output.
-        channel.withdraw_if_shared(dispatch_output.hidden_states)
+        channel.withhold_if_shared(dispatch_output.hidden_states)
         return original(self, layer, dispatch_output, *args, **kwargs)
 
     return apply

@@ -121,7 +121,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
     def with_columns(hidden_states: Any, w1: Any, *args: Any, **kwargs: Any) -> Any:
-        channel.withdraw_if_shared(hidden_states)
+        channel.withhold_if_shared(hidden_states)
         token = promise.current_activation.set(Activation(w1.shape[1] // 2) if kwargs["inplace"] else None)
         try:
             output = by_columns(hidden_states, w1, *args, **kwargs)

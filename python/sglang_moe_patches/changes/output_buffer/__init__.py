@@ -14,9 +14,9 @@ How
     marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
     whatever the runner.
 
-    Where the engine has all this built in, our offers go its way. It offers the input of every DeepSeek MoE layer, also
-    of one that starts without a residual, whose input *becomes* the residual: every answer is wrong. There the offer is
-    withdrawn.
+    Where the engine has all this built in, it offers the input of every DeepSeek MoE layer, also of one that starts
+    without a residual, whose input *becomes* the residual: every answer is wrong. Its own offer is withheld there, in
+    every layer, and ours go through its channel.
 
 Upstream
     sgl-project/sglang#25379, in releases from 0.5.13, for DeepSeek-architecture models; the hole is in each of them.
@@ -36,7 +36,7 @@ from sglang_moe_patches.patch import ATTENTION, Change, Count, Layer, Patcher, P
 
 def _plan() -> Plan:
     offers = look.offers()
-    if look.engine_has_a_hand_off():
+    if look.engine_offers():
         return Plan(Status.HARDENED, offers.note, offers.install)
     installs = [attention_inputs.dropped()]
     if engine.has_module("flashinfer"):
