@@ -166,14 +166,14 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     )
 
 
-def source(code: Callable[..., Any] | ModuleType) -> str:
-    """The source of a function or module, starting at column 0."""
-    return textwrap.dedent(inspect.getsource(code))
+def source(function: Callable[..., Any]) -> str:
+    """The source of ``function``, starting at column 0."""
+    return textwrap.dedent(inspect.getsource(function))
 
 
-def calls(code: Callable[..., Any] | ModuleType, dotted: str) -> list[ast.Call]:
-    """Every call of ``dotted`` (such as ``torch.empty``) in the source of a function or module."""
-    tree = ast.parse(source(code))
+def calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
+    """Every call of ``dotted`` (such as ``torch.empty``) in the source of ``function``."""
+    tree = ast.parse(source(function))
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
 
 

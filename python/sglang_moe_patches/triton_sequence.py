@@ -1,7 +1,7 @@
 """The Triton runner's sequence of kernels, and the one wrapper around it, which changes share.
 
 A change that runs some of its calls another way gives a *route*. Each call goes the first way that a route names, or
-the engine's; so does one that does not pass the tensors by their place, as the engine's own do.
+the engine's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from sglang_moe_patches.patch import Patcher
 
 MODULE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 NAME = "_fused_moe_kernel_sequence"
-_RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.triton"
 _PARAMETERS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
-_TOPK_IDS = 4
 _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
@@ -40,9 +38,6 @@ def look() -> tuple[ModuleType, FunctionType]:
     for name in ("inplace", "hooks", "defer_sum"):
         keyword = kinds.get(name, inspect.Parameter.KEYWORD_ONLY) is inspect.Parameter.KEYWORD_ONLY
         engine.require(keyword, f"{NAME} takes {name} by its place")
-    for caller in (MODULE, _RUNNER_MODULE):
-        for call in engine.calls(engine.module(caller), NAME):
-            engine.require(len(call.args) > _TOPK_IDS, f"{caller} passes {NAME} its tensors by name")
     return module, sequence
 
 
@@ -68,11 +63,14 @@ def make_sequence(original: Callable[..., Any], *routes: Route) -> Callable[...,
     # Arguments that it named would be put together anew at every call, which costs as much as everything else here.
     @functools.wraps(original)
     def sequence(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > _TOPK_IDS and not is_compiling():
-            for route in sequence._moe_patches_routes:  # type: ignore[attr-defined]
-                way = route(args[0], args[_TOPK_IDS], kwargs)
-                if way is not None:
-                    return way(*args, **kwargs)
+        if is_compiling():
+            return original(*args, **kwargs)
+        if len(args) < len(_PARAMETERS):  # the engine's own calls pass them by their place
+            args = (*args, *(kwargs.pop(name) for name in _PARAMETERS[len(args) :]))
+        for route in sequence._moe_patches_routes:  # type: ignore[attr-defined]
+            way = route(args[0], args[4], kwargs)
+            if way is not None:
+                return way(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(sequence, _ROUTES, routes)

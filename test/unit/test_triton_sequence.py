@@ -74,11 +74,15 @@ def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
     assert went(module, inplace=True) == "the engine's"
 
 
-def test_a_call_that_names_its_tensors_goes_the_engines_way(module):
+@pytest.mark.parametrize("by_place", range(6))
+def test_arguments_may_come_by_their_names(module, by_place):
     triton_sequence.add(Patcher(), IN_PLACE)
-    named = dict(zip(("hidden_states", "w1", "w2", "topk_weights", "topk_ids"), CALL, strict=True))
-    way, *_ = getattr(module, triton_sequence.NAME)(**named, config=7, inplace=True)
-    assert way == "the engine's"
+    names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
+    given = dict(zip(names, (*CALL, 7), strict=True))
+    call = [given.pop(name) for name in names[:by_place]]
+    run = getattr(module, triton_sequence.NAME)
+    assert run(*call, **given, inplace=True) == ("in place", *CALL, 7, True, None)
+    assert run(*call, **given, inplace=False) == ("the engine's", *CALL, 7, False, None)
 
 
 def test_no_route_is_asked_while_tracing():
@@ -105,18 +109,9 @@ def test_no_route_is_asked_while_tracing():
 )
 def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):
     monkeypatch.setattr(engine, "own", lambda owner, name: eval(f"lambda {parameters}: None"))
-    monkeypatch.setattr(engine, "source", lambda owner: "_fused_moe_kernel_sequence(a, b, c, d, e, inplace=True)")
     if reason is None:
         assert triton_sequence.look()[0] is module
     else:
         with pytest.raises(engine.Unsupported) as refused:
             triton_sequence.look()
         assert reason in str(refused.value)
-
-
-def test_an_engine_that_names_the_tensors_is_left_alone(module, monkeypatch):
-    """Such calls would all go the engine's way, unseen."""
-    monkeypatch.setattr(engine, "own", lambda owner, name: sequence_of_the_engine)
-    monkeypatch.setattr(engine, "source", lambda owner: "_fused_moe_kernel_sequence(a, b, c, d, topk_ids=e)")
-    with pytest.raises(engine.Unsupported, match="passes _fused_moe_kernel_sequence its tensors by name"):
-        triton_sequence.look()
