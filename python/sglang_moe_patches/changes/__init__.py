@@ -4,6 +4,7 @@ Importing this package imports neither torch nor the engine: the launcher import
 """
 
 from sglang_moe_patches.changes import (
+    activation_segments,
     cutedsl_sizing,
     deferred_shared_experts,
     moe_workspace,
@@ -19,4 +20,5 @@ CHANGES = (
     mori_input_truncation.CHANGE,
     cutedsl_sizing.CHANGE,
     moe_workspace.CHANGE,
+    activation_segments.CHANGE,
 )

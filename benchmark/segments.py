@@ -1,0 +1,329 @@
+"""What the allocator keeps beyond the tensors, with activation-segments and without, on real servers.
+
+    python benchmark/segments.py --json segments.json --gpus "0;1"                   # Kimi-K2.5's widths, 14 layers
+    python benchmark/segments.py --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
+    python benchmark/segments.py --servers stock,stock-segments --seconds 480         # a long run
+    python benchmark/segments.py -- --disable-cuda-graph --disable-piecewise-cuda-graph   # everything eager
+    python benchmark/segments.py --quick                                              # a tiny model, CPU: does it run?
+
+Four servers, one after the other on each group of GPUs, at the engine's own fraction and with its default graphs,
+random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server. Each is
+asked the same: a first prompt of a chunk, rising prompts, chunks behind chunks, the largest decode, prompts of a chunk
+again, steps of one request and of 32, 64 mixed requests, and then random lengths for --seconds. What the forwards took
+is read from the allocator and from the driver at each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import plan
+from common import held, machine, output, plugins, weights
+from common.shapes import TINY
+from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.reference import environment
+from sglang_moe_patches.servers.client import Client, Unanswered
+from sglang_moe_patches.servers.server import Server
+
+MB = 1e6
+#: SGLANG_MOE_PATCHES, and whether segments are on.
+SERVERS = {
+    "stock": ("none", ""),
+    "stock-segments": ("activation-segments", ""),
+    "patched-off": ("all", "off"),
+    "patched": ("all", ""),
+    "stock-again": ("none", ""),
+}
+DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
+#: Written before the first run, after a prototype's figures: Kimi-K2.5's widths at TP=4's shard sizes, 14 layers,
+#: chunks of 16,384, at the rule's fraction. MB free at the worst moment; and of the tensors' peak, what is kept besides.
+PREDICTED_FREE = {"stock": 15_817, "stock-segments": 20_609, "patched-off": 20_080, "patched": 22_457}
+PREDICTED_SLACK = 0.3
+MIXED = 64
+CLIENTS = 16
+BATCH = 32
+SHORT = 48
+
+
+class Failed(RuntimeError):
+    """A request was not answered as it should be."""
+
+
+class Asking:
+    """The requests, the same for every server."""
+
+    def __init__(self, server: Server, options: Any, vocabulary: int) -> None:
+        self.server, self.options, self.client = server, options, Client(server.url)
+        self.tokens = range(1000 if vocabulary > 2000 else 3, min(50_000, vocabulary))
+        self.said: list[str] = []
+
+    def some(self, count: int, *seed: Any) -> list[int]:
+        return random.Random(f"{count}/{seed}").choices(self.tokens, k=count)
+
+    def ms(self, prompts: list[list[int]], new_tokens: int = 1) -> float:
+        """Milliseconds until all are answered."""
+        self.server.check()
+        begun = time.perf_counter()
+        if said := self.client.generate(prompts, new_tokens):
+            raise Failed(said)
+        return (time.perf_counter() - begun) * 1e3
+
+    def prefills(self, count: int, seed: str) -> list[float]:
+        return [self.ms([self.some(self.options.chunk, seed, each)]) for each in range(count)]
+
+    def decode(self, requests: int, seed: str) -> float:
+        """Milliseconds of a step of so many requests: of the longer run, without those of the shorter."""
+        steps = self.options.steps
+        short, long = (self.ms([self.some(SHORT, seed, n, r) for r in range(requests)], n) for n in (2, steps + 2))
+        return (long - short) / steps
+
+    def mixed(self, seed: int) -> float:
+        """Requests a second, of ``MIXED`` requests of many lengths."""
+        draw = random.Random(seed)
+        most = self.options.chunk * 3 // 4
+        prompts = [self.some(draw.randrange(most // 48 + 1, most), seed, each) for each in range(self.options.mixed)]
+        return len(prompts) * 1e3 / self.ms(prompts, self.options.steps)
+
+    def largest(self) -> None:
+        """Rising prompts, chunks behind chunks, many at once, the most requests that decode together."""
+        chunk, options = self.options.chunk, self.options
+        for part in range(1, 9):
+            self.ms([self.some(-(-chunk * part // 8), "rising")], 2)
+        prefix = self.some(min(options.context - chunk - 16, 3 * chunk), "behind")
+        self.ms([prefix + self.some(chunk - 16, "behind it")])
+        self.ms([self.some(chunk // 8, "at once", each) for each in range(9)], 2)
+        self.ms([self.some(8, "decode", each) for each in range(options.requests)], options.steps)
+
+    def random(self, seconds: float) -> tuple[int, int]:
+        """Prompts of random lengths from ``CLIENTS`` clients; (how many were answered, how many we left).
+
+        :raises Failed: one was refused.
+        """
+        stop, counts = threading.Event(), [0, 0]
+        most = min(2 * self.options.chunk, self.options.context - 300)
+
+        def work(number: int) -> None:
+            draw = random.Random(number)
+            while not stop.is_set():
+                count, new = (max(1, round(limit ** draw.random())) for limit in (most, 256))
+                leaves = 0.05 + draw.random() if draw.random() < 0.1 else 900.0
+                try:
+                    prompt = self.some(count, number, draw.random())
+                    said = self.client.generate([prompt], new, sampling={"temperature": 0.8}, patience_s=leaves)
+                except Unanswered:
+                    counts[1] += 1
+                    continue
+                counts[0] += 1
+                if said and not stop.is_set():
+                    self.said.append(said)
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for number in range(CLIENTS):
+                pool.submit(work, number)
+            begun = time.monotonic()
+            while time.monotonic() < begun + seconds:
+                self.server.check()
+                time.sleep(0.5)
+            stop.set()
+            self.client.abort_all()
+        if self.said:
+            raise Failed(self.said[0])
+        return counts[0], counts[1]
+
+
+def measured(asking: Asking, path: Path) -> dict[str, Any]:
+    """Everything that one server is asked, and what its allocator held."""
+    options = asking.options
+    found: dict[str, Any] = {"first_ms": asking.ms([asking.some(options.chunk, "first")])}
+    asking.largest()
+    found["prefill_ms"] = asking.prefills(options.rounds, "later")
+    found["decode_ms"] = [asking.decode(1, f"one {n}") for n in range(options.rounds)]
+    found["batch_ms"] = [asking.decode(BATCH, f"batch {n}") for n in range(options.rounds)]
+    found["mixed_per_s"] = [asking.mixed(seed) for seed in range(options.rounds // 2 + 1)]
+    before = len(held.read(path))
+    found["answered"], found["left"] = asking.random(options.seconds)
+    during = held.read(path)[before:]
+    asking.largest()
+    held.ask(path)
+    asking.ms([asking.some(SHORT, "last")], 2)
+    lines = held.read(path)
+    took = held.slack(lines, during)
+    told = held.answered(path)
+    return found | {
+        "forwards": len(lines),
+        "tensors": took.tensors,
+        "reserved": took.reserved,
+        "slack": took.slack,
+        "lowest_free": took.lowest_free,
+        "grown": took.grown,
+        "before": {name: getattr(lines[0], name) for name in ("allocated", "reserved", "free")},
+        "curve": [(round(line.at - lines[0].at, 1), line.reserved) for line in lines[:: max(1, len(lines) // 200)]],
+        "parts": {name: each[:12] for name, each in told.items()},
+    }
+
+
+def tiny_arguments(options: Any) -> list[str]:
+    given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
+    given += ["--moe-runner-backend", "triton", "--chunked-prefill-size", str(options.chunk)]
+    return [*given, "--max-running-requests", str(options.requests), *options.arguments]
+
+
+def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[str, Any]:
+    """One server, from start to end."""
+    select, segments = SERVERS[name]
+    path = work / f"{name}.jsonl"
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    paths = [str(work / "plugin"), str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path), "PYTHONPATH": ":".join(paths)}
+    own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
+    given = [
+        "--model-path",
+        str(model),
+        *(tiny_arguments(options) if options.quick else plan.server_arguments(options)),
+    ]
+
+    def progress(seconds: float, line: str) -> None:
+        if round(seconds * 2) % 40 == 0:
+            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
+
+    arguments = environment.server_arguments(given)
+    server = Server(name, arguments, own, work / f"{name}.log", timeout=400, progress=progress)
+    with server:
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        found = {"startup_s": round(server.startup_s, 1)} | measured(Asking(server, options, vocabulary), path)
+    said = [line for line in server.log_text().splitlines() if "activation-segments" in line]
+    print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line[-300:]}" for line in said), flush=True)
+    return found | {"log": said}
+
+
+def summary(found: dict[str, Any]) -> str:
+    return (
+        f"slack {found['slack'] / MB:,.0f} MB beside {found['tensors'] / MB:,.0f} MB of tensors, lowest free "
+        f"{found['lowest_free'] / MB:,.0f} MB, prefill {statistics.median(found['prefill_ms']):.1f} ms"
+    )
+
+
+def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
+    """Each group's servers one after the other.
+
+    :param finished: is told what is known after each server.
+    """
+    if options.quick:
+        model = weights.write_model(work / "model", weights.Served(TINY, runner="triton"))
+    else:
+        model = plan.write_model(work / "model", options.model, options.shard, options.layers, options.context)
+    plugins.write(work / "plugin", "benchmark_held", "common.held:register")
+    groups = options.gpus.split(";") if options.gpus else [""]
+    done: dict[str, dict[str, Any]] = {}
+    lock = threading.Lock()
+
+    def in_turn(group: str, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                found = serve(name, options, work, model, group)
+            except Exception as error:  # what the other servers were seen to do is worth keeping
+                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                continue
+            with lock:
+                done[name] = found
+                finished({each: done[each] for each in SERVERS if each in done})
+
+    share = -(-len(options.servers) // len(groups))
+    shares = [options.servers[at * share : (at + 1) * share] for at in range(len(groups))]
+    plan.at_once(lambda pair: in_turn(*pair), list(zip(groups, shares, strict=True)))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def predicted(figures: dict[str, Any], name: str) -> int | None:
+    """MB free at the worst moment, where that was said before."""
+    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "chunk", "tp"))
+    return PREDICTED_FREE.get(name) if sizes == ("kimi-k2.5", 4, 14, 16384, 1) else None
+
+
+def tables(results: Sequence[output.Result]) -> str:
+    """A row for each server."""
+    header = (
+        *("server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
+        *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s"),
+    )
+    rows = []
+    for result in results:
+        figures = result["figures"]
+        for name, one in figures["servers"].items():
+            said = predicted(figures, name)
+            rows.append(
+                (
+                    f"{name}, {plan.described(figures)}",
+                    f"{one['tensors'] / MB:,.0f}",
+                    f"{one['slack'] / MB:,.0f}",
+                    f"{100 * one['slack'] / one['tensors']:.0f} %" if one["tensors"] else "",
+                    f"{one['lowest_free'] / MB:,.0f}",
+                    "" if said is None else f"{said:,}",
+                    f"{one['grown'] / MB:,.0f}",
+                    f"{one['first_ms'] / 1e3:.1f}",
+                    *(f"{statistics.median(one[each]):.1f}" for each in ("prefill_ms", "decode_ms", "batch_ms")),
+                    f"{statistics.median(one['mixed_per_s']):.1f}",
+                )
+            )
+    return output.table(header, rows)
+
+
+def main() -> None:
+    quick = {"chunk": 64, "context": 512, "requests": 4, "seconds": 3.0, "rounds": 1, "steps": 4, "mixed": 4}
+    parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
+    parser.add_argument("--model", choices=plan.VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=16_384)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of random lengths (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each time")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a request")
+    parser.add_argument("--mixed", type=int, default=MIXED, help="mixed requests at once")
+    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument("--gpus", default="", help="groups, as 0;1. Each has its part of the servers, one at a time")
+    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    options = output.parse(parser)
+    if not options.quick:
+        machine.require_gpu("segments", "--quick runs without one")
+    described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "seconds", "rounds", "steps")
+    figures = {name: getattr(options, name) for name in described_by} | {"servers": {}}
+    if options.quick:
+        figures |= {"model": "tiny", "shard": 1, "layers": TINY.layers}
+
+    def finished(servers: dict[str, Any]) -> None:
+        figures["servers"] = servers
+        if options.json:
+            output.write(options.json, output.result("segments", figures))
+
+    with tempfile.TemporaryDirectory(prefix="segments-") as folder:
+        work = Path(folder)
+        try:
+            all_of(options, work, finished)
+        finally:
+            output.keep_logs(options, work)
+    if not figures["servers"]:
+        raise SystemExit("segments: no server was measured")
+    result = output.result("segments", figures)
+    output.finish(options, result, tables([result]))
+
+
+if __name__ == "__main__":
+    main()
