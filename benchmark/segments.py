@@ -7,10 +7,10 @@
     python benchmark/segments.py --quick                                              # a tiny model, CPU: does it run?
 
 Four servers, one after the other on each group of GPUs, at the engine's own fraction and with its default graphs,
-random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server. Each is
-asked the same: a first prompt of a chunk, rising prompts, chunks behind chunks, the largest decode, prompts of a chunk
-again, steps of one request and of 32, 64 mixed requests, and then random lengths for --seconds. What the forwards took
-is read from the allocator and from the driver at each of them.
+random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server.
+Each is asked the same: a first prompt of a chunk, rising prompts, chunks behind chunks, the largest decode, prompts of
+a chunk again, steps of one request and of 32, 64 mixed requests, and then random lengths for --seconds. What the
+forwards took is read from the allocator and from the driver at each of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SERVERS = {
 }
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
 #: Written before the first run, after a prototype's figures: Kimi-K2.5's widths at TP=4's shard sizes, 14 layers,
-#: chunks of 16,384, at the rule's fraction. MB free at the worst moment; and of the tensors' peak, what is kept besides.
+#: chunks of 16,384, at the rule's fraction. MB free at the worst moment; and what is kept of the tensors' peak besides.
 PREDICTED_FREE = {"stock": 15_817, "stock-segments": 20_609, "patched-off": 20_080, "patched": 22_457}
 PREDICTED_SLACK = 0.3
 MIXED = 64
@@ -189,17 +189,13 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     own |= {} if environment.has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path), "PYTHONPATH": ":".join(paths)}
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-    given = [
-        "--model-path",
-        str(model),
-        *(tiny_arguments(options) if options.quick else plan.server_arguments(options)),
-    ]
+    chosen = tiny_arguments(options) if options.quick else plan.server_arguments(options)
 
     def progress(seconds: float, line: str) -> None:
         if round(seconds * 2) % 40 == 0:
             print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
 
-    arguments = environment.server_arguments(given)
+    arguments = environment.server_arguments(["--model-path", str(model), *chosen])
     server = Server(name, arguments, own, work / f"{name}.log", timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -134,13 +134,8 @@ def _watch(module: Any) -> None:
         if not torch.cuda.is_initialized():
             return 0, 0, 0, 0
         counted = torch.cuda.memory_stats_as_nested_dict()
-        found = counted["allocated_bytes"]["all"]
-        return (
-            found["current"],
-            found["peak"],
-            counted["reserved_bytes"]["all"]["current"],
-            torch.cuda.mem_get_info()[0],
-        )
+        found, reserved = (counted[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
+        return found["current"], found["peak"], reserved["current"], torch.cuda.mem_get_info()[0]
 
     def tell(name: str) -> None:
         segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
