@@ -5,16 +5,21 @@ Each case runs in a process of its own: an allocator forgets nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: expandable segments are the driver's", allow_module_level=True)
+
+import httpx  # noqa: E402
+from sglang_moe_patches.servers.server import ServerFailed  # noqa: E402
 
 #: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
 BEGIN = """
@@ -197,12 +202,11 @@ assert kind(eager()) == "ordinary"
     assert "ordinary segments all the same" in said
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_path: Path, guarded: bool) -> None:
-    """A real server: on before its first forward, its graphs' pools ordinary, also of what is captured later."""
-    import json
+def serve(tmp_path: Path, gpus: int, guarded: bool) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """A real server that captures graphs while it serves, each into a pool of its own.
 
-    import httpx
+    :returns: what its first rank saw after each prefill, and the answers to one prompt before that and after it.
+    """
     from common import plugins, weights
     from common.shapes import MODELS
     from sglang_moe_patches.servers.server import Server
@@ -213,35 +217,64 @@ def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_
     arguments = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "1"]
     arguments += ["--grammar-backend", "none", "--attention-backend", "triton", "--sampling-backend", "pytorch"]
     arguments += ["--cuda-graph-max-bs", "4", "--disable-piecewise-cuda-graph", "--max-total-tokens", "40000"]
+    arguments += ["--disable-radix-cache", "--skip-server-warmup", "--tp", str(gpus)]
+    # The other fast way of two GPUs would leave custom all-reduce unused.
+    arguments += ["--enforce-disable-flashinfer-allreduce-fusion"] if gpus > 1 else []
     variables = {
         **os.environ,
         "SGLANG_MOE_PATCHES": "activation-segments",
+        "SGLANG_MOE_PATCHES_SEGMENTS": "on" if gpus > 1 else "",
         "PYTHONPATH": ":".join([str(tmp_path / "plugin"), os.environ.get("PYTHONPATH", "")]),
         "SEEN": str(tmp_path / "seen.jsonl"),
         "GUARDED": "1" if guarded else "0",
     }
+    answers = []
     with Server("patched", arguments, variables, tmp_path / "log", timeout=300) as server:
         for length in (100, 3000, 700, 100):
-            httpx.post(
-                f"{server.url}/generate",
-                json={"input_ids": list(range(3, 3 + length)), "sampling_params": {"max_new_tokens": 4}},
-                timeout=300,
-            ).raise_for_status()
+            asked = {
+                "input_ids": list(range(3, 3 + length)),
+                "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+            }
+            answer = httpx.post(f"{server.url}/generate", json=asked, timeout=120).raise_for_status()
+            answers.append(answer.json()["output_ids"])
         log = server.log_text()
     assert "activation-segments: applied" in log
-    assert "activation-segments: on from here" in log
+    assert log.count("activation-segments: on from here") == gpus
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len(seen) >= 4
     assert all(each["eager"] for each in seen), "forwards allocate from expandable segments"
     assert seen[0]["pools"]
     assert not any(seen[0]["pools"].values()), "the graphs of the start are ordinary"
-    assert set(seen[-1]["pools"]) > set(seen[0]["pools"]), "one was captured later, into a pool of its own"
+    assert set(seen[-1]["pools"]) - set(seen[0]["pools"]), "some were captured later, into pools of their own"
+    return seen, [answers[0], answers[-1]]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_path: Path, guarded: bool) -> None:
+    seen, (before, after) = serve(tmp_path, 1, guarded)
     assert any(seen[-1]["pools"].values()) is not guarded
+    assert before == after
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_a_server_of_two_ranks_captures_again_and_registers_with_custom_all_reduce(tmp_path: Path) -> None:
+    seen, (before, after) = serve(tmp_path, 2, guarded=True)
+    assert all(each["custom_all_reduce"] for each in seen), "or nothing would have been shown"
+    assert not any(seen[-1]["pools"].values())
+    assert before == after
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_without_the_guard_a_server_of_two_ranks_ends_where_it_captures_again(tmp_path: Path) -> None:
+    """A handle of CUDA IPC cannot be had for what the new graphs read."""
+    with pytest.raises((httpx.HTTPError, ServerFailed)):
+        serve(tmp_path, 2, guarded=False)
+    assert "Scheduler hit an exception" in (tmp_path / "log").read_text()
 
 
 #: In the server: after each prefill, what its segments are. After the second it captures its graphs anew, and another.
 CAPTURES_LATER = """
-import json, os
+import json, os, sys
 import wrapt
 
 def register():
@@ -263,6 +296,16 @@ def watch(module):
         graph.replay()
         state["kept"].append(graph)
 
+    def capture_again(runner):
+        # Into a pool of their own: the one of the start has memory that is free.
+        for loaded in list(sys.modules.values()):
+            if forget := getattr(loaded, "__dict__", {}).get("set_global_graph_memory_pool"):
+                forget(None)
+        for name in ("init_device_graphs", "init_decode_cuda_graph"):
+            if hasattr(runner, name):
+                return getattr(runner, name)()
+        raise AssertionError("it captures in another way")
+
     def forward(self, batch, *args, **kwargs):
         result = original(self, batch, *args, **kwargs)
         if state["busy"] or torch.cuda.is_current_stream_capturing() or batch.forward_mode.is_decode():
@@ -271,10 +314,7 @@ def watch(module):
         if state["count"] == 2:
             state["busy"] = True
             capture()
-            for name in ("init_device_graphs", "init_decode_cuda_graph"):
-                if hasattr(self, name):
-                    getattr(self, name)()
-                    break
+            capture_again(self)
             state["busy"] = False
         probe = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
         address, pools, eager = probe.data_ptr(), {}, None
@@ -284,8 +324,12 @@ def watch(module):
                 pools[name] = pools.get(name, False) or s["is_expandable"]
             if s["address"] <= address < s["address"] + s["total_size"]:
                 eager = s["is_expandable"]
-        with open(os.environ["SEEN"], "a") as lines:
-            print(json.dumps({"eager": eager, "pools": pools}), file=lines)
+        if self.tp_rank == 0:
+            from sglang.srt.distributed import get_tp_group
+            custom = getattr(get_tp_group(), "ca_comm", None)
+            used = custom is not None and not custom.disabled
+            with open(os.environ["SEEN"], "a") as lines:
+                print(json.dumps({"eager": eager, "pools": pools, "custom_all_reduce": used}), file=lines)
         return result
 
     module.ModelRunner.forward = forward

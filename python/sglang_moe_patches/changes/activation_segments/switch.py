@@ -157,10 +157,10 @@ def look() -> Install:
     """
     import torch
 
-    scheduler = engine.get(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
-    engine.require_mentions(engine.get(scheduler, "run_event_loop"), "dispatch_event_loop")
-    coordinator = engine.get(engine.module("sglang.srt.distributed.parallel_state"), "GroupCoordinator")
-    engine.require_mentions(engine.get(coordinator, "graph_capture"), "ca_comm", "capture")
+    scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
+    coordinator = engine.own(engine.module("sglang.srt.distributed.parallel_state"), "GroupCoordinator")
+    engine.require_mentions(engine.own(coordinator, "graph_capture"), "ca_comm", "capture")
     graph = torch.cuda.CUDAGraph
     for name in ("capture_begin", "capture_end"):
         engine.get(graph, name)

@@ -1,0 +1,113 @@
+"""activation-segments in a real server's process: the switch is turned once, when the server has started.
+
+On the CPU there is no such segment; a plugin has the change asked for all the same, and writes down what is set, and
+what the process does meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from common import plugins
+from conftest import installed
+from servers import answers, on_path, server, started
+from sglang_moe_patches.changes import activation_segments
+from sglang_moe_patches.changes.activation_segments import switch
+
+pytestmark = pytest.mark.every_release
+
+WRITES = """
+import functools, json, os
+import wrapt
+
+def write(what):
+    with open(os.environ["TURNED"], "a") as lines:
+        print(json.dumps([os.getpid(), what]), file=lines)
+
+def register():
+    wrapt.register_post_import_hook(allow, "sglang_moe_patches.changes.activation_segments.decide")
+    wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.changes.activation_segments.switch")
+    wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
+
+def allow(decide):
+    original = decide.stands_back
+
+    def stands_back(asked, server):
+        assert original(asked, server) == "--device is cpu"
+        return original(asked, __import__("dataclasses").replace(server, device="cuda"))
+
+    decide.stands_back = stands_back
+
+def stand_in(switch):
+    switch.setter = lambda: write
+    switch.expandable = lambda: True
+
+def watch(module):
+    for name in ("__init__", "forward"):
+        original = getattr(module.ModelRunner, name)
+
+        def run(self, *args, original=original, name=name, **kwargs):
+            result = original(self, *args, **kwargs)
+            write(name)
+            return result
+
+        setattr(module.ModelRunner, name, functools.wraps(original)(run))
+"""
+
+
+def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):
+    plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
+    turned = tmp_path / "turned"
+    patched = server(
+        "patched",
+        checkpoint(),
+        tmp_path,
+        SGLANG_MOE_PATCHES="activation-segments",
+        TURNED=str(turned),
+        PYTHONPATH=on_path(str(tmp_path / "plugin")),
+    )
+    with started(patched):
+        answers(patched, prompts=[[7, 8, 9]])
+    events = [json.loads(line) for line in turned.read_text().splitlines()]
+    assert len({process for process, _ in events}) == 1
+    what = [each for _, each in events]
+    assert what.count(switch.ON) == 1
+    assert what.index("__init__") < what.index(switch.ON)
+    assert "forward" in what[what.index(switch.ON) :]
+    log = patched.log_text()
+    assert "activation-segments: applied" in log
+    assert log.count("activation-segments: on from here") == 1
+
+
+def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
+    """The engine's own ``GroupCoordinator.graph_capture``, of a group without communicators."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.distributed import parallel_state
+
+    given: list[str] = []
+    turn = switch.Switch(given.append)
+    monkeypatch.setattr(switch, "Switch", lambda set_: turn)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(parallel_state, "get_current_device_stream_fast", lambda: stream)
+    group = SimpleNamespace(
+        device_module=SimpleNamespace(Stream=lambda: stream, stream=lambda stream: nullcontext()),
+        ca_comm=SimpleNamespace(capture=lambda: nullcontext(given.append("registers"))),
+        pynccl_comm=None,
+        pymscclpp_comm=None,
+        torch_symm_mem_comm=None,
+        qr_comm=None,
+    )
+    with installed(activation_segments.CHANGE):
+        turn.turn_on()
+        with parallel_state.GroupCoordinator.graph_capture(group) as context:
+            given.append("captures")
+            assert context.stream is stream
+        graph = torch.cuda.CUDAGraph
+        assert graph.capture_begin.__wrapped__.__qualname__ == "CUDAGraph.capture_begin"
+    assert given == [switch.ON, switch.OFF, "registers", "captures", switch.ON]
+    assert not hasattr(graph.capture_begin, "__wrapped__")
