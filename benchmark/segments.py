@@ -251,6 +251,13 @@ def predicted(figures: dict[str, Any], name: str) -> int | None:
     return PREDICTED_FREE.get(name) if sizes == ("kimi-k2.5", 4, 14, 16384, 1) else None
 
 
+def share_of_tensors(one: dict[str, Any], said: bool) -> str:
+    """The slack in parts of the tensors, with what was predicted of it."""
+    if not one["tensors"]:
+        return ""
+    return f"{100 * one['slack'] / one['tensors']:.0f} %" + f" (at most {100 * PREDICTED_SLACK:.0f})" * said
+
+
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
@@ -267,7 +274,7 @@ def tables(results: Sequence[output.Result]) -> str:
                     f"{name}, {plan.described(figures)}",
                     f"{one['tensors'] / MB:,.0f}",
                     f"{one['slack'] / MB:,.0f}",
-                    f"{100 * one['slack'] / one['tensors']:.0f} %" if one["tensors"] else "",
+                    share_of_tensors(one, said is not None and name in ("stock-segments", "patched")),
                     f"{one['lowest_free'] / MB:,.0f}",
                     "" if said is None else f"{said:,}",
                     f"{one['grown'] / MB:,.0f}",
