@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_moe_patches.patch import Variable
+from sglang_moe_patches.variables import Variable
 
 _ASKED = {"": None, "on": True, "off": False}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from sglang_moe_patches import engine
 from sglang_moe_patches.changes.activation_segments.decide import Allocator
+from sglang_moe_patches.log import logger
 from sglang_moe_patches.patch import Install, Patcher
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
@@ -74,11 +74,7 @@ class Switch:
             self._set(setting or (OFF if self._holding else ON))
         except Exception as error:
             self._on = False
-            _log().warning("sglang-moe-patches: activation-segments: the allocator cannot be set: %s", error)
-
-
-def _log() -> logging.Logger:
-    return logging.getLogger("sglang.srt.moe_patches")
+            logger.warning("sglang-moe-patches: activation-segments: the allocator cannot be set: %s", error)
 
 
 # --- The allocator ---------------------------------------------------------------------------------------------------
@@ -141,10 +137,10 @@ def switch_over(switch: Switch) -> None:
         torch.cuda.empty_cache()
     except Exception as error:
         switch.turn_off()
-        _log().warning("sglang-moe-patches: activation-segments: off, %s: %s", type(error).__name__, error)
+        logger.warning("sglang-moe-patches: activation-segments: off, %s: %s", type(error).__name__, error)
         return
     told = "on from here" if works else "off: the allocator makes ordinary segments all the same"
-    (_log().info if works else _log().warning)("sglang-moe-patches: activation-segments: %s", told)
+    (logger.info if works else logger.warning)("sglang-moe-patches: activation-segments: %s", told)
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------
