@@ -22,7 +22,13 @@ RELEASE = metadata.version("sglang")
 DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
     RELEASE != DEFAULT, reason="the same code path on every release, or one that the others have not"
 )
-LONGEST = ("test_servers.py", "test_server_kinds.py", "test_tiny_moe.py", "test_cutedsl_sizing.py")
+LONGEST = (
+    "test_servers.py",
+    "test_arithmetic.py",
+    "test_server_kinds.py",
+    "test_tiny_moe.py",
+    "test_cutedsl_sizing.py",
+)
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tiny_moe.train import SPEC
 
 SHIPPED = Path(__file__).parents[2] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-QUESTIONS = 24
+QUESTIONS, OF_MUTATIONS = 24, 8
 LONGEST = 113
 FURTHER = {"one expert's scales swapped"}  # of the weights, as a misplaced row is
 
@@ -70,14 +71,14 @@ def test_a_broken_patch_is_called_worse(engine, stock, name):
     try:
         mutations.MUTATIONS[name](patcher)
         with installed(*CHANGES):
-            mutated = ask(engine, engine.load(SHIPPED / "model"))
+            mutated = ask(engine, engine.load(SHIPPED / "model"), OF_MUTATIONS)
     finally:
         patcher.undo()
-    found = compare(stock, mutated, require_identical=True)
+    found = compare(replace(stock, answers=stock.answers[:OF_MUTATIONS]), mutated, require_identical=True)
     print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
     assert found.exit_code == 1
     assert found.differing
-    assert f"{len(found.differing)} of {QUESTIONS} answers differ" in " ".join(report.summary(found))
+    assert f"{len(found.differing)} of {OF_MUTATIONS} answers differ" in " ".join(report.summary(found))
 
 
 @pytest.mark.every_release

@@ -12,8 +12,9 @@
 #
 # Not as root: a fresh clone in FOLDER with another home, the C locale, another time zone and one core.
 #
-# SUITE and LOCALE choose others, MIRROR another place than debootstrap's own. Of the environment only certificates, proxies and what pip and uv were told
-# goes in. BIND="/folder /another" shows folders of this machine there, such as a package index in files.
+# SUITE and LOCALE choose others, MIRROR another place than debootstrap's own. Of the environment only certificates,
+# proxies and what pip and uv were told goes in. BIND="/folder /another" shows folders of this machine there, such as a
+# package index in files.
 set -euo pipefail
 
 SUITE=${SUITE:-bookworm} LOCALE=${LOCALE:-tr_TR.ISO-8859-9}
