@@ -28,6 +28,7 @@ import overhead
 import peak_memory
 import plan
 import residual_hole
+import segments
 import triton_server
 import weight_shuffle
 from common import headlines, machine, output, same
@@ -96,6 +97,7 @@ SECTIONS = {
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
+    "segments": one("segments/kimi-k2.5", lambda result: segments.tables([result])),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "predictions": Section((), lambda results: peak_memory.predictions()),

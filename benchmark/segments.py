@@ -41,9 +41,9 @@ MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
 SERVERS = {
     "stock": ("none", ""),
-    "stock-segments": ("activation-segments", ""),
+    "stock-segments": ("activation-segments", "on"),
     "patched-off": ("all", "off"),
-    "patched": ("all", ""),
+    "patched": ("all", "on"),
     "stock-again": ("none", ""),
 }
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")

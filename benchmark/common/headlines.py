@@ -94,6 +94,8 @@ def index(load: Load) -> str:
     regress = load("regress/tiny-h200")["figures"]["rows"][0][2]
     hole = load("residual-hole/h200")["figures"]
     wrong = {name: f"{one['differing']} of {hole['questions']}" for name, one in hole["servers"].items()}
+    slack = load("segments/kimi-k2.5")["figures"]["servers"]
+    free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     rows = [
         (
             "moe-workspace",
@@ -107,6 +109,7 @@ def index(load: Load) -> str:
             f"{kimi[0]:,.0f} -> {kimi[1]:,.0f} MB; NVFP4 {nvfp4[1] - nvfp4[0]:+,.0f} MB",
         ),
         ("plan", "KV cache as planned", f"{deepest[0]:,} -> {deepest[2]:,} tokens (stock: {deepest[1]:,})"),
+        ("segments", "what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
         ("weight-shuffle", "preparing NVFP4 weights", f"{layer['speedup']:.1f}x as fast"),
         ("cutedsl-memory", "CuteDSL's buffers", f"{before:.1f} GB -> {after * 1e3:.0f} MB (computed)"),
         ("mori-rows", "rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),

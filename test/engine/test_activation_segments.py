@@ -65,6 +65,7 @@ def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_requ
         checkpoint(),
         tmp_path,
         SGLANG_MOE_PATCHES="activation-segments",
+        SGLANG_MOE_PATCHES_SEGMENTS="on",
         TURNED=str(turned),
         PYTHONPATH=on_path(str(tmp_path / "plugin")),
     )

@@ -18,7 +18,7 @@ from sglang_moe_patches.patch import Patcher
 # --- Which servers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "asked"), [("", None), ("on", True), ("off", False), ("  on ", True)])
+@pytest.mark.parametrize(("text", "asked"), [("", False), ("on", True), ("off", False), ("  on ", True)])
 def test_what_is_asked(text, asked):
     assert decide.SEGMENTS.read({decide.SEGMENTS.name: text}) is asked
 
@@ -29,25 +29,17 @@ def test_anything_else_is_an_error_that_names_the_variable(text):
         decide.SEGMENTS.read({decide.SEGMENTS.name: text})
 
 
-SEVERAL = Situation(ranks=2)
 CONFIGURED = Situation(configured="PYTORCH_ALLOC_CONF")
-SPECULATIVE = Situation(unseen=("--speculative-algorithm",))
 
 
 @pytest.mark.parametrize(
     ("asked", "server", "why"),
     [
-        (None, Situation(), None),
         (True, Situation(), None),
-        (False, Situation(), "SGLANG_MOE_PATCHES_SEGMENTS is off"),
-        (None, Situation(device="cpu"), "--device is cpu"),
+        (False, Situation(), "SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
+        (True, Situation(device="cpu"), "--device is cpu"),
         (True, Situation(device="xpu"), "--device is xpu"),
-        (None, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
         (True, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
-        (None, SEVERAL, "not seen with several ranks; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
-        (True, SEVERAL, None),
-        (None, SPECULATIVE, "not seen with --speculative-algorithm; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
-        (True, SPECULATIVE, None),
     ],
 )
 def test_a_server_stands_back_with_a_reason(asked, server, why):
@@ -59,21 +51,10 @@ def test_what_hands_memory_to_others_is_left_alone_even_where_it_is_asked_for(fe
     assert feature in str(stands_back(True, Situation(never=(feature,))))
 
 
-@given(
-    st.builds(Situation, ranks=st.integers(1, 64), unseen=st.sets(st.sampled_from(sorted(decide.UNSEEN))).map(tuple))
-)
-def test_unasked_it_is_on_for_one_rank_with_nothing_unseen_alone(server):
-    assert (stands_back(None, server) is None) == (server.ranks == 1 and not server.unseen)
-    assert stands_back(True, server) is None
-
-
 def arguments(**more):
     """As the engine's ``ServerArgs``, where nothing is on."""
-    off = {"device": "cuda", "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1, "load_format": "auto"}
-    off |= {"disaggregation_mode": "null", "elastic_ep_backend": None, "speculative_algorithm": None}
-    off |= {"lora_paths": None, "enable_lora": None}
-    names = ("memory_saver", "symm_mem", "hierarchical_cache", "lmcache", "pdmux", "hisparse")
-    off |= {f"enable_{name}": False for name in names} | {"encoder_only": False, "language_only": False}
+    off = {"device": "cuda", "load_format": "auto", "disaggregation_mode": "null", "elastic_ep_backend": None}
+    off |= dict.fromkeys(("enable_memory_saver", "enable_symm_mem", "encoder_only", "language_only"), False)
     off |= {"remote_instance_weight_loader_start_seed_via_transfer_engine": False}
     return SimpleNamespace(**off | more)
 
@@ -85,8 +66,6 @@ def test_a_plain_server_has_nothing():
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"tp_size": 2}, Situation(ranks=2)),
-        ({"dp_size": 2, "pp_size": 2}, Situation(ranks=4)),
         ({"device": "cpu"}, Situation(device="cpu")),
         ({"enable_memory_saver": True}, Situation(never=("--enable-memory-saver",))),
         ({"disaggregation_mode": "prefill"}, Situation(never=("--disaggregation-mode",))),
@@ -94,11 +73,6 @@ def test_a_plain_server_has_nothing():
         ({"load_format": "remote_instance"}, Situation(never=("--load-format remote_instance",))),
         ({"enable_symm_mem": True}, Situation(never=("--enable-symm-mem",))),
         ({"encoder_only": True}, Situation(never=("--encoder-only",))),
-        ({"lora_paths": {"a": "b"}}, Situation(unseen=("--enable-lora",))),
-        ({"speculative_algorithm": "EAGLE3"}, Situation(unseen=("--speculative-algorithm",))),
-        ({"enable_hierarchical_cache": True}, Situation(unseen=("--enable-hierarchical-cache",))),
-        ({"enable_pdmux": True}, Situation(unseen=("--enable-pdmux",))),
-        ({"enable_flexkv": True}, Situation(unseen=("--enable-flexkv",))),
     ],
 )
 def test_what_a_server_has_is_read_from_its_arguments(more, expected):
@@ -127,9 +101,9 @@ def test_an_allocator_that_cannot_is_left_alone(found, why):
 
 
 def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(monkeypatch):
-    monkeypatch.setenv(decide.SEGMENTS.name, "off")
-    assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS is off"
-    monkeypatch.delenv(decide.SEGMENTS.name)
+    monkeypatch.delenv(decide.SEGMENTS.name, raising=False)
+    assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"
+    monkeypatch.setenv(decide.SEGMENTS.name, "on")
     for name in decide.CONFIGURATIONS:
         monkeypatch.delenv(name, raising=False)
     assert activation_segments.CHANGE.unneeded(arguments()) is None

@@ -16,7 +16,8 @@ How
     registered with other processes (``GroupCoordinator.graph_capture``), and while memory comes from a pool of
     somebody's own (``torch.cuda.use_mem_pool``).
 
-    Which servers: :mod:`.decide`. By default those of one rank.
+    Which servers: :mod:`.decide`. Only those that ask for it: of a server that captures graphs while it serves it has
+    not been seen on a GPU yet that it goes on.
 
 Upstream
     None.
@@ -49,7 +50,7 @@ def _plan() -> Plan:
 CHANGE = Change(
     name="activation-segments",
     summary="after the start, activations come from expandable segments, of which the allocator keeps less; "
-    "servers of several ranks by SGLANG_MOE_PATCHES_SEGMENTS=on",
+    "with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
     unneeded=_unneeded,
     variables=(decide.SEGMENTS,),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_moe_patches.variables import Variable
 
-_ASKED = {"": None, "on": True, "off": False}
+_ASKED = {"on": True, "off": False}
 
 
-def _on_or_off(text: str) -> bool | None:
+def _on_or_off(text: str) -> bool:
     if text not in _ASKED:
         raise ValueError(f"expected on or off, got {text!r}")
     return _ASKED[text]
@@ -20,8 +19,9 @@ def _on_or_off(text: str) -> bool | None:
 
 SEGMENTS = Variable(
     "SGLANG_MOE_PATCHES_SEGMENTS",
-    "on or off: whether activations come from expandable segments; unset: on servers where that was seen on a GPU",
+    "on: once a server has started, its activations come from expandable segments",
     _on_or_off,
+    "off",
 )
 
 CONFIGURATIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -47,34 +47,19 @@ NEVER: Mapping[str, tuple[Callable[[Any], object], str]] = {
 }
 """Left alone whatever is asked: how a server with it is known, and what it is that stands against it."""
 
-UNSEEN: Mapping[str, Callable[[Any], object]] = {
-    "--speculative-algorithm": lambda a: a.speculative_algorithm,
-    "--enable-lora": lambda a: a.enable_lora or a.lora_paths,
-    "--enable-hierarchical-cache": lambda a: a.enable_hierarchical_cache,
-    "--enable-lmcache": lambda a: a.enable_lmcache,
-    "--enable-flexkv": lambda a: a.enable_flexkv,
-    "--enable-hisparse": lambda a: a.enable_hisparse,
-    "--enable-pdmux": lambda a: a.enable_pdmux,
-}
-"""Nothing is known against these; nobody has seen them with it on a GPU either."""
-
 
 @dataclass(frozen=True)
 class Situation:
     """A server, as far as it matters here.
 
     :param device: ``--device``.
-    :param ranks: processes that run the model.
     :param configured: which of ``CONFIGURATIONS`` is set; "": none.
     :param never: what of ``NEVER`` it has.
-    :param unseen: what of ``UNSEEN`` it has.
     """
 
     device: str = "cuda"
-    ranks: int = 1
     configured: str = ""
     never: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
 
 
 def situation_of(server_args: Any, environ: Mapping[str, str]) -> Situation:
@@ -86,33 +71,27 @@ def situation_of(server_args: Any, environ: Mapping[str, str]) -> Situation:
         except AttributeError:
             return False
 
-    sizes = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes"))
     return Situation(
         device=server_args.device,
-        ranks=math.prod(sizes),
         configured=next((name for name in CONFIGURATIONS if environ.get(name, "").strip()), ""),
         never=tuple(name for name, (feature, _) in NEVER.items() if has(feature)),
-        unseen=tuple(name for name, feature in UNSEEN.items() if has(feature)),
     )
 
 
-def stands_back(asked: bool | None, server: Situation) -> str | None:
+def stands_back(asked: bool, server: Situation) -> str | None:
     """Why a server's allocator is left as it is; ``None``: it is switched over.
 
-    :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
+    :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``.
     """
-    if asked is False:
-        return f"{SEGMENTS.name} is off"
+    if not asked:
+        return f"{SEGMENTS.name}=on turns it on"
     if server.device != "cuda":
         return f"--device is {server.device}"
     if server.configured:
         return f"{server.configured} is set, and the switch would undo it"
     if server.never:
         return f"of {server.never[0]}, {NEVER[server.never[0]][1]}"
-    if asked:
-        return None
-    unseen = ["several ranks"] * (server.ranks > 1) + list(server.unseen)
-    return f"not seen with {', '.join(unseen)}; {SEGMENTS.name}=on turns it on" if unseen else None
+    return None
 
 
 @dataclass(frozen=True)
