@@ -45,7 +45,7 @@ def went(module, **how):
     return way
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations([IN_PLACE, HOOKED])), ids=str)
+@pytest.mark.parametrize("order", list(itertools.permutations([IN_PLACE, HOOKED])), ids=["as given", "reversed"])
 def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order):
     patchers = []
     for route in order:
