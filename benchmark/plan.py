@@ -272,7 +272,7 @@ def survived(results: Sequence[output.Result]) -> str:
             if each["held"] is None:
                 continue
             least = min(each["lowest_free"].values(), default=None)
-            held = "held" if each["held"] else f"no: {'; '.join(each['reasons'])}"
+            held = "yes" if each["held"] else f"no: {'; '.join(each['reasons'])}"
             rows.append((f"{each['fraction']:.3f}", held, "" if least is None else f"{least / MB:,.0f} MB"))
     return output.table(("fraction", "survived", "lowest free"), rows) if rows else ""
 

@@ -141,7 +141,7 @@ def reasons(found: dict[str, Any]) -> str:
 def families(found: dict[str, Any]) -> str:
     """A table with a line for each family of models, and a column for each part of its layers: what becomes of it.
 
-    Families and runners are told apart where a change does.
+    Families (those beside each other in the list) and runners are told apart where a change does.
     """
     stated, patch = package()
     from sglang_moe_patches import runners
@@ -177,8 +177,11 @@ def families(found: dict[str, Any]) -> str:
         f"| family | {' | '.join(', '.join(names) for names in grouped)} |",
         "| --- " * (len(grouped) + 1) + "|",
     ]
-    for number, name in enumerate(rows):
-        lines.append(f"| {name} | {' | '.join(columns[names[0]][number] for names in grouped)} |")
+    places = {name: number for number, name in enumerate(rows)}
+    for _, alike in groupby(rows, key=rows.__getitem__):
+        models = list(alike)
+        told = (columns[names[0]][places[models[0]]] for names in grouped)
+        lines.append(f"| {'; '.join(models)} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 
