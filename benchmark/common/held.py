@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "SGLANG_MOE_PATCHES_BENCHMARK_HELD"
+VARIABLE = "MOE_PATCHES_BENCHMARK_HELD"
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,12 @@ def register() -> None:
 
 def _watch(module: Any) -> None:
     import torch
+    from sglang_moe_patches.observers import memory
 
     path = Path(os.environ[VARIABLE])
     asked, told = path.with_name(f"{path.name}.ask"), path.with_name(f"{path.name}.parts")
     original = module.ModelRunner.forward
     file: Any = None
-
-    def counters() -> tuple[int, int, int, int]:
-        if not torch.cuda.is_initialized():
-            return 0, 0, 0, 0
-        counted = torch.cuda.memory_stats_as_nested_dict()
-        found, reserved = (counted[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
-        return found["current"], found["peak"], reserved["current"], torch.cuda.mem_get_info()[0]
 
     def tell(name: str) -> None:
         segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
@@ -149,17 +143,17 @@ def _watch(module: Any) -> None:
             torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         ):
             return original(self, batch, *args, **kwargs)
-        allocated = counters()[0]
+        allocated = memory.read_device().allocated
         if file is None:
             file = path.open("a", buffering=1)
             tell("first")
         result = original(self, batch, *args, **kwargs)
-        _, peak, reserved, free = counters()
+        now = memory.read_device()
         tokens = 0 if batch.input_ids is None else int(batch.input_ids.shape[0])
-        line = Line(time.time(), batch.forward_mode.name, tokens, batch.batch_size, allocated, peak, reserved, free)
+        of_batch = batch.forward_mode.name, tokens, batch.batch_size
+        line = Line(time.time(), *of_batch, allocated, now.peak, now.reserved, now.free)
         file.write(json.dumps(asdict(line)) + "\n")
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
+        memory.begin_peak()
         if asked.exists():
             asked.unlink()
             tell("last")
