@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import importlib
 import inspect
 import textwrap
@@ -166,6 +167,7 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     )
 
 
+@functools.cache  # several changes look at the same functions, and reading a file's lines takes milliseconds
 def source(function: Callable[..., Any]) -> str:
     """The source of ``function``, starting at column 0."""
     return textwrap.dedent(inspect.getsource(function))
