@@ -107,18 +107,37 @@ def write_model(folder: Path, served: Served) -> Path:
     return folder
 
 
+def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Path:
+    """A folder with the weights in it, for what reads them from disk.
+
+    :param seed: another one makes all weights others.
+    :param device: where they are drawn.
+    """
+    from safetensors.torch import save_file
+
+    write_model(folder, served)
+    path = folder / "config.json"
+    described = json.loads(path.read_text())
+    described[model.MARKER]["seed"] = seed
+    path.write_text(json.dumps(described))
+    made = {name: tensor.cpu() for name, tensor in tensors(described, device)}
+    save_file(made, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
 # --- In the servers --------------------------------------------------------------------------------------------------
 
 
 def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the checkpoint that ``config.json`` describes, by name."""
+    """Every tensor of the checkpoint that ``config.json`` describes, by name; of another seed, all of them others."""
     import torch
 
     spec = families.ModelSpec(**c[model.MARKER])
     quantization = c.get("quantization_config", {}).get("quant_method")
 
     def generator(name: str) -> torch.Generator:
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        drawn = f"{spec.seed}/{name}" if spec.seed else name
+        seed = int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:7], "big")
         return torch.Generator(device).manual_seed(seed)
 
     def nvfp4(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,591 @@
+"""A stock and a patched server side by side for minutes: mixed prompts, aborts, flushes, weight updates.
+
+    python benchmark/soak.py --gpus "0;1" --json soak.json       # Qwen3-30B's widths, 4 layers, BF16, 8 minutes
+    python benchmark/soak.py --gpus "0;1" --minutes 1 --seed 2
+    python benchmark/soak.py --quick                             # a tiny model, CPU: does it run?
+
+Both servers serve one checkpoint from disk and get the same requests, drawn from one seed. In every round clients send
+prompts of random lengths; some of them go away, some requests are aborted by their id, and whatever still runs at the
+round's end is aborted. Then nothing else runs, and fixed prompts are asked, greedily, one after the other and past the
+prefix cache. After some rounds the cache is flushed, and after some of those the weights are replaced from disk by
+request, with other ones and then the first ones again. It held, and the exit code is 0, if nothing failed, the fixed
+prompts had one answer for each weights in both servers, and what the patched server reserved in the second half of the
+time is at most what it had reserved in the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import forwards, held, machine, output, plugins, weights
+from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
+from common.shapes import MODELS, TINY
+from common.weights import Served
+from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.reference import environment
+from sglang_moe_patches.servers.server import Server, ServerFailed
+
+MB = 1e6
+#: SGLANG_MOE_PATCHES, and whether segments are on.
+SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
+#: Of what forwards had reserved in the first half; by so much more in the second it still counts as flat.
+TOLERANCE = 0.02
+#: Parts of all requests: whose client goes away, and which are aborted by their id.
+LEAVE, ABORT = 0.08, 0.08
+#: Of all requests, those that begin as others do.
+SHARE = 0.3
+#: After every so many rounds.
+FLUSH_EVERY, UPDATE_EVERY = 2, 4
+#: A line of the log that no server should write.
+FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
+START_S, PATIENCE_S = 400.0, 300.0
+PROBE_TOKENS = 24
+POINTS = 200
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A request.
+
+    :param rid: its id; none is the beginning of another one.
+    :param prefix: tokens at its beginning that others share.
+    :param leaves_s: seconds after which its client goes away.
+    :param aborted_s: seconds after which it is aborted by its id.
+    """
+
+    rid: str
+    tokens: int
+    new_tokens: int
+    prefix: int = 0
+    leaves_s: float | None = None
+    aborted_s: float | None = None
+
+
+def drawn(seed: int, round_: int, client: int, longest: int, most_new: int) -> Iterator[Draw]:
+    """The requests of one client in one round, without end: many short ones, and some of any length."""
+    draw = random.Random(f"{seed}/{round_}/{client}")
+    number = 0
+    while True:
+        tokens, new_tokens = (max(1, round(limit ** draw.random())) for limit in (longest, most_new))
+        fate, after, shares = draw.random(), 0.02 + draw.random(), draw.random()
+        yield Draw(
+            f"{seed}-{round_}-{client}-{number}-",
+            tokens,
+            new_tokens,
+            prefix=tokens // 2 if shares < SHARE else 0,
+            leaves_s=after if fate < LEAVE else None,
+            aborted_s=after if LEAVE <= fate < LEAVE + ABORT else None,
+        )
+        number += 1
+
+
+@dataclass
+class Record:
+    """What became of one server. Bytes; times in seconds since the first round.
+
+    :param answers: weights and length of a fixed prompt: its answers by their digest, and how often each came.
+    :param logprobs: the same of the answers with their log-probabilities.
+    :param columns: forwards in which a tensor ran in columns.
+    :param dead_inputs: forwards in which a dead input was used.
+    :param first_half: the most that the allocator had reserved in the first half. ``before``: before the first forward.
+    :param curve: time, reserved, allocated.
+    """
+
+    startup_s: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+    answered: int = 0
+    left: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    flushes: int = 0
+    updates: int = 0
+    probes: int = 0
+    errors: list[str] = field(default_factory=list)
+    answers: dict[str, dict[str, int]] = field(default_factory=dict)
+    logprobs: dict[str, dict[str, int]] = field(default_factory=dict)
+    forwards: int = 0
+    columns: int = 0
+    dead_inputs: int = 0
+    before: int = 0
+    first_half: int = 0
+    second_half: int = 0
+    peak: int = 0
+    lowest_free: int = 0
+    curve: list[tuple[float, int, int]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+
+# --- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def flat(server: dict[str, Any]) -> bool:
+    """Whether the second half had no more reserved than the first, but for ``TOLERANCE`` of what forwards took."""
+    first, second = (server[half] - server["before"] for half in ("first_half", "second_half"))
+    return bool(second <= first * (1 + TOLERANCE))
+
+
+def distinct(servers: dict[str, Any], what: str = "answers") -> dict[str, set[str]]:
+    """All servers' answers of each weights and fixed prompt."""
+    keys = dict.fromkeys(key for server in servers.values() for key in server[what])
+    return {key: {one for server in servers.values() for one in server[what].get(key, ())} for key in keys}
+
+
+def reasons(figures: dict[str, Any]) -> list[str]:
+    """Why it did not hold; none: it did."""
+    servers = figures["servers"]
+    found = [f"{name}: not run" for name in SERVERS if name not in servers]
+    for name, server in servers.items():
+        if server["errors"]:
+            found.append(f"{name}: {len(server['errors'])} errors, the first: {server['errors'][0]}")
+        for what in ("aborted", "left", "flushes", "updates"):
+            if not server[what]:
+                found.append(f"{name}: {what}: none")
+    answers = distinct(servers)
+    if not answers:
+        found.append("no fixed prompt was asked")
+    for key, several in answers.items():
+        if len(several) > 1:
+            each = ", ".join(f"{name} {len(server['answers'].get(key, ()))}" for name, server in servers.items())
+            found.append(f"{key}: {len(several)} different answers ({each})")
+    by_prompt: dict[str, set[str]] = {}
+    for key, several in answers.items():
+        by_prompt.setdefault(key.split(", ")[1], set()).update(several)
+    if answers and not any(len(several) > 1 for several in by_prompt.values()):
+        found.append("the other weights answer alike: no update was seen")
+    if (patched := servers.get("patched")) is not None:
+        if not flat(patched):
+            more = (patched["second_half"] - patched["first_half"]) / MB
+            found.append(f"patched: {more:,.0f} MB more reserved in the second half than in the first")
+        if figures["gpu"] and not (patched["columns"] and patched["dead_inputs"]):
+            found.append("patched: no change was seen to act")
+    return found
+
+
+# --- one server -------------------------------------------------------------------------------------------------------
+
+
+class Driven:
+    """A server that is asked, and what is known of it.
+
+    :param wrote: files of what its forwards held, and did.
+    """
+
+    def __init__(self, server: Server, options: Any, models: Sequence[Path], wrote: tuple[Path, Path]) -> None:
+        import httpx
+
+        self.server, self.options, self.models, self.wrote = server, options, models, wrote
+        self.record = Record(startup_s=round(server.startup_s, 1))
+        self._lock = threading.Lock()
+        self._loaded = 0
+        self._shared = prompt(options.longest, -1)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits)
+
+    def run(self, finished: Callable[[], None]) -> None:
+        """All rounds, until the time is over; what ends them early is recorded as an error."""
+        began, number = time.time(), 0
+        try:
+            while time.time() < began + self.options.seconds:
+                self.load(number)
+                number += 1
+                self.probe()
+                if number % FLUSH_EVERY == 0:
+                    self.flush()
+                if number % UPDATE_EVERY == 0:
+                    self.update()
+                    self.probe()
+                    self.look(began)
+                    finished()
+                self.record.rounds, self.record.seconds = number, round(time.time() - began, 1)
+        except Exception as error:
+            self.error(f"{type(error).__name__}: {str(error)[:2000]}")
+        self.record.seconds = round(time.time() - began, 1)
+        self.look(began)
+        finished()
+
+    def error(self, said: str) -> None:
+        with self._lock:
+            self.record.errors.append(said)
+        print(f"{self.server.name}: {said}", flush=True)
+
+    def load(self, round_: int) -> None:
+        """One round of requests; nothing runs any more when it returns."""
+        over = threading.Event()
+        options = self.options
+
+        def work(client: int) -> None:
+            for draw in drawn(options.seed, round_, client, options.longest, options.new_tokens):
+                if over.is_set():
+                    return
+                self.ask(draw, over)
+
+        with ThreadPoolExecutor(options.clients) as pool:
+            working = [pool.submit(work, client) for client in range(options.clients)]
+            ends = time.monotonic() + options.round
+            while time.monotonic() < ends:
+                try:
+                    self.server.check()
+                except ServerFailed:
+                    over.set()
+                    raise
+                time.sleep(0.2)
+            over.set()
+            self.abort("")
+        for future in working:
+            future.result()
+
+    def ask(self, draw: Draw, over: threading.Event) -> None:
+        import httpx
+
+        tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, hash_of(draw.rid))
+        body: dict[str, Any] = {"rid": draw.rid, "input_ids": tokens}
+        body["sampling_params"] = {"temperature": 0.8, "max_new_tokens": draw.new_tokens, "ignore_eos": True}
+        aborter = None
+        if draw.aborted_s is not None:
+            aborter = threading.Timer(draw.aborted_s, self.abort, [draw.rid])
+            aborter.start()
+        try:
+            answer = self._http.post("/generate", json=body, timeout=draw.leaves_s or PATIENCE_S)
+        except httpx.TimeoutException:
+            if draw.leaves_s is None:
+                self.error(f"no answer after {PATIENCE_S:.0f} s to {draw}")
+            with self._lock:
+                self.record.left += 1
+            return
+        except httpx.HTTPError as error:
+            self.error(f"{type(error).__name__}: {error} to {draw}")
+            return
+        finally:
+            if aborter is not None:
+                aborter.cancel()
+                aborter.join()
+        outcome = outcome_of(answer.status_code, answer.text)
+        with self._lock:
+            if outcome == "answered":
+                self.record.answered += 1
+                self.record.prompt_tokens += draw.tokens
+                self.record.new_tokens += draw.new_tokens
+            elif outcome == "aborted":
+                self.record.aborted += 1
+        if outcome == "aborted" and draw.aborted_s is None and not over.is_set():
+            self.error(f"aborted, though nobody asked for it: {draw}")
+        elif outcome == "answered" and len(answer.json()["output_ids"]) != draw.new_tokens:
+            self.error(f"{len(answer.json()['output_ids'])} tokens in answer to {draw}")
+        elif outcome not in ("answered", "aborted"):
+            self.error(f"{outcome} to {draw}")
+
+    def abort(self, rid: str) -> None:
+        """One request, or with "" all of them."""
+        try:
+            self._post("/abort_request", {"rid": rid, "abort_all": not rid})
+        except Exception as error:  # of a timer's thread nobody else would hear it
+            self.error(f"{type(error).__name__}: {str(error)[:300]}")
+
+    def probe(self) -> None:
+        """The fixed prompts, greedily, nothing of them taken from the prefix cache."""
+        for tokens in self.options.probes:
+            body = {
+                "input_ids": prompt(tokens, 0),
+                "sampling_params": {"temperature": 0, "max_new_tokens": PROBE_TOKENS, "ignore_eos": True},
+                "return_logprob": True,
+                "extra_key": f"probe {self.record.probes}",
+            }
+            answer = self._post("/generate", body)
+            with_logprobs = answer["meta_info"]["output_token_logprobs"]
+            key = f"weights {self._loaded}, {tokens} tokens"
+            for kept, said in (
+                (self.record.answers, answer["output_ids"]),
+                (self.record.logprobs, [each[:2] for each in with_logprobs]),
+            ):
+                counts = kept.setdefault(key, {})
+                digest = digest_of(said)
+                counts[digest] = counts.get(digest, 0) + 1
+            self.record.probes += 1
+
+    def flush(self) -> None:
+        self._post("/flush_cache?timeout=60", None)
+        self.record.flushes += 1
+
+    def update(self) -> None:
+        self._loaded = (self._loaded + 1) % len(self.models)
+        answer = self._post("/update_weights_from_disk", {"model_path": str(self.models[self._loaded])})
+        if not answer["success"]:
+            self.error(f"weight update: {answer}")
+        self.record.updates += 1
+
+    def _post(self, path: str, body: Any) -> Any:
+        """
+        :raises RuntimeError: what was answered is not 200.
+        """
+        self.server.check()
+        answer = self._http.post(path, json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path}: HTTP {answer.status_code}: {answer.text[:300]}")
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+
+    def look(self, began: float) -> None:
+        """What its forwards held and did, as far as they are written."""
+        record, (holding, did) = self.record, self.wrote
+        if lines := held.read(holding):
+            summed(record, lines, began)
+        acted = [one for one in forwards.read(did) if one.tokens is not None]
+        record.forwards = len(acted)
+        record.columns = sum(bool(one.slices) for one in acted)
+        record.dead_inputs = sum(bool(one.outputs or one.scratch) for one in acted)
+        said = self.server.log_text().splitlines()
+        record.log = [line for line in said if "sglang-moe-patches" in line]
+        fatal = Counter(FATAL.search(line)[0] for line in said if FATAL.search(line))
+        known = [error for error in record.errors if not error.startswith("log: ")]
+        record.errors = known + [f"log: {what} ({count} times)" for what, count in fatal.items()]
+
+
+def summed(record: Record, lines: Sequence[held.Line], began: float) -> None:
+    """Of a server's lines what is kept. Its halves are those of the time since ``began``."""
+    first = lines[0]
+    later = [line for line in lines if line.at >= began] or [first]
+    middle = began + (later[-1].at - began) / 2
+    record.before = first.reserved
+    record.first_half = max((line.reserved for line in later if line.at < middle), default=0)
+    record.second_half = max((line.reserved for line in later if line.at >= middle), default=0)
+    record.peak = max(line.peak for line in later)
+    record.lowest_free = min(line.free for line in later)
+    every = max(1, -(-len(later) // POINTS))
+    record.curve = [
+        (round(part[-1].at - began, 1), max(line.reserved for line in part), max(line.peak for line in part))
+        for part in (later[at : at + every] for at in range(0, len(later), every))
+    ]
+
+
+def outcome_of(status: int, text: str) -> str:
+    """What became of a request: ``answered``, ``aborted``, or what the server had against it."""
+    if status != 200:
+        # As the engine says it of a request that was aborted before it ran.
+        return "aborted" if status in (400, 499, 503) and "abort" in text.lower() else f"HTTP {status}: {text[:300]}"
+    reason = json.loads(text)["meta_info"]["finish_reason"] or {}
+    return "aborted" if reason.get("type") == "abort" else "answered"
+
+
+def digest_of(said: Any) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def hash_of(text: str) -> int:
+    """The same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def served(options: Any) -> Served:
+    if options.quick:
+        return Served(TINY)
+    return Served(MODELS[options.model], moe_layers=options.layers, runner="triton")
+
+
+def arguments(options: Any, model: Path) -> list[str]:
+    given = ["--model-path", str(model), *RUNNER_ARGUMENTS[served(options).runner], "--skip-tokenizer-init"]
+    given += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
+    given += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]
+    if environment.has_gpu():
+        given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
+        if options.captured:  # a replayed prefill allocates nothing: longer ones are to run as they are written
+            given += ["--piecewise-cuda-graph-max-tokens", str(options.captured)]
+    elif options.quick:
+        given += EAGER
+    return environment.server_arguments([*given, *options.arguments])
+
+
+def server(name: str, options: Any, work: Path, model: Path, group: str) -> tuple[Server, tuple[Path, Path]]:
+    """Not started yet; and the files that its forwards write."""
+    select, segments = SERVERS[name]
+    wrote = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    paths = [str(work / "plugins"), str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own |= environment.variables(own) if options.quick else {}
+    own |= {
+        SELECT_VARIABLE: select,
+        SEGMENTS.name: segments,
+        held.VARIABLE: str(wrote[0]),
+        forwards.VARIABLE: str(wrote[1]),
+        forwards.UNTIMED: "1",
+        "PYTHONPATH": ":".join(paths),
+        # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
+    }
+    own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
+
+    def progress(seconds: float, line: str) -> None:
+        if round(seconds * 2) % 40 == 0:
+            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
+
+    log = work / f"{name}.log"
+    return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), wrote
+
+
+def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
+    """Both servers, at the same time.
+
+    :param finished: is told what is known after each update of either, and in the end.
+    """
+    begun = time.monotonic()
+    device = "cuda" if environment.has_gpu() else "cpu"
+    # In processes of their own, which leave nothing on the GPUs.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as writers:
+        writing = [
+            writers.submit(weights.write_checkpoint, work / f"model-{seed}", served(options), seed, device)
+            for seed in range(2)
+        ]
+        models = [each.result() for each in writing]
+    print(f"two checkpoints written after {time.monotonic() - begun:.0f} s", flush=True)
+    plugins.write(work / "plugins", "benchmark_held", "common.held:register")
+    plugins.write(work / "plugins", "benchmark_forwards", "common.forwards:register")
+    groups = options.gpus.split(";") if options.gpus else [""]
+    lock = threading.Lock()
+    records: dict[str, Record] = {}
+    # Neither begins before the other one is ready; where one does not start, the other one ends.
+    ready = threading.Barrier(len(SERVERS))
+
+    def one(name: str, group: str) -> None:
+        try:
+            started, wrote = server(name, options, work, models[0], group)
+            with started:
+                ready.wait(START_S)
+                if options.within:
+                    with lock:
+                        options.seconds = min(options.seconds, options.within - (time.monotonic() - options.begun))
+                driven = Driven(started, options, models, wrote)
+                records[name] = driven.record
+
+                def told() -> None:
+                    with lock:
+                        finished(records)
+                        print(f"{name}: {summary(driven.record)}", flush=True)
+
+                driven.run(told)
+        except Exception as error:
+            ready.abort()
+            with lock:
+                records.setdefault(name, Record()).errors.append(f"{type(error).__name__}: {str(error)[-2000:]}")
+                finished(records)
+
+    with ThreadPoolExecutor(len(SERVERS)) as pool:
+        for number, name in enumerate(SERVERS):
+            pool.submit(one, name, groups[number % len(groups)])
+
+
+def summary(record: Record) -> str:
+    return (
+        f"{record.seconds:.0f} s, {record.rounds} rounds: {record.answered} answered, {record.aborted} aborted, "
+        f"{record.left} left, {record.updates} updates, {record.second_half / MB:,.0f} MB reserved, "
+        f"{len(record.errors)} errors"
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(result: output.Result) -> str:
+    """A row for each server, and the verdict."""
+    figures = result["figures"]
+    servers = figures["servers"]
+    header = (
+        *("server", "minutes", "answered", "aborted", "left", "flushes", "updates", "errors", "forwards", "in columns"),
+        *("probes", "reserved MB, first half", "second half", "lowest free MB"),
+    )
+    rows = [
+        (
+            name,
+            f"{one['seconds'] / 60:.1f}",
+            *(f"{one[what]:,}" for what in ("answered", "aborted", "left", "flushes", "updates")),
+            f"{len(one['errors']):,}",
+            *(f"{one[what]:,}" for what in ("forwards", "columns", "probes")),
+            *(f"{one[what] / MB:,.0f}" for what in ("first_half", "second_half", "lowest_free")),
+        )
+        for name, one in servers.items()
+    ]
+    against = figures["reasons"]
+    said = "**It held.**" if not against else f"**It did not hold**: {'; '.join(against)}."
+    alike = [f"{len(several)} of {key}" for key, several in distinct(servers).items()]
+    with_logprobs = max((len(several) for several in distinct(servers, "logprobs").values()), default=0)
+    said += f" Different answers to the fixed prompts, of both servers: {', '.join(alike) or 'none asked'}; "
+    said += "with their log-probabilities, bit for bit: at most "
+    return f"{output.table(header, rows)}\n{said}{with_logprobs}.\n"
+
+
+def main() -> int:
+    quick = {"minutes": 1.0, "round": 5.0, "chunk": 64, "cache": 4096, "longest": 200, "new_tokens": 16, "requests": 8}
+    parser = output.parser(__doc__, quick={**quick, "clients": 4, "probes": (5, 100)}, logs=True)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    parser.add_argument("--layers", type=int, default=4, help="with experts")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--within", type=float, default=0.0, help="seconds for all, start-up included: runs shorter")
+    parser.add_argument("--round", type=float, default=12.0, help="seconds of load between two quiet moments")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=16_384)
+    parser.add_argument("--captured", type=int, default=2048, help="tokens of the longest captured prefill; 0: default")
+    parser.add_argument("--cache", type=int, default=1_000_000, help="--max-total-tokens")
+    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+    parser.add_argument("--longest", type=int, default=32_768, help="prompt")
+    parser.add_argument("--new-tokens", type=int, default=256, help="at most")
+    parser.add_argument("--probes", type=output.numbers, default=(5, 700, 8192), help="tokens of the fixed prompts")
+    parser.add_argument("--seed", type=int, default=1, help="of all requests")
+    parser.add_argument("--gpus", default="", help="a group for each server, as 0;1")
+    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    options = output.parse(parser)
+    options.begun, options.seconds = time.monotonic(), 60 * options.minutes
+    if not options.quick:
+        machine.require_gpu("soak", "--quick runs without one")
+    described_by = (
+        "model",
+        "layers",
+        "minutes",
+        "round",
+        "clients",
+        "chunk",
+        "captured",
+        "longest",
+        "new_tokens",
+        "seed",
+    )
+    figures = {name: getattr(options, name) for name in described_by} | {"gpu": environment.has_gpu(), "servers": {}}
+    if options.quick:
+        figures |= {"model": "tiny", "layers": TINY.layers}
+
+    def finished(records: dict[str, Record]) -> None:
+        figures["servers"] = {name: vars(records[name]) for name in SERVERS if name in records}
+        figures["reasons"] = reasons(figures)
+        if options.json:
+            output.write(options.json, output.result("soak", figures))
+
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        try:
+            both(options, Path(folder), finished)
+        finally:
+            output.keep_logs(options, Path(folder))
+    if not figures["servers"]:
+        raise SystemExit("soak: no server ran")
+    result = output.result("soak", figures)
+    output.finish(options, result, tables(result))
+    return 1 if figures["reasons"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""benchmark/soak.py: what is asked, what is read of two servers, and when it held."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soak
+import torch
+from common import weights
+from common.held import Line
+from common.shapes import TINY
+from safetensors.torch import load_file
+
+SHORT, LONG = "weights 0, 5 tokens", "weights 0, 700 tokens"
+
+
+def server(**more: Any) -> dict[str, Any]:
+    """What is known of one that held."""
+    answers = {SHORT: {"a": 9}, LONG: {"b": 9}, "weights 1, 5 tokens": {"c": 4}, "weights 1, 700 tokens": {"d": 4}}
+    counted = {"aborted": 3, "left": 2, "flushes": 2, "updates": 2, "columns": 7, "dead_inputs": 7}
+    sizes = {"before": 1000, "first_half": 2000, "second_half": 1990}
+    return vars(soak.Record(answers=answers, logprobs=answers, **counted, **sizes)) | more
+
+
+def figures(gpu: bool = True, **patched: Any) -> dict[str, Any]:
+    return {"gpu": gpu, "servers": {"stock": server(), "patched": server(**patched)}}
+
+
+def test_it_held_where_nothing_speaks_against_it():
+    assert soak.reasons(figures()) == []
+
+
+@pytest.mark.parametrize(
+    ("patched", "reason"),
+    [
+        ({"errors": ["HTTP 500: no", "x"]}, "patched: 2 errors, the first: HTTP 500: no"),
+        ({"updates": 0}, "patched: updates: none"),
+        ({"aborted": 0}, "patched: aborted: none"),
+        ({"second_half": 2000 + 20 + 1}, "patched: 0 MB more reserved in the second half than in the first"),
+        ({"columns": 0}, "patched: no change was seen to act"),
+        ({"dead_inputs": 0}, "patched: no change was seen to act"),
+    ],
+    ids=["errors", "no update", "no abort", "grown", "no columns", "no dead input"],
+)
+def test_what_speaks_against_it_is_said(patched: dict[str, Any], reason: str):
+    assert soak.reasons(figures(**patched)) == [reason]
+
+
+def test_growth_is_against_what_forwards_took_with_the_tolerance():
+    assert soak.reasons(figures(second_half=2000 + 20)) == []
+    assert soak.flat(server(second_half=0))
+
+
+def test_what_stock_reserves_does_not_decide():
+    found = figures()
+    found["servers"]["stock"]["second_half"] *= 2
+    assert soak.reasons(found) == []
+
+
+def test_an_answer_that_differs_once_or_between_the_servers_is_said():
+    once = figures(answers=server()["answers"] | {SHORT: {"a": 8, "z": 1}})
+    assert soak.reasons(once) == [f"{SHORT}: 2 different answers (stock 1, patched 2)"]
+    always = figures(answers=server()["answers"] | {LONG: {"z": 9}})
+    assert soak.reasons(always) == [f"{LONG}: 2 different answers (stock 1, patched 1)"]
+
+
+def test_an_update_that_nobody_sees_is_none():
+    same = {key: {"a": 1} for key in server()["answers"]}
+    found = figures()
+    for each in found["servers"].values():
+        each["answers"] = same
+    assert soak.reasons(found) == ["the other weights answer alike: no update was seen"]
+
+
+def test_a_server_that_is_not_there_did_not_hold():
+    found = figures()
+    del found["servers"]["patched"]
+    assert soak.reasons(found) == ["patched: not run"]
+
+
+def test_without_a_gpu_nothing_is_asked_of_the_triton_runner():
+    assert soak.reasons(figures(gpu=False, columns=0, dead_inputs=0)) == []
+
+
+def test_requests_are_those_of_the_seed_and_no_id_begins_another():
+    def some(seed: int) -> list[soak.Draw]:
+        return list(islice(soak.drawn(seed, 0, 0, 4096, 64), 300))
+
+    first = some(1)
+    assert first == some(1)
+    assert first != some(2)
+    everything = [draw for client in range(12) for draw in islice(soak.drawn(1, 0, client, 4096, 64), 12)]
+    ids = [draw.rid for draw in everything]
+    assert not any(one != other and one.startswith(other) for one in ids for other in ids)
+    assert all(1 <= draw.tokens <= 4096 and 1 <= draw.new_tokens <= 64 for draw in first)
+    assert any(draw.leaves_s for draw in first)
+    assert any(draw.aborted_s for draw in first)
+    assert not any(draw.leaves_s and draw.aborted_s for draw in first)
+    assert any(draw.prefix for draw in first)
+    assert all(draw.prefix <= draw.tokens // 2 for draw in first)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "outcome"),
+    [
+        (200, json.dumps({"meta_info": {"finish_reason": {"type": "length"}}}), "answered"),
+        (200, json.dumps({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}), "aborted"),
+        (503, "Abort in waiting queue", "aborted"),
+        (503, "no place", "HTTP 503: no place"),
+        (500, "abort", "HTTP 500: abort"),
+    ],
+)
+def test_what_became_of_a_request(status: int, text: str, outcome: str):
+    assert soak.outcome_of(status, text) == outcome
+
+
+def test_the_halves_are_those_of_the_time_since_the_first_round():
+    def line(at: float, reserved: int, free: int = 9) -> Line:
+        return Line(at, "DECODE", 1, 1, 5, reserved - 1, reserved, free)
+
+    record = soak.Record()
+    soak.summed(record, [line(0, 10), line(90, 99), line(100, 30), line(104, 40), line(106, 35, 3), line(110, 20)], 100)
+    assert (record.before, record.first_half, record.second_half) == (10, 40, 35)
+    assert (record.peak, record.lowest_free) == (39, 3)
+    assert record.curve == [(0.0, 30, 29), (4.0, 40, 39), (6.0, 35, 34), (10.0, 20, 19)]
+    soak.summed(record, [line(100 + at / 10, 30) for at in range(1000)], 100)
+    assert len(record.curve) == soak.POINTS
+
+
+def test_checkpoints_of_two_seeds_differ_in_every_drawn_tensor(tmp_path: Path):
+    served = weights.Served(TINY, moe_layers=1, runner="triton")
+    first, second = (
+        load_file(weights.write_checkpoint(tmp_path / str(seed), served, seed, "cpu") / "model.safetensors")
+        for seed in range(2)
+    )
+    assert list(first) == list(second)
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+    config = json.loads((tmp_path / "0" / "config.json").read_text())
+    drawn = dict(weights.tensors(config, torch.device("cpu")))
+    assert all(torch.equal(first[name], tensor) for name, tensor in drawn.items())
+
+
+def test_the_table_says_whether_it_held():
+    held = figures() | {"reasons": []}
+    text = soak.tables({"figures": held})
+    assert "**It held.**" in text
+    assert "1 of weights 0, 5 tokens" in text
+    failed = copy.deepcopy(held) | {"reasons": ["patched: not run"]}
+    assert "**It did not hold**: patched: not run." in soak.tables({"figures": failed})
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["benchmark/soak.py"])
+    with pytest.raises(SystemExit) as ended:
+        soak.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "soak: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
