@@ -46,7 +46,7 @@ export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
 .PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak \
-  constraints new-release compatibility clean
+  engine-suite constraints new-release compatibility clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -124,6 +124,10 @@ mutations: env ## what deliberately broken patches do to its answers: the table 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
 	  $(BIN)/python -m pytest -q -s test/engine/test_servers.py -k concurrent
+
+engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
+	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))
+	$(BIN)/python benchmark/engine_suite.py $(SGLANG) $(ARGS)
 
 constraints: env ## write test/constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \

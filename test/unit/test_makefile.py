@@ -43,6 +43,14 @@ def test_a_new_release_must_be_stated_first():
     assert f"SGLang {UNKNOWN} is not in `all` of releases.toml; add it there first" in done.stderr
 
 
+def test_the_engines_own_tests_are_asked_for_with_a_checkout():
+    done = make("-n", "engine-suite")
+    assert done.returncode
+    assert "SGLANG=CHECKOUT says where SGLang's tests are" in done.stderr
+    said = make("-n", "engine-suite", "SGLANG=/there", "ARGS=--list").stdout
+    assert "python benchmark/engine_suite.py /there --list" in said
+
+
 def test_a_python_without_what_is_needed_is_named(tmp_path: Path):
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\nexit 1\n")

@@ -1,0 +1,156 @@
+"""One file of the engine's own tests in this process, with every change acting wherever it can, or with none.
+
+    python -m common.everywhere stock|patched FILE RESULT.json
+
+Tests of single functions construct no model runner, at which a server applies the changes: here it is done before the
+test is imported. Columns are as narrow as the tiles allow whatever the size of a tensor; a threshold of one byte would
+still leave tensors whole that are not worth a slice. The same, as a plugin of the engine (``register``), in servers
+that a test starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+import time
+import unittest
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIDES = ("stock", "patched")
+
+
+def narrowest(original: Callable[..., int], alignment: int, operand_bytes: int) -> Callable[..., int]:
+    """``columns.slice_width`` that bounds a slice by nothing but where one can start."""
+    parameters = inspect.signature(original)
+
+    @functools.wraps(original)
+    def slice_width(*args: Any, **kwargs: Any) -> int:
+        given = parameters.bind(*args, **kwargs)
+        given.apply_defaults()
+        sizes = given.arguments
+        scales = sizes["scale_columns"] * (operand_bytes // math.gcd(operand_bytes, sizes["scale_bytes"]))
+        return int(min(sizes["hidden"], math.lcm(alignment, sizes["block_columns"], scales)))
+
+    return slice_width
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``, in the patched servers of a test."""
+    from sglang_moe_patches.changes.moe_workspace import columns
+
+    columns.slice_width = narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+
+
+class Acted:
+    """How often each thing that changes count was done in this process."""
+
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+
+    def install(self) -> None:
+        from sglang_moe_patches.changes import CHANGES
+        from sglang_moe_patches.observers.acted import owner
+        from sglang_moe_patches.patch import Patcher
+
+        counts = {count.name: count for change in CHANGES for count in change.counts}
+        for count in counts.values():
+            if (found := owner(count)) is not None:
+                Patcher().wrap(*found, functools.partial(self._counted, count))
+
+    def _counted(self, count: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self.times[count.name] += bool(count.of(result, *args, **kwargs))
+            return result
+
+        return counted
+
+
+class Outcomes:
+    """A plugin of pytest: what became of each test, and how many ``subTest`` there were."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+        self.errors: list[str] = []
+        self._subtests = 0
+
+    def count_subtests(self) -> None:
+        case: Any = unittest.TestCase
+        original = case.subTest
+
+        def sub_test(test: Any, *args: Any, **kwargs: Any) -> Any:
+            self._subtests += 1
+            return original(test, *args, **kwargs)
+
+        case.subTest = sub_test
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.errors.append(in_a_line(report.longrepr))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.split("::", 1)[-1]
+        test = self.tests.setdefault(name, {"outcome": "", "seconds": 0.0, "subtests": 0, "said": ""})
+        test["seconds"] = round(test["seconds"] + report.duration, 2)
+        if report.when == "call":
+            # Some releases of pytest report each of them, and others the test alone.
+            test["subtests"] += self._subtests
+            self._subtests = 0
+        if report.failed or report.skipped or report.when == "call":
+            worse = ("failed", "skipped", "passed")
+            outcomes = [each for each in (test["outcome"], report.outcome) if each]
+            test["outcome"] = min(outcomes, key=worse.index)
+        if not report.passed:
+            test["said"] = test["said"] or in_a_line(report.longrepr)
+
+
+def in_a_line(said: Any) -> str:
+    """What pytest says of a failure, or why a test was skipped."""
+    if isinstance(said, tuple):
+        return str(said[2])[:300]
+    if (crash := getattr(said, "reprcrash", None)) is not None:
+        return str(crash.message).strip().split("\n")[0][:300]
+    lines = [line.removeprefix("E").strip() for line in str(said).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def main(side: str, file: Path, result: Path) -> int:
+    """Run the tests; what became of them is in ``result`` even if the process ends later than that."""
+    import pytest
+
+    begun, outcomes, acted, statuses = time.monotonic(), Outcomes(), Acted(), {}
+    if side == "patched":
+        from sglang_moe_patches import plugin
+
+        register()
+        statuses = {name: str(plan) for name, plan in plugin.activate().items()}
+        acted.install()
+    outcomes.count_subtests()
+    code = pytest.main(
+        ["-q", "-s", "-c", os.devnull, "-p", "no:cacheprovider", "--rootdir", str(file.parent), str(file)], [outcomes]
+    )
+    result.write_text(
+        json.dumps(
+            {
+                "tests": outcomes.tests,
+                "errors": outcomes.errors,
+                "acted": dict(acted.times),
+                "changes": statuses,
+                "seconds": round(time.monotonic() - begun, 1),
+                "exit_code": int(code),
+            }
+        )
+    )
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]).resolve(), Path(sys.argv[3])))

@@ -1,0 +1,289 @@
+"""SGLang's own tests with this package installed, stock and patched side by side.
+
+    make engine-suite SGLANG=../sglang                        # a checkout at the tag of the installed engine
+    python benchmark/engine_suite.py ../sglang --jobs 16 --json suite.json --logs logs
+    python benchmark/engine_suite.py ../sglang --list         # which would run, and why the others would not
+    python benchmark/engine_suite.py ../sglang --only fused_moe,block_int8
+
+Of the folders of `test/registered` that say something of MoE layers, every file runs that needs one GPU and no
+download, twice, each time in a process of its own: with the engine as it is, and with every change acting wherever it
+can (`benchmark/common/everywhere.py`). The exit code is 1 if a test passes stock and does not pass patched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from common import machine, output, plugins
+from common.everywhere import SIDES
+from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.servers.keeper import Kept
+
+REGISTERED = Path("test") / "registered"
+#: Folders, or files in others, by what their paths contain.
+FOLDERS = ("moe/", "quant/", "ep/", "lora/", "kernels/", "layers/", "ops/", "unit/layers/", "unit/lora/", "rl/")
+#: A file outside of `moe/` and `quant/` says something of MoE layers if its code does.
+ABOUT = re.compile(r"moe|experts", re.IGNORECASE)
+#: What fetches a model or starts one by its name; and names of public models.
+NEEDS_MODEL = {
+    *("from_pretrained", "popen_launch_server", "popen_launch_pd_server", "Engine", "SRTRunner", "HFRunner"),
+    *("snapshot_download", "hf_hub_download", "load_dataset", "try_cached_model", "run_bench_serving"),
+}
+MODEL_NAME = re.compile(r"^DEFAULT_\w*MODEL\w*$")
+GPUS = re.compile(r"\b(\d+)-gpu")
+OTHERS = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tests.
+
+    :param path: below `test/registered`.
+    :param against: why it is not run; "": it is.
+    """
+
+    path: str
+    against: str = ""
+
+
+# --- selection --------------------------------------------------------------------------------------------------------
+
+
+def against(source: str, gpus: int = 1) -> str:
+    """Why a file of tests is not run; "": it is.
+
+    :param source: its code.
+    :param gpus: that there are.
+    """
+    tree = ast.parse(source)
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    needed = sorted(name for name in named if name in NEEDS_MODEL or MODEL_NAME.match(name))
+    if needed:
+        return f"needs a model: {next((name for name in needed if MODEL_NAME.match(name)), needed[0])}"
+    called = [
+        (node.func.id, ast.unparse(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    cuda = [code for name, code in called if name == "register_cuda_ci"]
+    others = [OTHERS[name] for name, _ in called if name in OTHERS]
+    if not cuda and "CPU" not in others:
+        return f"for {' and '.join(dict.fromkeys(others))} alone" if others else "not registered"
+    wanted = [int(match) for code in cuda for match in GPUS.findall(code)]
+    if wanted and min(wanted) > gpus:
+        return f"needs {min(wanted)} GPUs"
+    return ""
+
+
+def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> list[File]:
+    """The files that say something of MoE layers or of quantization, and whether each is run.
+
+    :param only: parts of paths, of which one must be there.
+    :raises SystemExit: there are no tests.
+    """
+    root = checkout / REGISTERED
+    found = []
+    for path in sorted(root.rglob("test_*.py")):
+        name = str(path.relative_to(root))
+        if not name.startswith(FOLDERS) or (only and not any(part in name for part in only)):
+            continue
+        source = path.read_text(encoding="utf-8")
+        if name.startswith(("moe/", "quant/")) or ABOUT.search(source):
+            found.append(File(name, against(source, gpus)))
+    if not found:
+        raise SystemExit(f"engine_suite: no tests below {root}; give a checkout of SGLang")
+    return found
+
+
+def described(checkout: Path) -> str:
+    """What git says that the checkout is: its tag, or its commit; "" where it is none."""
+    done = subprocess.run(
+        ["git", "-C", str(checkout), "describe", "--tags", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
+    """What became of one file's tests on one side."""
+    name = f"{file.path.removesuffix('.py').replace('/', '-')}-{side}"
+    result = work / f"{name}.json"
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    paths = [str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
+    # Downloads that the selection did not foresee fail at once, and alike on both sides.
+    own |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join([str(work / "plugin")] * (side == "patched") + paths)}
+    path = (checkout / REGISTERED / file.path).resolve()
+    command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
+    begun = time.monotonic()
+    with (work / f"{name}.log").open("wb") as log:
+        kept = Kept(command, own, log, join_error=True, cwd=str(path.parent))
+        try:
+            while kept.exit_code() is None and time.monotonic() < begun + limit_s:
+                time.sleep(0.2)
+            code = kept.exit_code()
+        finally:
+            kept.end()
+    took = round(time.monotonic() - begun, 1)
+    found: dict[str, Any] = {"tests": {}, "errors": [], "acted": {}, "changes": {}}
+    if result.exists():
+        found = json.loads(result.read_text())
+    elif code is None:
+        found["errors"] = [f"ended after {limit_s:.0f} s"]
+    else:
+        lines = (work / f"{name}.log").read_text(errors="replace").splitlines()
+        found["errors"] = [f"exit code {code}: {lines[-1][:300] if lines else ''}"]
+    print(f"  {file.path}, {side}: {said(found)}, {took:.0f} s", flush=True)
+    return found | {"seconds": took}
+
+
+def said(side: dict[str, Any]) -> str:
+    """Its outcomes in a few words."""
+    counts = Counter(test["outcome"] for test in side["tests"].values())
+    parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
+    return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def differing(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+    """Tests whose outcome is not the same on both sides; "": the file as a whole."""
+    names = dict.fromkeys([*stock["tests"], *patched["tests"]])
+    found = [
+        name
+        for name in names
+        if stock["tests"].get(name, {}).get("outcome") != patched["tests"].get(name, {}).get("outcome")
+        or stock["tests"].get(name, {}).get("subtests") != patched["tests"].get(name, {}).get("subtests")
+    ]
+    return found + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
+
+
+def broken(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+    """Of those the ones that stock passes and patched does not."""
+    if patched["errors"] and not stock["errors"]:
+        return [""]
+    passed = [name for name, test in stock["tests"].items() if test["outcome"] == "passed"]
+    return [name for name in passed if patched["tests"].get(name, {}).get("outcome") != "passed"]
+
+
+def failing(side: dict[str, Any]) -> dict[str, str]:
+    """What fails, and with which words; "": the file as a whole."""
+    found = {name: test["said"] for name, test in side["tests"].items() if test["outcome"] == "failed"}
+    return found | ({"": side["errors"][0]} if side["errors"] else {})
+
+
+def tables(result: output.Result) -> str:
+    """Which ran, what stock itself fails, what differs; and how many were not run for what reason."""
+    figures = result["figures"]
+    rows, notes = [], []
+    for path, sides in figures["files"].items():
+        stock, patched = (sides[side] for side in SIDES)
+        subtests = sum(test["subtests"] for test in stock["tests"].values())
+        acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
+        other = differing(stock, patched)
+        rows.append(
+            (
+                f"`{path}`",
+                said(stock),
+                said(patched),
+                acted or "-",
+                f"{subtests:,}" if subtests else "-",
+                f"{len(other)}",
+            )
+        )
+        for name, words in failing(stock).items():
+            notes.append(f"- Stock fails {place(path, name)}: {words}")
+        for name in other:
+            words = failing(patched).get(name, "")
+            notes.append(f"- Differs: {place(path, name)}" + (f": {words}" if words else ""))
+    header = ("file", "stock", "patched", "acted (times)", "subtests", "differ")
+    reasons: Counter[str] = Counter()
+    for reason in figures["not_run"].values():
+        reasons[reason.split(":")[0]] += 1
+    left = ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items(), key=lambda each: -each[1]))
+    ran = sum(len(sides["stock"]["tests"]) for sides in figures["files"].values())
+    lost = sum(len(broken(*(sides[side] for side in SIDES))) for sides in figures["files"].values())
+    verdict = f"{ran} tests of {len(figures['files'])} files; {lost} pass stock and not patched."
+    verdict = f"Tests of {figures['checkout']}: {verdict}" if figures["checkout"] else verdict
+    return "\n".join(
+        filter(None, [output.table(header, rows, left=4), verdict + f" Files not run: {left or 'none'}.", *notes])
+    )
+
+
+def place(path: str, name: str) -> str:
+    return f"`{path}`" + (f", `{name}`" if name else "")
+
+
+def main() -> int:
+    parser = output.parser(__doc__, logs=True)
+    parser.add_argument("checkout", type=Path, help="of SGLang, at the tag of the installed engine")
+    parser.add_argument("--tag", default="", help="of the checkout, where git does not know")
+    parser.add_argument("--list", action="store_true", help="say what would run, and why the rest would not")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...", help="of paths")
+    parser.add_argument("--gpus", type=int, default=1, help="that a test may need (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a file (%(default)s)")
+    options = output.parse(parser)
+    files = select(options.checkout, options.only, options.gpus)
+    if options.list:
+        for file in files:
+            print(f"{file.path}: {file.against or 'runs'}")
+        return 0
+    machine.require_gpu("engine_suite", "--list says what would run")
+    engine, tag = metadata.version("sglang"), options.tag or described(options.checkout)
+    if tag and tag != f"v{engine}":
+        print(f"engine_suite: the tests are of {tag}, the engine is {engine}", file=sys.stderr)
+    figures = suite(files, options)
+    result = output.result("engine_suite", figures)
+    output.finish(options, result, tables(result))
+    return int(any(broken(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
+
+
+def suite(files: Sequence[File], options: argparse.Namespace) -> dict[str, Any]:
+    """All files that are run, on both sides; what is known is written after each."""
+    figures: dict[str, Any] = {
+        "checkout": options.tag or described(options.checkout),
+        "files": {},
+        "not_run": {file.path: file.against for file in files if file.against},
+    }
+    chosen = [file for file in files if not file.against]
+    with tempfile.TemporaryDirectory(prefix="engine-suite-") as folder:
+        work = Path(folder)
+        plugins.write(work / "plugin", "benchmark_everywhere", "common.everywhere:register")
+        try:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                at_work = {
+                    file.path: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
+                    for file in chosen
+                }
+                for path, sides in at_work.items():
+                    figures["files"][path] = dict(zip(SIDES, (each.result() for each in sides), strict=True))
+                    if options.json:
+                        output.write(options.json, output.result("engine_suite", figures))
+        finally:
+            output.keep_logs(options, work)
+    return figures
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

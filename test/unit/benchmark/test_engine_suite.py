@@ -1,0 +1,201 @@
+"""benchmark/engine_suite.py: which of the engine's tests run, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine_suite
+import pytest
+import torch
+from common import everywhere
+from engine_suite import File, against, broken, differing, select
+from sglang_moe_patches.changes.moe_workspace import columns
+
+CUDA = 'register_cuda_ci(est_time=9, stage="stage-b", runner_config="1-gpu-large")\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (CUDA, ""),
+        ("register_cpu_ci(est_time=9, suite='x')", ""),
+        (CUDA + "from sglang.test.test_utils import DEFAULT_MODEL_NAME_FOR_TEST as M", "DEFAULT_MODEL_NAME_FOR_TEST"),
+        (CUDA + "x = utils.DEFAULT_AWQ_MOE_MODEL_NAME_FOR_TEST", "DEFAULT_AWQ_MOE_MODEL_NAME_FOR_TEST"),
+        (CUDA + "model = AutoModel.from_pretrained(path)", "from_pretrained"),
+        (CUDA + "engine = sgl.Engine(model_path='a/b')", "Engine"),
+        (CUDA + "# popen_launch_server, DEFAULT_MODEL_NAME_FOR_TEST", ""),
+        (CUDA + "DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH", ""),
+    ],
+    ids=["nothing", "CPU", "import", "attribute", "from_pretrained", "engine", "comment", "no model's name"],
+)
+def test_what_needs_a_model_is_known_by_its_names(source: str, reason: str):
+    assert against(source) == (f"needs a model: {reason}" if reason else "")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ('register_cuda_ci(est_time=1, stage="extra-b", runner_config="4-gpu-b200")', "needs 4 GPUs"),
+        ('register_cuda_ci(est_time=1, suite="weekly-8-gpu-h200", nightly=True)', "needs 8 GPUs"),
+        ('register_amd_ci(est_time=1, suite="1-gpu")\nregister_npu_ci(1, "x")', "for AMD and NPU alone"),
+        ('register_amd_ci(est_time=1, suite="8-gpu")\n' + CUDA, ""),
+        ("import torch", "not registered"),
+    ],
+    ids=["four", "eight", "others", "one of them", "none"],
+)
+def test_what_needs_other_machines_is_not_run(source: str, reason: str):
+    assert against(source) == reason
+
+
+def test_two_gpus_are_enough_for_what_needs_two():
+    source = 'register_cuda_ci(est_time=1, stage="stage-b", runner_config="2-gpu-large")'
+    assert (against(source, 1), against(source, 2)) == ("needs 2 GPUs", "")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for path, source in {
+        "moe/test_a.py": CUDA,
+        "moe/utils.py": CUDA,
+        "quant/test_b.py": CUDA + "from_pretrained()",
+        "kernels/test_moe_c.py": CUDA + "fused_moe()",
+        "kernels/test_d.py": CUDA,
+        "vlm/test_moe_e.py": CUDA + "fused_moe()",
+    }.items():
+        file = tmp_path / "test" / "registered" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    return tmp_path
+
+
+def test_files_are_those_of_the_folders_that_say_something_of_moe_layers(checkout: Path):
+    needs = "needs a model: from_pretrained"
+    files = [File("kernels/test_moe_c.py"), File("moe/test_a.py"), File("quant/test_b.py", needs)]
+    assert select(checkout) == files
+    assert select(checkout, ["test_a", "test_b"]) == files[1:]
+    with pytest.raises(SystemExit, match="no tests below"):
+        select(checkout / "moe")
+
+
+def side(errors: tuple[str, ...] = (), acted: dict[str, int] | None = None, **outcomes: str) -> dict[str, Any]:
+    tests = {
+        name: {"outcome": outcome, "seconds": 1.0, "subtests": 2, "said": f"{name} went wrong" * (outcome == "failed")}
+        for name, outcome in outcomes.items()
+    }
+    return {"tests": tests, "errors": list(errors), "acted": acted or {}, "changes": {}, "seconds": 1.0}
+
+
+def test_what_differs_and_what_is_broken():
+    stock = side(a="passed", b="failed", c="skipped", d="passed")
+    assert differing(stock, stock) == broken(stock, stock) == []
+    patched = side(a="failed", b="passed", c="skipped")
+    assert differing(stock, patched) == ["a", "b", "d"]
+    assert broken(stock, patched) == ["a", "d"]
+    assert (differing(stock, side(("ended",))), broken(stock, side(("ended",)))) == (["a", "b", "c", "d", ""], [""])
+    assert differing(side(("ended",)), side(("ended",))) == []
+    fewer = side(a="passed")
+    fewer["tests"]["a"]["subtests"] = 1
+    assert differing(side(a="passed"), fewer) == ["a"]
+
+
+def test_the_table_says_what_stock_itself_fails_and_what_differs():
+    files = {
+        "moe/a.py": {
+            "stock": side(a="passed", b="failed"),
+            "patched": side(a="failed", b="failed", acted={"columns": 7}),
+        },
+        "moe/b.py": {"stock": side(("ended after 9 s",)), "patched": side(("ended after 9 s",))},
+    }
+    not_run = {"moe/c.py": "needs a model: X", "moe/d.py": "needs a model: Y", "moe/e.py": "needs 4 GPUs"}
+    text = engine_suite.tables({"figures": {"checkout": "v1", "files": files, "not_run": not_run}})
+    assert "| `moe/a.py` | 1 passed, 1 failed | 2 failed | columns 7 | 4 | 1 |" in text
+    assert "| `moe/b.py` | no result | no result | - | - | 0 |" in text
+    assert (
+        "2 tests of 2 files; 1 pass stock and not patched. Files not run: 2 (needs a model), 1 (needs 4 GPUs)." in text
+    )
+    assert "- Stock fails `moe/a.py`, `b`: b went wrong" in text
+    assert "- Differs: `moe/a.py`, `a`: a went wrong" in text
+    assert "- Stock fails `moe/b.py`: ended after 9 s" in text
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(1024, 256), (511, 256), (128, 128), (7168, 256)])
+def test_columns_are_as_narrow_as_they_can_be(hidden: int, width: int):
+    narrow = everywhere.narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+    assert columns.slice_width(1, 6, hidden, 1024, 2) == hidden
+    assert narrow(1, 6, hidden, 1024, 2) == width
+
+
+def test_no_slice_cuts_a_tile_or_a_scale():
+    narrow = everywhere.narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+    assert narrow(1, 6, 4096, 1024, 2, block_columns=512) == 512
+    assert narrow(1, 6, 4096, 1024, 2, scale_columns=128, scale_bytes=4) == 512
+
+
+TESTS = """
+import unittest
+class TestIt(unittest.TestCase):
+    def test_passes(self):
+        for each in range(3):
+            with self.subTest(each=each):
+                pass
+    def test_fails(self):
+        raise ValueError("two words\\nand a line")
+    @unittest.skip("no such GPU")
+    def test_is_skipped(self):
+        pass
+"""
+
+
+def test_a_file_runs_in_a_process_of_its_own_and_says_what_became_of_it(tmp_path: Path):
+    path, result = tmp_path / "test_it.py", tmp_path / "result.json"
+    path.write_text(TESTS)
+    folder = Path(everywhere.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "common.everywhere", "stock", str(path), str(result)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(result.read_text())
+    outcomes = {name: (t["outcome"], t["subtests"], t["said"]) for name, t in found["tests"].items()}
+    assert outcomes == {
+        "TestIt::test_passes": ("passed", 3, ""),
+        "TestIt::test_fails": ("failed", 0, "ValueError: two words"),
+        "TestIt::test_is_skipped": ("skipped", 0, "Skipped: no such GPU"),
+    }
+    assert found["acted"] == {}
+    path.write_text("import no_such_module")
+    subprocess.run(
+        [sys.executable, "-m", "common.everywhere", "stock", str(path), str(result)], cwd=folder, capture_output=True
+    )
+    assert "no_such_module" in json.loads(result.read_text())["errors"][0]
+
+
+def test_a_file_that_takes_too_long_or_ends_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "test" / "registered").mkdir(parents=True)
+    for name, source, said in (
+        ("test_slow.py", "import time\ntime.sleep(600)", "ended after 1 s"),
+        ("test_ends.py", "import os\nprint('last words', flush=True)\nos._exit(7)", "exit code 7: last words"),
+    ):
+        (tmp_path / "test" / "registered" / name).write_text(source)
+        limit = 1.0 if "slow" in name else 300.0
+        found = engine_suite.run(File(name), "stock", tmp_path, tmp_path, limit)
+        assert found["errors"] == [said]
+        assert found["tests"] == {}
+
+
+def test_without_a_gpu_one_line_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["benchmark/engine_suite.py", str(checkout)])
+    with pytest.raises(SystemExit) as ended:
+        engine_suite.main()
+    assert ended.value.code == 2
+    assert "engine_suite: needs a GPU" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["benchmark/engine_suite.py", str(checkout), "--list", "--only", "moe/"])
+    assert engine_suite.main() == 0
+    assert capsys.readouterr().out == "moe/test_a.py: runs\n"
