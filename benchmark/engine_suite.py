@@ -163,6 +163,12 @@ def said(side: dict[str, Any]) -> str:
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
 
 
+def lacking(module: str = "sglang.test.test_utils") -> str:
+    """Why a module cannot be imported, or ""; an installation without all that it needs would fail every test alike."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stderr.strip().rsplit("\n", 1)[-1]
+
+
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
@@ -193,41 +199,36 @@ def failing(side: dict[str, Any]) -> dict[str, str]:
 
 
 def tables(result: output.Result) -> str:
-    """Which ran, what stock itself fails, what differs; and how many were not run for what reason."""
+    """Which ran, what stock itself fails, what differs; which gave no result, and how many were not run."""
     figures = result["figures"]
-    rows, notes = [], []
-    for path, sides in figures["files"].items():
-        stock, patched = (sides[side] for side in SIDES)
-        subtests = sum(test["subtests"] for test in stock["tests"].values())
-        acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
-        other = differing(stock, patched)
-        rows.append(
-            (
-                f"`{path}`",
-                said(stock),
-                said(patched),
-                acted or "-",
-                f"{subtests:,}" if subtests else "-",
-                f"{len(other)}",
-            )
-        )
+    files = {path: [sides[side] for side in SIDES] for path, sides in figures["files"].items()}
+    rows = []
+    fails: dict[str, list[str]] = {}
+    differ = []
+    for path, (stock, patched) in files.items():
         for name, words in failing(stock).items():
-            notes.append(f"- Stock fails {place(path, name)}: {words}")
+            fails.setdefault(f"No result of {{}}: {words}" if not name else f"Stock fails {{}}: {words}", []).append(
+                place(path, name)
+            )
+        other = differing(stock, patched)
         for name in other:
             words = failing(patched).get(name, "")
-            notes.append(f"- Differs: {place(path, name)}" + (f": {words}" if words else ""))
+            differ.append(f"Differs: {place(path, name)}" + (f": {words}" if words else ""))
+        if stock["tests"] or patched["tests"] or other:
+            subtests = sum(test["subtests"] for test in stock["tests"].values())
+            acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
+            cells = (f"`{path}`", said(stock), said(patched), acted or "-")
+            rows.append((*cells, f"{subtests:,}" if subtests else "-", str(len(other))))
+    ran = {path: len(stock["tests"]) for path, (stock, _) in files.items() if stock["tests"]}
+    lost = sum(len(broken(stock, patched)) for stock, patched in files.values())
+    whose = f" of {figures['checkout']}" if figures["checkout"] else ""
+    verdict = f"{sum(ran.values())} tests of {len(ran)} files{whose}; {lost} pass stock and not patched."
+    reasons = Counter(reason.split(":")[0] for reason in figures["not_run"].values())
+    left = ", ".join(f"{count} ({reason})" for reason, count in reasons.most_common())
+    notes = [how.format(", ".join(places)) for how, places in fails.items()] + differ
     header = ("file", "stock", "patched", "acted (times)", "subtests", "differ")
-    reasons: Counter[str] = Counter()
-    for reason in figures["not_run"].values():
-        reasons[reason.split(":")[0]] += 1
-    left = ", ".join(f"{count} ({reason})" for reason, count in sorted(reasons.items(), key=lambda each: -each[1]))
-    ran = sum(len(sides["stock"]["tests"]) for sides in figures["files"].values())
-    lost = sum(len(broken(*(sides[side] for side in SIDES))) for sides in figures["files"].values())
-    verdict = f"{ran} tests of {len(figures['files'])} files; {lost} pass stock and not patched."
-    verdict = f"Tests of {figures['checkout']}: {verdict}" if figures["checkout"] else verdict
-    return "\n".join(
-        filter(None, [output.table(header, rows, left=4), verdict + f" Files not run: {left or 'none'}.", *notes])
-    )
+    listed = "".join(f"- {note}\n" for note in (f"Files not run: {left or 'none'}.", *notes))
+    return f"{output.table(header, rows, left=4)}\n{verdict}\n\n{listed}"
 
 
 def place(path: str, name: str) -> str:
@@ -251,6 +252,9 @@ def main() -> int:
         return 0
     machine.require_gpu("engine_suite", "--list says what would run")
     engine, tag = metadata.version("sglang"), options.tag or described(options.checkout)
+    if missing := lacking():
+        print(f"engine_suite: what the engine's tests share cannot be imported here: {missing}", file=sys.stderr)
+        return 2
     if tag and tag != f"v{engine}":
         print(f"engine_suite: the tests are of {tag}, the engine is {engine}", file=sys.stderr)
     figures = suite(files, options)

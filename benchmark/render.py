@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cutedsl_memory
+import engine_suite
 import launcher_cost
 import moe_workspace
 import mori_rows
@@ -29,6 +30,7 @@ import peak_memory
 import plan
 import residual_hole
 import segments
+import soak
 import triton_server
 import weight_shuffle
 from common import headlines, machine, output, same
@@ -97,6 +99,8 @@ SECTIONS = {
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
+    "soak": one("soak/qwen3-30b", soak.tables),
+    "engine-suite": one("engine-suite/h200", engine_suite.tables),
     "segments": one("segments/kimi-k2.5", lambda result: segments.tables([result])),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),

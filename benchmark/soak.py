@@ -9,8 +9,9 @@ prompts of random lengths; some of them go away, some requests are aborted by th
 round's end is aborted. Then nothing else runs, and fixed prompts are asked, greedily, one after the other and past the
 prefix cache. After some rounds the cache is flushed, and after some of those the weights are replaced from disk by
 request, with other ones and then the first ones again. It held, and the exit code is 0, if nothing failed, the fixed
-prompts had one answer for each weights in both servers, and what the patched server reserved in the second half of the
-time is at most what it had reserved in the first.
+prompts had one answer for each weights in both servers, and what the patched server reserved grew in the second half
+of the time by no more than its tensors did. (With every flush the engine makes a list of KV cache's places anew,
+8 bytes a token, and keeps the old one until Python looks for cycles: stock and patched alike.)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from sglang_moe_patches.servers.server import Server, ServerFailed
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
-#: Of what forwards had reserved in the first half; by so much more in the second it still counts as flat.
+#: Of what forwards had reserved in the first half: by so much more in the second than tensors grew it counts as flat.
 TOLERANCE = 0.02
 #: Parts of all requests: whose client goes away, and which are aborted by their id.
 LEAVE, ABORT = 0.08, 0.08
@@ -103,6 +104,7 @@ class Record:
     :param columns: forwards in which a tensor ran in columns.
     :param dead_inputs: forwards in which a dead input was used.
     :param first_half: the most that the allocator had reserved in the first half. ``before``: before the first forward.
+    :param first_peak: the most that was allocated at once in the first half.
     :param curve: time, reserved, allocated.
     """
 
@@ -126,7 +128,8 @@ class Record:
     before: int = 0
     first_half: int = 0
     second_half: int = 0
-    peak: int = 0
+    first_peak: int = 0
+    second_peak: int = 0
     lowest_free: int = 0
     curve: list[tuple[float, int, int]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -136,9 +139,14 @@ class Record:
 
 
 def flat(server: dict[str, Any]) -> bool:
-    """Whether the second half had no more reserved than the first, but for ``TOLERANCE`` of what forwards took."""
-    first, second = (server[half] - server["before"] for half in ("first_half", "second_half"))
-    return bool(second <= first * (1 + TOLERANCE))
+    """Whether more was reserved in the second half than in the first only as tensors grew, and for ``TOLERANCE``."""
+    return bool(grown(server) <= TOLERANCE * (server["first_half"] - server["before"]))
+
+
+def grown(server: dict[str, Any]) -> int:
+    """By how many bytes what is reserved has grown in the second half, and the tensors' peak has not."""
+    tensors = max(0, server["second_peak"] - server["first_peak"])
+    return int(server["second_half"] - server["first_half"] - tensors)
 
 
 def distinct(servers: dict[str, Any], what: str = "answers") -> dict[str, set[str]]:
@@ -171,9 +179,10 @@ def reasons(figures: dict[str, Any]) -> list[str]:
         found.append("the other weights answer alike: no update was seen")
     if (patched := servers.get("patched")) is not None:
         if not flat(patched):
-            more = (patched["second_half"] - patched["first_half"]) / MB
-            found.append(f"patched: {more:,.0f} MB more reserved in the second half than in the first")
-        if figures["gpu"] and not (patched["columns"] and patched["dead_inputs"]):
+            more = f"{grown(patched) / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
+            found.append(f"patched: {more}")
+        # The activation's output does not fit into the dead input where the experts are as wide as Qwen3-30B's.
+        if figures["gpu"] and not (patched["columns"] or patched["dead_inputs"]):
             found.append("patched: no change was seen to act")
     return found
 
@@ -358,13 +367,14 @@ class Driven:
 
 def summed(record: Record, lines: Sequence[held.Line], began: float) -> None:
     """Of a server's lines what is kept. Its halves are those of the time since ``began``."""
-    first = lines[0]
-    later = [line for line in lines if line.at >= began] or [first]
+    later = [line for line in lines if line.at >= began] or [lines[0]]
     middle = began + (later[-1].at - began) / 2
-    record.before = first.reserved
-    record.first_half = max((line.reserved for line in later if line.at < middle), default=0)
-    record.second_half = max((line.reserved for line in later if line.at >= middle), default=0)
-    record.peak = max(line.peak for line in later)
+    record.before = lines[0].reserved
+    first, second = ([line for line in later if (line.at < middle) is half] for half in (True, False))
+    record.first_half = max((line.reserved for line in first), default=0)
+    record.second_half = max((line.reserved for line in second), default=0)
+    record.first_peak = max((line.peak for line in first), default=0)
+    record.second_peak = max((line.peak for line in second), default=0)
     record.lowest_free = min(line.free for line in later)
     every = max(1, -(-len(later) // POINTS))
     record.curve = [
@@ -508,7 +518,7 @@ def tables(result: output.Result) -> str:
     servers = figures["servers"]
     header = (
         *("server", "minutes", "answered", "aborted", "left", "flushes", "updates", "errors", "forwards", "in columns"),
-        *("probes", "reserved MB, first half", "second half", "lowest free MB"),
+        *("probes", "reserved MB, first half", "second half", "tensors MB, first half", "second", "lowest free MB"),
     )
     rows = [
         (
@@ -517,11 +527,14 @@ def tables(result: output.Result) -> str:
             *(f"{one[what]:,}" for what in ("answered", "aborted", "left", "flushes", "updates")),
             f"{len(one['errors']):,}",
             *(f"{one[what]:,}" for what in ("forwards", "columns", "probes")),
-            *(f"{one[what] / MB:,.0f}" for what in ("first_half", "second_half", "lowest_free")),
+            *(
+                f"{one[what] / MB:,.0f}"
+                for what in ("first_half", "second_half", "first_peak", "second_peak", "lowest_free")
+            ),
         )
         for name, one in servers.items()
     ]
-    against = figures["reasons"]
+    against = reasons(figures)
     said = "**It held.**" if not against else f"**It did not hold**: {'; '.join(against)}."
     alike = [f"{len(several)} of {key}" for key, several in distinct(servers).items()]
     with_logprobs = max((len(several) for several in distinct(servers, "logprobs").values()), default=0)

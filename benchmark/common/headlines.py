@@ -96,6 +96,10 @@ def index(load: Load) -> str:
     wrong = {name: f"{one['differing']} of {hole['questions']}" for name, one in hole["servers"].items()}
     slack = load("segments/kimi-k2.5")["figures"]["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
+    soaked = load("soak/qwen3-30b")["figures"]["servers"]
+    minutes, failed = soaked["patched"]["seconds"] / 60, sum(len(one["errors"]) for one in soaked.values())
+    suite = load("engine-suite/h200")["figures"]["files"].values()
+    tests = sum(len(one["stock"]["tests"]) for one in suite)
     rows = [
         (
             "moe-workspace",
@@ -110,6 +114,16 @@ def index(load: Load) -> str:
         ),
         ("plan", "KV cache as planned", f"{deepest[0]:,} -> {deepest[2]:,} tokens (stock: {deepest[1]:,})"),
         ("segments", "what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
+        (
+            "soak",
+            "minutes of mixed load, flushes, weight updates",
+            f"{soaked['patched']['answered']:,} answers in {minutes:.1f} minutes, {failed} errors",
+        ),
+        (
+            "engine-suite",
+            "SGLang's own tests",
+            f"{tests} tests of {sum(bool(one['stock']['tests']) for one in suite)} files, stock and patched alike",
+        ),
         ("weight-shuffle", "preparing NVFP4 weights", f"{layer['speedup']:.1f}x as fast"),
         ("cutedsl-memory", "CuteDSL's buffers", f"{before:.1f} GB -> {after * 1e3:.0f} MB (computed)"),
         ("mori-rows", "rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),

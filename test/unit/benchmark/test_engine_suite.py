@@ -113,13 +113,12 @@ def test_the_table_says_what_stock_itself_fails_and_what_differs():
     not_run = {"moe/c.py": "needs a model: X", "moe/d.py": "needs a model: Y", "moe/e.py": "needs 4 GPUs"}
     text = engine_suite.tables({"figures": {"checkout": "v1", "files": files, "not_run": not_run}})
     assert "| `moe/a.py` | 1 passed, 1 failed | 2 failed | columns 7 | 4 | 1 |" in text
-    assert "| `moe/b.py` | no result | no result | - | - | 0 |" in text
-    assert (
-        "2 tests of 2 files; 1 pass stock and not patched. Files not run: 2 (needs a model), 1 (needs 4 GPUs)." in text
-    )
+    assert "| `moe/b.py`" not in text
+    assert "2 tests of 1 files of v1; 1 pass stock and not patched." in text
+    assert "- Files not run: 2 (needs a model), 1 (needs 4 GPUs)." in text
     assert "- Stock fails `moe/a.py`, `b`: b went wrong" in text
     assert "- Differs: `moe/a.py`, `a`: a went wrong" in text
-    assert "- Stock fails `moe/b.py`: ended after 9 s" in text
+    assert "- No result of `moe/b.py`: ended after 9 s" in text
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(1024, 256), (511, 256), (128, 128), (7168, 256)])
@@ -187,6 +186,11 @@ def test_a_file_that_takes_too_long_or_ends_is_said_to(tmp_path: Path, monkeypat
         found = engine_suite.run(File(name), "stock", tmp_path, tmp_path, limit)
         assert found["errors"] == [said]
         assert found["tests"] == {}
+
+
+def test_what_is_missing_for_every_test_is_said_before_any_runs():
+    assert engine_suite.lacking("json") == ""
+    assert engine_suite.lacking("no_such_module") == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
 def test_without_a_gpu_one_line_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys):
