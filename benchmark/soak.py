@@ -10,8 +10,8 @@ round's end is aborted. Then nothing else runs, and fixed prompts are asked, gre
 prefix cache. After some rounds the cache is flushed, and after some of those the weights are replaced from disk by
 request, with other ones and then the first ones again. It held, and the exit code is 0, if nothing failed, the fixed
 prompts had one answer for each weights in both servers, and what the patched server reserved grew in the second half
-of the time by no more than its tensors did. (With every flush the engine makes a list of KV cache's places anew,
-8 bytes a token, and keeps the old one until Python looks for cycles: stock and patched alike.)
+of the time by no more than its tensors did. (They grow with every flush, stock and patched alike: the engine
+makes the list of the KV cache's places anew, 8 bytes each, and the old ones stay for a while.)
 """
 
 from __future__ import annotations
