@@ -137,7 +137,7 @@ def run(
     """
     check(subject, servers, environment, output)
     planned = False
-    with Interrupts() as interrupts, scratch() as logs:
+    with Interrupts() as interrupts, scratch(keep_in=output) as logs:
         try:
             console.print("Asking the engine what it sets aside by its rule")
             try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sglang_moe_patches.servers import folders
 from sglang_moe_patches.servers.keeper import Kept
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Server:
     def _start(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
-            self._process = Kept(self.command, self.environment, output, join_error=True)
+            self._process = Kept(self.command, self.environment, output, join_error=True, scratch=tuple(folders.in_use))
         try:
             while not self._healthy():
                 waited = time.monotonic() - started

@@ -1,16 +1,22 @@
 """Stands in for the engine's server in tests of ``regress``: the same processes and questions, none of the model.
 
-Its processes ignore every signal that can be ignored; one has left the session and lost its parent. ``STANDIN_FOLDER``
-takes a file for each thing that happens; ``STANDIN`` is a comma-separated list of what goes wrong.
+It ends on SIGTERM, and like the engine ends all its children then, with SIGKILL, Python's resource tracker too. Its
+other processes ignore every signal that can be ignored; one has left the session and lost its parent. It has a
+semaphore and a queue in shared memory and a temporary file. ``STANDIN_FOLDER`` takes a file for each thing that
+happens, and the names of what it has; ``STANDIN`` is a comma-separated list of what goes wrong.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 from sglang_moe_patches.observers import events
 from sglang_moe_patches.variables import OBSERVE
 
@@ -26,6 +32,13 @@ class Health(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+def end(number, frame):
+    (FOLDER / f"asked-to-end-{NAME}").touch()
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(0)
 
 
 def main():
@@ -47,6 +60,13 @@ def main():
         process = events.Process((events.ChangeStatus("output-buffer", "applied", ""),))
         process.memory = events.Memory("cpu", tokens=9, forwards=2)
         events.write(process, Path(os.environ[OBSERVE.name]) / f"{os.getpid()}.json")
+    lock, queue = get_context("spawn").Lock(), SharedMemory(create=True, size=4096)
+    with tempfile.NamedTemporaryFile(delete=False) as socket:
+        name = lock._semlock.name.removeprefix("/")  # type: ignore[attr-defined]
+        has = [f"/dev/shm/sem.{name}", f"/dev/shm/{queue.name}", socket.name]
+    (FOLDER / f"has-{NAME}").write_text("\n".join(has))
+    if "deaf" not in WRONG:
+        signal.signal(signal.SIGTERM, end)
     HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 
 

@@ -15,6 +15,11 @@ class State(dict):
         return {"prompt_tokens": 3, "completion_tokens": 2, "output_token_logprobs": [(-0.1, 7, None), (-0.2, 8, None)]}
 
 
+class RuntimeEndpoint:
+    def generate(self):
+        pass
+
+
 def read_jsonl(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -28,11 +33,17 @@ def dump_state_text(name, states):
 
 
 def run_eval(args):
-    Path(os.environ["STANDIN_FOLDER"], "evaluating").touch()
+    with Path(os.environ["STANDIN_FOLDER"], "evaluating").open("a") as asked:
+        print(args.num_questions, file=asked)
     if "slow answers" in WRONG:
         time.sleep(3600)
     if "no answers" in WRONG:
         sys.exit("Connection refused")
     lines = list(read_jsonl(args.data_path))[: args.num_questions]
+    endpoint = RuntimeEndpoint()
+    for _ in lines:
+        endpoint.generate()
+    if "slow patched answers" in WRONG and (Path(os.environ["STANDIN_FOLDER"]) / "started-patched").exists():
+        time.sleep(3600)
     dump_state_text("", [State(answer=line["answer"]) for line in lines])
     return {"latency": 1.0}
