@@ -45,7 +45,7 @@ export PYTHONUTF8 = 1
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak \
+.PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak pipeline \
   engine-suite constraints new-release compatibility clean
 
 help: ## show this help
@@ -128,6 +128,9 @@ soak: env ## 64 concurrent requests for two minutes, every answer compared with 
 engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
 	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))
 	$(BIN)/python benchmark/engine_suite.py $(SGLANG) $(ARGS)
+
+pipeline: env ## do stock and patched differ on pipeline stages, more often than stock and stock? 30 times each
+	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/pipeline.py $(ARGS)
 
 constraints: env ## write test/constraints/$ENGINE.txt from what is installed
 	{ echo "# Every package of the environment for SGLang $(ENGINE), by version. Made by: make constraints ENGINE=$(ENGINE)"; \

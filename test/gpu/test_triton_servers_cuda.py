@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
 
 import httpx  # noqa: E402
-from common import forwards, plugins  # noqa: E402
-from common.servers import EAGER, Setup, prompt, running  # noqa: E402
+from common import forwards, mismatch, plugins  # noqa: E402
+from common.mismatch import Asked  # noqa: E402
+from common.servers import EAGER, Setup, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
@@ -40,6 +41,10 @@ TOKENS = 8192
 CAPTURED_TOKENS = 4096
 RANK = 8
 ATTENTION = {"q_proj": (4096, 2048), "v_proj": (4096, 128)}
+
+
+#: What is left of a test that found answers unequal.
+KEPT = Path(os.environ.get("MISMATCHES", Path(tempfile.gettempdir()) / "mismatches"))
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ CASES = {
     "two ranks of MiniMax-M2": Case(TWO_RANKS, "minimax-m2", gpus=2, ranks=2),
     "expert parallelism": Case((*TWO_RANKS, "--ep-size", "2"), gpus=2, ranks=2),
     "data-parallel attention": Case((*TWO_RANKS, "--dp", "2", "--enable-dp-attention"), gpus=2, scattered=True),
+    # Whose doing a mismatch of these two is: test/tools/pipeline.py.
     "pipeline stages": Case((*EAGER, "--pp-size", "2"), gpus=2, ranks=2, staged=True),
     "pipeline stages of DeepSeek-V3": Case(
         (*EAGER, "--pp-size", "2", "--disable-shared-experts-fusion"), DEEPSEEK, gpus=2, ranks=2, staged=True
@@ -183,30 +189,22 @@ def write_adapter(folder: Path, target: str) -> Path:
     return folder
 
 
-def ask(server: Server, case: Case) -> list[Any]:
-    """Tokens and their log-probabilities, of prompts that are asked one after the other, and of some at once.
+def requests(case: Case) -> list[Asked]:
+    """Prompts that are asked one after the other, and some at once.
 
     Those are as long as a forward can be, and want one token: no batch depends on when they arrive.
     """
-
-    def one(tokens: int, seed: int = 0, new_tokens: int = 6) -> Any:
-        body = {
-            "input_ids": prompt(tokens, seed or tokens),
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-            "return_logprob": True,
-            **case.request,
-        }
-        answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status().json()
-        return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
-
-    if case.before:
-        httpx.post(f"{server.url}/{case.before}", timeout=60).raise_for_status()
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
-    answers = [one(tokens) for tokens in lengths]
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        many = range(1, IN_FLIGHT + 1) if case.staged else ()
-        return [*answers, *pool.map(lambda seed: one(TOKENS, seed, new_tokens=1), many)]
+    alone = [Asked(tokens, tokens, 6, more=case.request) for tokens in lengths]
+    return [*alone, *mismatch.at_once(TOKENS, IN_FLIGHT if case.staged else 0)]
+
+
+def ask(server: Server, case: Case) -> list[mismatch.Answer]:
+    """Tokens and their log-probabilities."""
+    if case.before:
+        httpx.post(f"{server.url}/{case.before}", timeout=60).raise_for_status()
+    return mismatch.ask(server, requests(case))
 
 
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
@@ -251,7 +249,15 @@ def test_a_patched_server_answers_as_stock(tmp_path, monkeypatch, name):
         stock, patched = (ask(server, case) for server in servers.values())
         log = servers["patched"].log_text()
     print(name, *(line for line in log.splitlines() if "moe-patches" in line), sep="\n")
-    assert patched == stock
+    if found := mismatch.differences(requests(case), stock, patched):
+        lines = [tmp_path / each for each in ("stock", "patched")]  # of their forwards
+        kept = mismatch.keep(
+            KEPT / name.replace(" ", "-"),
+            found,
+            {"stock": stock, "patched": patched},
+            [*(server.log for server in servers.values()), *lines],
+        )
+        pytest.fail(f"stock and patched differ in {found[0]} ({len(found)} in all); kept in {kept}")
     if case.draft:
         read = [(tmp_path / f"{name}-draft").read_text() for name in ("stock", "patched")]
         assert str((TOKENS, 2 * MODELS[QWEN].hidden)) in read[0]
