@@ -33,7 +33,8 @@ import segments
 import soak
 import triton_server
 import weight_shuffle
-from common import headlines, machine, output, same
+from common import headlines, machine, output, same, verdicts
+from tiny_moe import mutations
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,6 +98,8 @@ SECTIONS = {
     "gain": Section(headlines=headlines.gain),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
+    "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
+    "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "soak": one("soak/qwen3-30b", soak.tables),

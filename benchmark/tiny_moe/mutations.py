@@ -3,7 +3,8 @@
     PYTHONPATH=benchmark sglang-moe-patches exec --reference-kernels -- python -m tiny_moe.mutations
 
 Serves the model stock and patched, then patched with each mutation of ``MUTATIONS``, asks all the same held-out
-questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers.
+questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers. As
+many questions as ``regress`` asks by itself, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from common import output, plugins
 from sglang_moe_patches import patch
 from sglang_moe_patches.patch import Patcher
 from sglang_moe_patches.reference import environment
-from sglang_moe_patches.regression import regress
-from sglang_moe_patches.regression.compare import Run, compare
+from sglang_moe_patches.regression import bound, regress
+from sglang_moe_patches.regression.compare import INCONCLUSIVE, MAX_DROP, NO_WORSE, WORSE, Run, compare
 from sglang_moe_patches.servers.server import Server
 
 SHIPPED = Path(__file__).parent
+RESULT = "mutations/cpu"
 LAYER, EXPERT = 1, 4
 """What is mutated: the first MoE layer, and one of its sixteen experts."""
 
@@ -167,6 +169,7 @@ def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
         "lost": by_accuracy.losses,
         "gained": by_accuracy.gains,
         "p_worse": by_accuracy.p_worse,
+        "largest_drop": by_accuracy.largest_drop,
         "differing": len(identical.differing),
         "by_accuracy": by_accuracy.exit_code,
         "identical": identical.exit_code,
@@ -174,38 +177,55 @@ def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
-    verdicts = {0: "no worse", 1: "**worse**", 2: "inconclusive"}
+    verdicts = {NO_WORSE: f"no worse by more than {MAX_DROP:g}", WORSE: "**worse**", INCONCLUSIVE: "inconclusive"}
     return (
         row["server"],
         f"{100 * row['accuracy']:.1f} %",
-        f"{row['lost']} lost, {row['gained']} gained",
+        f"{row['lost']}, {row['gained']}",
         f"{row['p_worse']:.2g}",
+        f"{row['largest_drop']:.1f}",
         f"{row['differing']} of {questions}",
         verdicts[row["by_accuracy"]],
-        verdicts[row["identical"]],
+        "**worse**" if row["identical"] == WORSE else "equal",
     )
 
 
 def tables(result: output.Result) -> str:
     found = result["figures"]
     questions = found["questions"]
-    header = ("accuracy", "questions", "one-sided p", "answers that differ", "by accuracy")
+    header = (
+        "accuracy",
+        "lost, gained",
+        "p",
+        "points lost, at most",
+        "answers that differ",
+        "by accuracy",
+        "by answers",
+    )
     return (
         f"SGLang {result['conditions']['engine']}, `{found['backend']}`, {questions} held-out questions, "
         f"{found['shots']}-shot\n\n"
         + output.table(
-            ("", *header, "identical answers required"),
+            ("", *header),
             [
-                ("stock", f"{100 * found['stock']:.1f} %", *[""] * len(header)),
+                ("stock", f"{100 * found['stock']:.1f} %", *[""] * (len(header) - 1)),
                 *(cells(row, questions) for row in found["rows"]),
             ],
         )
     )
 
 
+def on_the_page(load: Callable[[str], output.Result]) -> str:
+    """docs/accuracy.md's table, and where it is from."""
+    result = load(RESULT)
+    conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
+    data = f"[{RESULT.split('/')[1]}.json](../benchmark/results/{RESULT}.json){typed}"
+    return f"\n{conditions['date']}, {conditions['machine']}. Data: {data}.\n\n{tables(result)}"
+
+
 def main() -> None:
     parser = output.parser(__doc__, quick={"questions": 24, "only": list(MUTATIONS)[:1]})
-    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--questions", type=int, default=bound.questions_for(MAX_DROP / 100, 0.05))
     parser.add_argument("--shots", type=int, default=1)
     parser.add_argument("--backend", default="flashinfer_trtllm_routed", help="--moe-runner-backend (%(default)s)")
     parser.add_argument("--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS))

@@ -211,14 +211,25 @@ def regress(
     data_path: Annotated[
         Path | None, typer.Option(help="GSM8K's test.jsonl; without it the engine downloads the file.")
     ] = None,
-    num_questions: Annotated[int, typer.Option(min=1, help="How many of the first questions to ask.")] = 200,
+    num_questions: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many of the first questions to ask. Default: as many as --max-drop needs."),
+    ] = None,
     num_shots: Annotated[int, typer.Option(min=0, help="Worked examples in front of each question.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     parallel: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.html and the logs.")] = Path(
         "regress-report"
     ),
-    alpha: Annotated[float, typer.Option(min=1e-6, max=0.5, help="Significance level of McNemar's test.")] = 0.05,
+    max_drop: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=90, help="Points of accuracy that may be lost: no worse means, by no more than that."
+        ),
+    ] = 3.0,
+    alpha: Annotated[
+        float, typer.Option(min=1e-6, max=0.5, help="Significance level of the one-sided tests: of worse, of no worse.")
+    ] = 0.05,
     require_identical: Annotated[
         bool | None,
         typer.Option(
@@ -241,8 +252,9 @@ def regress(
 
     Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own
     GSM8K evaluation at temperature 0, ends it, does the same with the patched
-    server, and reports accuracy with McNemar's exact test, the questions whose
-    answers differ, throughput and memory side by side.
+    server, and reports accuracy with McNemar's exact test and the interval of
+    its drop, the questions whose answers differ, throughput and memory side by
+    side.
 
     Refused as server arguments, because one command on this machine is not the
     whole server: --nnodes above 1, --use-ray, --disaggregation-mode,
@@ -260,9 +272,9 @@ def regress(
     Ctrl-C or another signal ends the servers, and so does the end of this
     process, however it comes.
 
-    Exit code: 0 no worse; 1 worse, or only the patched server failed; 2 a run
-    could not be made, or no drop could have been detected: at --alpha 0.05 five
-    correct answers must be lost, and none gained, to be called a drop.
+    Exit code: 0 no worse by more than --max-drop; 1 worse, or only the patched
+    server failed; 2 a run could not be made; 3 inconclusive: neither is shown,
+    and how many questions it takes is said.
     """
     require_extra("regress")
     from rich.console import Console
@@ -283,11 +295,14 @@ def regress(
         fail("give either --model, or both --baseline-url and --patched-url")
     if require_identical is None:
         require_identical = reference_kernels and not environment.has_gpu()
+    criterion = regression.Criterion(require_identical, alpha, max_drop)
     try:
+        if num_questions is None:
+            num_questions = regression.enough(data_path, criterion)
         comparison = regression.run(
             subject,
             regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel),
-            regression.Criterion(require_identical, alpha),
+            criterion,
             environment=child_environment(reference_kernels),
             output=output,
             console=Console(),

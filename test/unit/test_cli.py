@@ -107,11 +107,29 @@ def test_too_few_questions(model, data):
 
 
 def test_too_few_questions_to_show_a_drop(model, data):
-    base = ["regress", "--model", model, "--data-path", data, "--port", "1"]
+    base = ["regress", "--model", model, "--data-path", data, "--port", "1", "--num-questions", "5"]
     refused(
-        run(*base, "--num-questions", "4"), "4 questions cannot show a drop", "ask at least 5", "--require-identical"
+        run(*base), "5 questions cannot show a drop", "below --max-drop 3", "ask at least 99", "--require-identical"
     )
-    refused(run(*base, "--num-questions", "5", "--alpha", "0.01"), "ask at least 7")
+    refused(run(*base, "--max-drop", "2"), "ask at least 149")
+    refused(run(*base, "--max-drop", "40", "--alpha", "0.01"), "ask at least 10")  # 0.6 ** 10 is below 0.01
+
+
+def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, model):
+    many = tmp_path / "many.jsonl"
+    many.write_text(f"{GOOD_LINE}\n" * 1319)
+    for source in (["--data-path", str(many)], []):
+        base = ["regress", "--model", model, "--port", "1", *source]
+        refused(
+            run(*base, "--max-drop", "1"), "--max-drop 1 needs 1,971 questions", "there are 1,319", "--num-questions"
+        )
+    assert regress.enough(many, regress.Criterion(False, 0.05)) == 282
+    assert regress.enough(many, regress.Criterion(True, 0.05, 1.0)) == 1319  # answers are compared one by one
+
+
+@pytest.mark.parametrize("points", ["0", "-1", "100", "x"])
+def test_a_drop_is_a_number_of_points(model, data, points):
+    assert run("regress", "--model", model, "--data-path", data, "--max-drop", points).exit_code == 2
 
 
 def test_a_port_in_use(model, data):
@@ -321,7 +339,8 @@ def test_either_a_model_or_two_urls(arguments):
 
 def test_urls_where_nothing_answers(data):
     url = "http://127.0.0.1:9"
-    result = run("regress", "--baseline-url", url, "--patched-url", url, "--data-path", data, "--num-questions", "5")
+    given = ["--data-path", data, "--num-questions", "5", "--max-drop", "60"]
+    result = run("regress", "--baseline-url", url, "--patched-url", url, *given)
     refused(result, url, "no SGLang server answers")
 
 

@@ -5,6 +5,10 @@ say nothing about a difference. What is left are the losses (only stock was righ
 Without a real difference each is as likely as the other, so losses ~ Binomial(losses + gains, 1/2): McNemar's test in
 its exact form.
 
+That a difference is not significant does not mean that there is none. Patched is called no worse only where the
+interval of the drop in accuracy ends below what may be lost (:mod:`~sglang_moe_patches.regression.bound`); else the run
+is inconclusive.
+
 Source: Q. McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
 Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs.
 """
@@ -13,13 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cached_property
 from itertools import count
 from typing import Any
 
 from sglang_moe_patches.observers.events import Acted, ChangeStatus, Memory, made
+from sglang_moe_patches.regression import bound
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
+READ = (1, SCHEMA)
+"""Those from whose runs a comparison can be made; 1 called *conclusive* what could have shown any drop at all."""
+MAX_DROP = 3.0
+"""Percentage points of accuracy that patched may lose, where nobody says otherwise."""
+NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 3
+"""Exit codes of ``regress`` that are verdicts; 2 is a run that could not be made."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,8 @@ class Comparison:
     patched: Run
     require_identical: bool
     alpha: float
+    max_drop: float
+    """Percentage points of accuracy that patched may lose."""
     losses: int
     """Questions that only stock answered correctly."""
     gains: int
@@ -126,16 +140,40 @@ class Comparison:
     def worse(self) -> bool:
         return bool(self.reasons)
 
+    @cached_property
+    def p_max_drop(self) -> float:
+        """Exact one-sided p of so few losses for the gains by chance, where accuracy drops by ``max_drop``."""
+        return bound.p_value(self.questions, self.losses, self.gains, self.max_drop / 100)
+
+    @property
+    def within(self) -> bool:
+        """Whether the interval of the drop ends below ``max_drop``, and patched could have lost more."""
+        return self.accuracy_can_tell and self.p_max_drop <= self.alpha
+
+    @cached_property
+    def largest_drop(self) -> float:
+        """Upper end, in percentage points, of the drop's one-sided interval at a level of ``1 - alpha``."""
+        share = self.max_drop / 100
+        return 100 * bound.largest_drop(self.questions, self.losses, self.gains, self.alpha, looked_at=share)
+
+    @cached_property
+    def questions_needed(self) -> int | None:
+        """How many questions would show, with a power of 80 %, that patched is no worse by more than ``max_drop``, if
+        the servers differ in truth as they did here; ``None``: no number, they differ by more."""
+        losses, gains = (number / self.questions for number in (self.losses, self.gains))
+        return bound.questions_for(self.max_drop / 100, self.alpha, losses=losses, gains=gains)
+
     @property
     def conclusive(self) -> bool:
-        """Whether the run shows anything: a difference, identical answers where they were required, or an accuracy
-        that was high enough for a drop to be called one."""
-        return self.worse or self.require_identical or self.accuracy_can_tell
+        """Whether there is a verdict: worse, identical where that was required, or no worse than it may be."""
+        return self.worse or self.require_identical or self.within
 
     @property
     def exit_code(self) -> int:
-        """Of ``regress``: 0 no worse, 1 worse, 2 nothing could have been detected."""
-        return int(self.worse) if self.conclusive else 2
+        """Of ``regress``."""
+        if self.worse:
+            return WORSE
+        return NO_WORSE if self.conclusive else INCONCLUSIVE
 
     @property
     def detectable_drop_points(self) -> float | None:
@@ -144,14 +182,20 @@ class Comparison:
 
     @property
     def accuracy_can_tell(self) -> bool:
-        """Whether stock answers enough questions correctly for a drop to be detectable at all."""
-        return self.detectable_drop is not None and self.stock.correct >= self.detectable_drop
+        """Whether stock answers enough questions correctly: all of them lost would be called a drop, and be more than
+        may be lost."""
+        few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
+        return not few and 100 * self.stock.accuracy > self.max_drop
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the runs and settings, from which ``from_dict`` makes all the rest, and the results."""
         return {
             "schema": SCHEMA,
-            "settings": {"require_identical": self.require_identical, "alpha": self.alpha},
+            "settings": {
+                "require_identical": self.require_identical,
+                "alpha": self.alpha,
+                "max_drop": self.max_drop,
+            },
             "runs": {"stock": asdict(self.stock), "patched": asdict(self.patched)},
             "results": {
                 "worse": self.worse,
@@ -165,6 +209,9 @@ class Comparison:
                     "p_two_sided": self.p_two_sided,
                     "p_worse": self.p_worse,
                 },
+                "largest_drop": self.largest_drop,
+                "p_max_drop": self.p_max_drop,
+                "questions_needed": self.questions_needed,
                 "detectable_drop": {"questions": self.detectable_drop, "points": self.detectable_drop_points},
                 "accuracy_can_tell": self.accuracy_can_tell,
                 "texts_differ": self.texts_differ,
@@ -182,7 +229,7 @@ class Comparison:
 
         :raises ValueError: another schema version.
         """
-        if data.get("schema") != SCHEMA:
+        if data.get("schema") not in READ:
             raise ValueError(f"report has schema {data.get('schema')!r}, this release reads {SCHEMA}")
         stock, patched = (_run_from_dict(data["runs"][name]) for name in ("stock", "patched"))
         return compare(stock, patched, **data["settings"])
@@ -233,20 +280,26 @@ def smallest_sample(alpha: float) -> int:
     return next(k for k in count(1) if 0.5**k < alpha)
 
 
-def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float = 0.05) -> Comparison:
+def compare(
+    stock: Run, patched: Run, *, require_identical: bool, alpha: float = 0.05, max_drop: float = MAX_DROP
+) -> Comparison:
     """Compare two runs of the same questions.
 
     Patched is worse when it answers fewer questions correctly and chance explains that with less than ``alpha``, or
-    when identical answers are required and one is not, in its text or its tokens.
+    when identical answers are required and one is not, in its text or its tokens. Else it is no worse by more than
+    ``max_drop`` when chance explains with less than ``alpha`` that it lost no more, had it lost so much.
 
     :param stock: the unmodified engine.
     :param patched: the engine with the changes.
     :param require_identical: whether any differing answer makes patched worse.
-    :param alpha: significance level of the one-sided test, between 0 and 1.
-    :raises ValueError: no questions, not the same questions in the same order, or alpha out of range.
+    :param alpha: significance level of the one-sided tests, between 0 and 1.
+    :param max_drop: percentage points of accuracy, between 0 and 100.
+    :raises ValueError: no questions, not the same questions in the same order, or alpha or max_drop out of range.
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+    if not 0 < max_drop < 100:
+        raise ValueError(f"max_drop must be between 0 and 100, got {max_drop}")
     asked = [[(answer.question, answer.label) for answer in run.answers] for run in (stock, patched)]
     if asked[0] != asked[1]:
         raise ValueError(
@@ -276,6 +329,7 @@ def compare(stock: Run, patched: Run, *, require_identical: bool, alpha: float =
         patched=patched,
         require_identical=require_identical,
         alpha=alpha,
+        max_drop=max_drop,
         losses=losses,
         gains=gains,
         p_two_sided=p_two_sided,

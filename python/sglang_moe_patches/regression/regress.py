@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.observers import events
-from sglang_moe_patches.regression import gsm8k, report
-from sglang_moe_patches.regression.compare import Answer, Comparison, Run, compare, smallest_sample
-from sglang_moe_patches.regression.gsm8k import Evaluation
+from sglang_moe_patches.regression import bound, duration, gsm8k, report
+from sglang_moe_patches.regression.compare import MAX_DROP, Answer, Comparison, Run, compare, smallest_sample
+from sglang_moe_patches.regression.gsm8k import Evaluation, Progress
 from sglang_moe_patches.servers import gpu, refusals
 from sglang_moe_patches.servers.folders import keep, logs_in, scratch
 from sglang_moe_patches.servers.interrupts import Interrupts
@@ -26,7 +26,7 @@ from sglang_moe_patches.variables import OBSERVE
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Subject", "check", "run"]
+__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Subject", "check", "enough", "run"]
 
 
 class CannotRun(RuntimeError):
@@ -47,10 +47,16 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Criterion:
-    """When patched is called worse; see :func:`compare.compare`."""
+    """When patched is called worse, and when no worse; see :func:`compare.compare`."""
 
     require_identical: bool
     alpha: float
+    max_drop: float = MAX_DROP
+
+    @property
+    def fewest(self) -> int:
+        """Questions with which there can be a verdict by accuracy."""
+        return max(smallest_sample(self.alpha), bound.fewest(self.max_drop / 100, self.alpha))
 
 
 SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
@@ -64,6 +70,27 @@ REFUSED: dict[str, Refusal] = {
     "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
 }
 """Server arguments that are refused, by name."""
+
+
+def enough(data_path: Path | None, criterion: Criterion) -> int:
+    """How many questions to ask where nobody says: as many as show that patched is no worse by more than may be lost.
+
+    :param data_path: with the questions; ``None``: all of GSM8K's are there.
+    :raises CannotRun: there are fewer, or the file cannot be used.
+    """
+    try:
+        there = gsm8k.GSM8K if data_path is None else gsm8k.count_questions(data_path)
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+    needed = bound.questions_for(criterion.max_drop / 100, criterion.alpha)
+    assert needed is not None  # expected to lose as many as it gains
+    if needed <= there or criterion.require_identical:
+        return min(needed, there)
+    raise CannotRun(
+        f"--max-drop {criterion.max_drop:g} needs {needed:,} questions at --alpha {criterion.alpha:g} if both servers "
+        f"are equally good and answer {100 * bound.CHURN:g} % otherwise, and there are {there:,}; allow a larger "
+        f"--max-drop, or ask all (--num-questions {there}) and risk that it is inconclusive"
+    )
 
 
 def check(
@@ -88,11 +115,11 @@ def check(
             refusals.check_address("--patched-url", subject.patched)
     except ValueError as error:
         raise CannotRun(str(error)) from None
-    least = smallest_sample(criterion.alpha)
-    if not criterion.require_identical and evaluation.questions < least:
+    if not criterion.require_identical and evaluation.questions < criterion.fewest:
         raise CannotRun(
-            f"{evaluation.questions} questions cannot show a drop in accuracy at --alpha {criterion.alpha:g}; ask at "
-            f"least {least} (--num-questions), or compare answers one by one (--require-identical)"
+            f"{evaluation.questions} questions cannot show a drop in accuracy to be below --max-drop "
+            f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, however alike the answers; ask at least "
+            f"{criterion.fewest} (--num-questions), or compare answers one by one (--require-identical)"
         )
 
 
@@ -116,17 +143,20 @@ def run(
     :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
     check(subject, evaluation, criterion, environment, output)
+    console.print(_beforehand(evaluation, criterion), highlight=False)
     runs: list[Run] = []
-    with Interrupts() as interrupts, scratch() as logs:
-        ask = _Asking(evaluation, environment, interrupts.check)
+    with Interrupts() as interrupts, scratch(keep_in=output) as logs:
+        ask = _Asking(evaluation, environment, interrupts.check, console)
         try:
             for each in ask.servers(subject, logs, console) if isinstance(subject, Subject) else ask.addresses(subject):
                 runs.append(each)
-            comparison = compare(*runs, require_identical=criterion.require_identical, alpha=criterion.alpha)
+                # Where we are killed, the next server's keeper puts it into `output`.
+                (logs / f"{each.name}.json").write_bytes(_answers(each))
+            comparison = compare(*runs, **asdict(criterion))
             report.print_table(comparison, console)
             report.write(comparison, output)
         except BaseException as error:
-            answers = {f"{each.name}.json": json.dumps(asdict(each)).encode() for each in runs}
+            answers = {f"{each.name}.json": _answers(each) for each in runs}
             if answers or isinstance(error, Exception):
                 kept = keep({**answers, **logs_in(logs)}, output)
                 for name in answers:
@@ -134,6 +164,23 @@ def run(
             raise
         keep(logs_in(logs), output)
     return comparison
+
+
+def _answers(found: Run) -> bytes:
+    return json.dumps(asdict(found)).encode()
+
+
+def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
+    """What will be asked, and what that can show."""
+    asked = f"{evaluation.questions:,} questions to each server, one server after the other"
+    if criterion.require_identical:
+        return f"{asked}; any answer that differs is worse."
+    churn = bound.CHURN / 2
+    chance = bound.shown(evaluation.questions, criterion.max_drop / 100, criterion.alpha, churn, churn)
+    return (
+        f"{asked}. If both are equally good and answer {100 * bound.CHURN:g} % otherwise, so many show that patched is "
+        f"no worse by more than {report.points(criterion.max_drop)} in {100 * chance:.0f} of 100 runs."
+    )
 
 
 def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
@@ -157,6 +204,8 @@ class _Asking:
     evaluation: Evaluation
     environment: dict[str, str]
     interrupt: Callable[[], None] = lambda: None
+    console: Console | None = None
+    """Where it is said how long it takes; ``None``: nobody wants to know."""
 
     def addresses(self, subject: Addresses) -> Iterator[Run]:
         """Stock, then patched; see :func:`run`."""
@@ -174,7 +223,8 @@ class _Asking:
         releases = {name: _release(url) for name, url in bare.items()}
         for name, url in bare.items():
             with scratch() as work:
-                yield self._evaluate(name, url, work, command=(url,), release=releases[name])
+                rest = len(urls) - 1 if name == next(iter(urls)) else 0
+                yield self._evaluate(name, url, work, command=(url,), release=releases[name], rest=rest)
 
     def servers(self, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
         """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
@@ -210,7 +260,14 @@ class _Asking:
                     ready = f"{name}: ready after {server.startup_s:.0f} s"
                     console.print(f"{ready}; asking {self.evaluation.questions} questions")
                     release = engine.version() or "unknown"
-                    found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
+                    rest = int(name == STOCK)
+                    found = self._evaluate(
+                        *(name, server.url, work),
+                        command=tuple(server.command),
+                        release=release,
+                        rest=rest,
+                        start_s=server.startup_s,
+                    )
                     server.check()
                     figures = events.collect(observed)
                     # Before the server is ended: whatever happens then, this run is made.
@@ -220,11 +277,23 @@ class _Asking:
             except gsm8k.EvaluationFailed as error:
                 raise _failure(name)(f"{error}\n{server.log_tail()}") from error
 
-    def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
+    def _evaluate(
+        self,
+        name: str,
+        url: str,
+        work: Path,
+        *,
+        command: tuple[str, ...],
+        release: str,
+        rest: int = 0,
+        start_s: float = 0.0,
+    ) -> Run:
+        """:param rest: servers to ask after this one, each of which takes ``start_s`` to start."""
         # The client is no engine process: it must not observe or patch anything.
         ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        found = gsm8k.evaluate(url, client, self.evaluation, work, self.interrupt)
+        with self._shown(name, rest, start_s) as watch:
+            found = gsm8k.evaluate(url, client, self.evaluation, work, watch, rehearse=self.console is not None)
         return Run(
             name=name,
             engine=release,
@@ -237,6 +306,51 @@ class _Asking:
             memory=None,
             changes=(),
         )
+
+    @contextmanager
+    def _shown(self, name: str, rest: int, start_s: float) -> Iterator[Callable[[Progress], None]]:
+        """What to call a few times a second within the block: it says how long all takes, and how far it is."""
+        if self.console is None:
+            yield lambda progress: self.interrupt()
+            return
+        console, estimated, said = self.console, False, 0.0
+        with console.status(f"{name}: asking", refresh_per_second=4) as status:
+
+            def watch(progress: Progress) -> None:
+                nonlocal estimated, said
+                self.interrupt()
+                if progress.rehearsed_s and not estimated:
+                    estimated = True
+                    console.print(
+                        _estimate(name, self.evaluation, progress.rehearsed_s, rest, start_s), highlight=False
+                    )
+                left = duration.left(self.evaluation, progress)
+                line = f"{name}: {progress.answered:,} of {self.evaluation.questions:,} answered"
+                line += "" if left is None else f", about {duration.spoken(left)} left"
+                status.update(line)
+                if not console.is_terminal and progress.seconds - said >= SAID_EVERY_S:
+                    said = progress.seconds
+                    console.print(line, highlight=False)
+
+            yield watch
+
+
+SAID_EVERY_S = 30.0
+"""Seconds between two lines about how far an evaluation is, where there is no terminal."""
+
+
+def _estimate(name: str, evaluation: Evaluation, rehearsed_s: float, rest: int, start_s: float) -> str:
+    """How long this server's evaluation takes, and how long all that is left to do."""
+    low, high = duration.estimate(evaluation, rehearsed_s)
+    said = (
+        f"{name}: its {evaluation.questions:,} questions take about {duration.between(low, high)} (from "
+        f"{rehearsed_s:.1f} s for the first {evaluation.rehearsed}, asked first)"
+    )
+    if rest:
+        whole = [(1 + rest) * each + rest * start_s for each in (low, high)]
+        started = "" if not start_s else ", a start like this one's included"
+        said += f"; the rest of this run about {duration.between(*whole)}{started}"
+    return f"{said}."
 
 
 def _failure(name: str) -> type[CannotRun | PatchedFailed]:

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import pages
 from sglang_moe_patches.observers import acted
-from sglang_moe_patches.regression.compare import Answer, Comparison, Run, smallest_sample
+from sglang_moe_patches.regression import bound
+from sglang_moe_patches.regression.compare import INCONCLUSIVE, NO_WORSE, WORSE, Answer, Comparison, Run
+from sglang_moe_patches.regression.gsm8k import GSM8K
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NOT_MEASURED = "not measured"
 STOCK_COLOR, PATCHED_COLOR = "#8a94a6", "#2f6fde"
+STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
+"""Of a verdict, on the terminal and on the page."""
 OPEN_DIFFERENCES = 3
 """Differing answers that report.html shows unfolded; the others are a click away."""
 
@@ -36,6 +40,11 @@ class Row:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def points(number: float) -> str:
+    """Percentage points of accuracy."""
+    return "1 point" if number == 1 else f"{number:g} points"
 
 
 def _bytes(value: int | None) -> str:
@@ -64,36 +73,56 @@ def _interval(run: Run) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def _smallest_drop(comparison: Comparison) -> str:
+def _largest_drop(comparison: Comparison) -> str:
     if not comparison.accuracy_can_tell:
-        return f"none ({comparison.stock.correct} of {comparison.questions} right)"
-    return f"{_count(comparison.detectable_drop or 0, 'question')} ({comparison.detectable_drop_points:.1f} points)"
+        return f"not known ({comparison.stock.correct} of {comparison.questions} right)"
+    return f"{comparison.largest_drop:.1f} points (one-sided {100 * (1 - comparison.alpha):g} % interval)"
 
 
 def verdict(comparison: Comparison) -> str:
     """The headline."""
     if comparison.worse:
         return "Patched is WORSE than stock"
-    if not comparison.conclusive:
-        return "INCONCLUSIVE: no drop could have been detected"
-    if comparison.require_identical and not comparison.accuracy_can_tell:
+    if comparison.within:
+        return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
+    if comparison.require_identical:
         return "Patched answers exactly as stock does"
-    return "Patched is no worse than stock"
+    if not comparison.accuracy_can_tell:
+        return "INCONCLUSIVE: no drop could have been detected"
+    return f"INCONCLUSIVE: patched may be worse than stock by more than {points(comparison.max_drop)}"
 
 
 def inconclusive(comparison: Comparison) -> str:
-    """Why nothing could have been detected, and what to change, in one line."""
-    drop, count = comparison.detectable_drop, comparison.questions
-    if drop is None:
-        least = smallest_sample(comparison.alpha)
-        why = f"{_count(count, 'question')} cannot show a drop at --alpha {comparison.alpha:g}"
-        change = f"ask at least {least} (--num-questions)"
-    else:
+    """Why there is no verdict, and what to change, in one line."""
+    count, most = comparison.questions, comparison.max_drop
+    fewest = bound.fewest(most / 100, comparison.alpha)
+    if not comparison.accuracy_can_tell:
         why = (
-            f"stock answers {comparison.stock.correct} of {_count(count, 'question')} correctly, and fewer than {drop} "
-            f"lost are never called a drop at --alpha {comparison.alpha:g}"
+            f"stock answers {comparison.stock.correct} of {_count(count, 'question')} correctly, too few for a drop of "
+            f"more than {points(most)} to be seen at --alpha {comparison.alpha:g}"
         )
         change = "ask more questions (--num-questions), or use a model that can answer them"
+    elif count < fewest:
+        why = (
+            f"{_count(count, 'question')} cannot show a drop to be below {points(most)} at --alpha {comparison.alpha:g}"
+        )
+        change = f"ask at least {fewest} (--num-questions)"
+    else:
+        why = (
+            f"{comparison.losses} lost and {comparison.gains} gained of {_count(count, 'question')} may be a drop of "
+            f"up to {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
+        )
+        needed = comparison.questions_needed
+        if needed is None:
+            change = (
+                "more questions (--num-questions) will show no less if they go like these; allow a larger --max-drop"
+            )
+        else:
+            beyond = f", more than the {GSM8K:,} of GSM8K" if needed > GSM8K else ""
+            change = (
+                f"ask some {needed:,}{beyond} (--num-questions), which show it in {100 * bound.POWER:.0f} of 100 runs "
+                "if they go like these, or allow a larger --max-drop"
+            )
     return f"{why}; {change}, or make identical answers the test (--require-identical --parallel 1)"
 
 
@@ -133,7 +162,7 @@ def rows(comparison: Comparison) -> list[Row]:
             "McNemar's exact test",
             f"p = {comparison.p_two_sided:.3g} ({comparison.losses} lost, {comparison.gains} gained)",
         ),
-        Row("Smallest drop it can show", _smallest_drop(comparison)),
+        Row("Largest drop that it may be", _largest_drop(comparison)),
         Row("Answers with a different text", f"{comparison.texts_differ} of {count}"),
         Row("Token for token identical", identical),
         both("Input throughput", lambda run: f"{run.input_throughput:,.1f} token/s"),
@@ -182,28 +211,27 @@ def _incomplete(comparison: Comparison) -> list[str]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What the figures mean, what they cannot show, and what was not run."""
-    drop, points = comparison.detectable_drop, comparison.detectable_drop_points
+    drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
         "Both servers got the same questions at temperature 0. McNemar's test looks only at the questions that one "
         "server answers correctly and the other does not. Patched is called worse when it has fewer correct answers "
         f"and the one-sided exact p is below {comparison.alpha:g}"
         + (", or when any answer differs." if comparison.require_identical else "."),
+        f"It is called no worse by more than {points(comparison.max_drop)} when the one-sided {level:g} % interval of "
+        "the drop in accuracy ends below that: an exact unconditional test by the score statistic, inverted. A smaller "
+        "drop goes unseen, as does one in other questions than these.",
     ]
-    if drop is None:
+    if not comparison.accuracy_can_tell:
         lines.append(
-            f"{_count(comparison.questions, 'question')} cannot show a drop in accuracy at this level, however large. "
-            "Ask more (--num-questions)."
+            f"Stock answers only {comparison.stock.correct} of {_count(comparison.questions, 'question')} correctly, "
+            "so accuracy says nothing here (a model with random weights answers none). Whether the answers are "
+            "identical does."
         )
-    else:
+    elif drop is not None:
         lines.append(
             f"The smallest drop that this run could call one is {_count(drop, 'question')} lost and none gained: "
-            f"{points:.1f} percentage points. A smaller drop would go unseen in the accuracy."
+            f"{comparison.detectable_drop_points:.1f} percentage points."
         )
-        if not comparison.accuracy_can_tell:
-            lines.append(
-                f"Stock answers only {comparison.stock.correct} correctly, fewer than that, so accuracy says nothing "
-                "here (a model with random weights answers none). Whether the answers are identical does."
-            )
     lines.append(
         "Throughput is tokens over the seconds of the whole evaluation, one run each, client included. Stock runs "
         "first and compiles what patched then finds in caches. Enough to see a server that became much slower, too "
@@ -276,7 +304,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
     for sentence in did(comparison):
         console.print(Text(sentence))
-    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[comparison.exit_code]
+    style, _ = STYLES[comparison.exit_code]
     console.print(Text(f"{verdict(comparison)}.", style=style))
     for sentence in (*summary(comparison), *_incomplete(comparison)):
         console.print(Text(sentence))
@@ -401,6 +429,7 @@ def render_html(comparison: Comparison) -> str:
         Path(__file__).with_name("report.html.j2"),
         verdict=verdict(comparison),
         summary=summary(comparison),
+        kind=STYLES[comparison.exit_code][1],
         comparison=comparison,
         rows=rows(comparison),
         did=did(comparison),

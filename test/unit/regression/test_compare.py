@@ -5,6 +5,7 @@ from math import comb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_moe_patches.regression import bound
 from sglang_moe_patches.regression.compare import (
     Answer,
     Comparison,
@@ -95,16 +96,54 @@ def test_detectable_drop_in_points_and_when_accuracy_can_tell():
     assert not few.accuracy_can_tell  # nothing that patched answers could be called a drop
 
 
-@given(questions=st.integers(1, 30), right=st.integers(0, 30), lost=st.integers(0, 30), alpha=st.floats(1e-6, 0.6))
-def test_a_pass_is_given_only_where_a_drop_could_have_been_called_one(questions, right, lost, alpha):
-    """Had patched answered nothing, it must have been called worse; else the run is no pass."""
+@given(
+    questions=st.integers(1, 30),
+    right=st.integers(0, 30),
+    lost=st.integers(0, 30),
+    alpha=st.floats(1e-6, 0.6),
+    max_drop=st.floats(1, 90),
+)
+def test_a_pass_is_given_only_where_a_drop_could_have_been_called_one(questions, right, lost, alpha, max_drop):
+    """Had patched answered nothing, it must have been called worse and have lost more than it may; else the run is no
+    pass. Nor is it where the interval of the drop reaches beyond what may be lost."""
     right, lost = min(right, questions), min(lost, right, questions)
     stock = [True] * right + [False] * (questions - right)
     patched = [False] * lost + stock[lost:]
-    found = compare(run("stock", stock), run("patched", patched), require_identical=False, alpha=alpha)
-    nothing = compare(run("stock", stock), run("patched", [False] * questions), require_identical=False, alpha=alpha)
-    assert found.conclusive == nothing.worse
-    assert found.exit_code == (2 if not nothing.worse else int(found.worse))
+    given = {"require_identical": False, "alpha": alpha, "max_drop": max_drop}
+    found = compare(run("stock", stock), run("patched", patched), **given)
+    nothing = compare(run("stock", stock), run("patched", [False] * questions), **given)
+    told = nothing.worse and 100 * right / questions > max_drop
+    within = bound.p_value(questions, lost, 0, max_drop / 100) <= alpha
+    assert found.within == (told and within)
+    assert found.exit_code == (1 if found.worse else 0 if told and within else 3)
+
+
+def test_no_worse_is_said_where_the_interval_ends_below_what_may_be_lost():
+    """5 lost and 4 gained of 200 are no significant drop at all; but they may be one of 3 points."""
+    for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 3), (4, 0, 3), (6, 0, 1), (3, 9, 0)):
+        found = outcome(losses, gains, 200 - losses - gains)
+        assert (found.exit_code, found.conclusive) == (code, code != 3), (losses, gains)
+        if code != 1:
+            assert (found.largest_drop <= 3) == (code == 0)
+    assert outcome(5, 4, 191, max_drop=4.0).exit_code == 0
+    assert outcome(0, 0, 98).exit_code == 3
+    assert outcome(0, 0, 99).exit_code == 0
+    assert outcome(0, 0, 98, alpha=0.1).exit_code == 0
+
+
+def test_how_many_questions_it_takes_if_they_go_like_these():
+    assert outcome(5, 5, 190).questions_needed > 282  # more differs than is expected
+    assert outcome(4, 0, 196).questions_needed > 282
+    assert outcome(0, 0, 50).questions_needed == 99
+    assert outcome(0, 0, 50, max_drop=1.0).questions_needed == 299
+    assert outcome(3, 0, 97).questions_needed is None
+
+
+def test_where_fewer_are_right_than_may_be_lost_nothing_is_shown():
+    few = compare(run("stock", [True] * 5 + [False] * 195), run("patched", [True] * 5 + [False] * 195),
+                  require_identical=False)  # fmt: skip
+    assert few.stock.correct == few.detectable_drop == 5
+    assert (few.accuracy_can_tell, few.exit_code) == (False, 3)
 
 
 def test_identical_answers_are_a_verdict_of_their_own():
@@ -112,7 +151,7 @@ def test_identical_answers_are_a_verdict_of_their_own():
     required = compare(nothing_right, nothing_right, require_identical=True)
     assert (required.conclusive, required.exit_code) == (True, 0)
     found_only = compare(nothing_right, nothing_right, require_identical=False)
-    assert (found_only.conclusive, found_only.exit_code) == (False, 2)
+    assert (found_only.conclusive, found_only.exit_code) == (False, 3)
     assert found_only.to_dict()["results"]["conclusive"] is False
     differing = compare(nothing_right, replaced(nothing_right, 3, tokens=(9,)), require_identical=True)
     assert (differing.conclusive, differing.exit_code) == (True, 1)
@@ -185,12 +224,18 @@ def test_alpha_is_a_probability(alpha):
         outcome(0, 0, 3, alpha=alpha)
 
 
+@pytest.mark.parametrize("max_drop", [0, 100, -3, float("nan")])
+def test_what_may_be_lost_is_a_part_of_all(max_drop):
+    with pytest.raises(ValueError, match="max_drop"):
+        outcome(0, 0, 3, max_drop=max_drop)
+
+
 @pytest.mark.parametrize("memory", [None, MEMORY])
 def test_json_round_trip(memory):
     stock = run("stock", [True] * 6, memory=memory)
     made = compare(stock, replaced(stock, 2, predicted=None, text="\u2028 <b>"), require_identical=True, alpha=0.01)
     data = json.loads(json.dumps(made.to_dict()))
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert Comparison.from_dict(data) == made
     assert Comparison.from_dict(data).to_dict() == made.to_dict()
     assert data["results"]["differing"] == [2]
@@ -199,7 +244,8 @@ def test_json_round_trip(memory):
 
 def test_a_report_from_before_a_field_was_added_is_read():
     made = compare(run("stock", [True]), run("patched", [True]), require_identical=True)
-    data = made.to_dict()
+    data = {**made.to_dict(), "schema": 1}
+    del data["settings"]["max_drop"]
     for side in data["runs"].values():
         del side["not_observed"]
     assert Comparison.from_dict(data) == made
@@ -212,5 +258,5 @@ def test_same_named_runs_keep_their_figures_apart():
 
 
 def test_other_schemas_are_refused():
-    with pytest.raises(ValueError, match="schema 2"):
-        Comparison.from_dict({**outcome(1, 0).to_dict(), "schema": 2})
+    with pytest.raises(ValueError, match="schema 3"):
+        Comparison.from_dict({**outcome(1, 0).to_dict(), "schema": 3})

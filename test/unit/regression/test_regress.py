@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 from command import Command
 from releases import ROOT
-from sglang_moe_patches.regression import report
+from sglang_moe_patches.regression import regress, report
 from sglang_moe_patches.servers import gpu, keeper
 from sglang_moe_patches.servers.interrupts import SIGNALS
 from sglang_moe_patches.servers.server import Server
 
 STANDIN = ROOT / "test/standins/engine_for_regress"
-FAMILY = 5
-"""Processes of a running stand-in: keeper, server, worker and daemon, and ``regress``."""
+FAMILY = 6
+"""Processes of a running stand-in: keeper, server, worker, daemon and resource tracker, and ``regress``."""
+QUESTIONS = 100
+"""All answered alike, they show a drop to be below three points, and are enough for a few to be asked first."""
 
 
 class Given(Command):
@@ -32,12 +37,21 @@ class Given(Command):
         events, data = tmp_path / "events", tmp_path / "test.jsonl"
         events.mkdir()
         super().__init__("regress", STANDIN, tmp_path, events)
-        data.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(6)))
-        self.arguments += ["--data-path", str(data), "--num-questions", "6"]
+        data.write_text(
+            "".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(QUESTIONS))
+        )
+        self.arguments += ["--data-path", str(data), "--num-questions", str(QUESTIONS)]
+        # Not in tmp_path: sockets have short paths.
+        self.temporary = Path(tempfile.mkdtemp(prefix="t"))
 
     def environment(self, *wrong: str) -> dict[str, str]:
         # Where nobody listens: the proxy is not for this machine's own servers.
-        return {**super().environment(*wrong), "HTTP_PROXY": "http://127.0.0.1:9"}
+        proxy = {"HTTP_PROXY": "http://127.0.0.1:9"}
+        return {**super().environment(*wrong), **proxy, "TMPDIR": str(self.temporary)}
+
+    def had(self) -> list[Path]:
+        """What its servers had in shared memory and of temporary files."""
+        return [Path(line) for name in self.folder.glob("has-*") for line in name.read_text().splitlines()]
 
     def start(self, *wrong: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -59,8 +73,11 @@ class Given(Command):
 @pytest.fixture
 def given(tmp_path):
     given = Given(tmp_path)
+    tempfile.tempdir = None  # a command in this process has a place of its own for temporary files
     with given.nothing_left():
         yield given
+    tempfile.tempdir = None
+    shutil.rmtree(given.temporary)
 
 
 def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
@@ -78,7 +95,7 @@ def test_a_run_ends_with_a_report_and_no_process(given):
     process = given.start()
     shown, errors = process.communicate()
     assert process.returncode == 0, shown + errors
-    assert "Patched is no worse than stock." in shown
+    assert "Patched is no worse than stock by more than 3 points." in shown
     assert sorted(path.name for path in given.output.iterdir()) == [
         "patched.log",
         "report.html",
@@ -86,11 +103,28 @@ def test_a_run_ends_with_a_report_and_no_process(given):
         "stock.log",
     ]
     runs = json.loads((given.output / "report.json").read_text())["runs"]
-    assert [answer["predicted"] for answer in runs["patched"]["answers"]] == list(range(6))
+    assert [answer["predicted"] for answer in runs["patched"]["answers"]] == list(range(QUESTIONS))
     assert runs["patched"]["changes"] == [["output-buffer", "applied", ""]]
     assert given.processes() == []
     # Not compared: stock, which starts first, warms the caches for patched.
     assert "tart-up" not in shown + (given.output / "report.html").read_text()
+
+
+def test_how_long_it_takes_is_said_before_and_what_it_can_show(given):
+    shown, _ = given.start().communicate()
+    lines = " ".join(shown.split())
+    first = "100 questions to each server, one server after the other. If both are equally good"
+    assert lines.index(first) < lines.index("stock: ready after")
+    few = "(from 1.0 s for the first 8, asked first); the rest of this run about"  # the stand-in says that it took 1 s
+    assert lines.index(f"stock: its 100 questions take about 2 s to 12 s {few}") > lines.index("stock: ready after")
+    assert "patched: its 100 questions take about 2 s to 12 s (from 1.0 s for the first 8, asked first)." in lines
+    assert (given.folder / "evaluating").read_text().split() == ["8", "100", "8", "100"]
+
+
+def test_how_far_it_is_is_said_while_it_runs(given, monkeypatch, capsys):
+    monkeypatch.setattr(regress, "SAID_EVERY_S", -1.0)
+    assert given.here(monkeypatch) == 0
+    assert "stock: 100 of 100 answered, about 0 s left" in " ".join(capsys.readouterr().out.split())
 
 
 def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
@@ -150,6 +184,68 @@ def test_a_killed_regress_takes_its_server_with_it(given, stage):
     wait_until(lambda: given.processes() == [])
 
 
+def test_a_server_is_asked_to_end_and_leaves_nothing(given):
+    """Though it ends its own resource tracker with SIGKILL, as the engine does."""
+    _, errors = given.start().communicate()
+    assert given.happened("asked-to-end-stock"), errors
+    assert given.happened("asked-to-end-patched")
+    assert len(given.had()) == 6
+    assert [path for path in given.had() if path.exists()] == []
+    assert list(given.temporary.iterdir()) == []
+
+
+def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(given, tmp_path):
+    environment = {**os.environ, **given.environment("deaf"), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
+    with Server("x", [], environment, tmp_path / "log"):
+        assert all(path.exists() for path in given.had())
+    assert not given.happened("asked-to-end-patched")
+    assert len(given.had()) == 3
+    assert [path for path in given.had() if path.exists()] == []
+    assert list(given.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["starting", "evaluating", "of patched"])
+def test_a_killed_regress_leaves_no_file_and_loses_none(given, stage):
+    if stage == "of patched":
+        process = given.start("slow patched answers")
+        wait_until(lambda: given.happened("started-patched") and len(asked(given)) == 3, process)
+    else:
+        process = at(stage, given)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: given.processes() == [])
+    assert len(given.had()) == (6 if stage == "of patched" else 3)
+    assert [path for path in given.had() if path.exists()] == []
+    assert list(given.temporary.iterdir()) == []
+    names = {path.name for path in given.output.iterdir()}
+    assert names == {"stock.log", *({"stock.json", "patched.log"} if stage == "of patched" else ())}
+    if stage == "of patched":
+        assert len(json.loads((given.output / "stock.json").read_text())["answers"]) == QUESTIONS
+
+
+def asked(given: Given) -> list[str]:
+    """How many questions, each time."""
+    return (given.folder / "evaluating").read_text().split()
+
+
+def test_shared_memory_that_somebody_else_has_stays(tmp_path):
+    """A queue to which the family was only attached, and one that it has left to others."""
+    path = Path("/dev/shm") / f"standin-{uuid.uuid4().hex}"
+    script = f"import mmap, time; f = open({str(path)!r}, 'w+b'); f.truncate(99); m = mmap.mmap(f.fileno(), 99)"
+    script += "; print(flush=True); time.sleep(3600)"
+    commands = [[sys.executable, "-c", script] for _ in range(2)]
+    with subprocess.Popen(commands[0], stdout=subprocess.PIPE) as other, (tmp_path / "log").open("wb") as log:
+        try:
+            kept = keeper.Kept(commands[1], dict(os.environ), log, join_error=True)
+            other.stdout.readline()
+            wait_until(lambda: (tmp_path / "log").read_bytes())
+            kept.end()
+            assert path.exists()
+        finally:
+            other.kill()
+            path.unlink()
+
+
 def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "wait_until_free", lambda before, while_waiting: os.kill(os.getpid(), signal.SIGTERM))
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -158,7 +254,7 @@ def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypat
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert len(json.loads((given.output / "stock.json").read_text())["answers"]) == 6
+    assert len(json.loads((given.output / "stock.json").read_text())["answers"]) == QUESTIONS
 
 
 def test_processes_that_cannot_be_ended_are_named_and_end_the_run(given, monkeypatch, capsys):
@@ -180,11 +276,13 @@ def test_whoever_leaves_the_session_and_loses_its_parent_is_ended_too(given, tmp
     assert given.processes() == []
 
 
-def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path):
+def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path, monkeypatch):
     environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
+    monkeypatch.setattr(keeper, "OURS_S", 0.5)
     with Server("x", [], environment, tmp_path / "log") as server:
         server._process._root.suspend()
     assert given.processes() == []
+    assert list(given.temporary.iterdir()) == []
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
@@ -228,10 +326,10 @@ def test_what_was_answered_is_kept_when_the_report_fails(given, monkeypatch, cap
     assert given.here(monkeypatch) == 2
     shown, error = capsys.readouterr()
     assert "No space left on device" in error
-    assert "Patched is no worse than stock." in shown
+    assert "Patched is no worse than stock by more than 3 points." in shown
     for name in ("stock", "patched"):
         assert f"Kept: {given.output / name}.json" in shown
-        assert len(json.loads((given.output / f"{name}.json").read_text())["answers"]) == 6
+        assert len(json.loads((given.output / f"{name}.json").read_text())["answers"]) == QUESTIONS
 
 
 def test_what_was_answered_is_kept_elsewhere_when_the_folder_is_gone(given, monkeypatch, capsys):
@@ -242,7 +340,7 @@ def test_what_was_answered_is_kept_elsewhere_when_the_folder_is_gone(given, monk
     monkeypatch.setattr(report, "write", gone)
     assert given.here(monkeypatch) == 2
     (kept,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("stock.json")]
-    assert len(json.loads(Path(kept.removeprefix("Kept: ")).read_text())["answers"]) == 6
+    assert len(json.loads(Path(kept.removeprefix("Kept: ")).read_text())["answers"]) == QUESTIONS
 
 
 # --- GPU memory -------------------------------------------------------------------------------------------------------

@@ -95,13 +95,14 @@ def test_the_table_has_every_figure():
         ("MoE output buffers per forward", " 3 ", " 1 "),
         ("MoE layers", " 3 ", " 3 "),
         ("McNemar", "p = 1 (0 lost, 0 gained)", ""),
+        ("Largest drop that it may be", "13.9 points (one-sided 95 % interval)", ""),
         ("Answers with a different text", "0 of 20", ""),
         ("Token for token identical", "yes", ""),
     ):
         text = line(table, label)
         assert stock in text, label
         assert patched in text.replace(stock, "", 1) or stock == patched, label
-    assert "Patched is no worse than stock." in table
+    assert "Patched answers exactly as stock does." in table
     assert "All 20 answers are identical, token for token." in table
     assert "deferred-shared-experts: native (the engine has it)" in table
 
@@ -123,16 +124,45 @@ def test_a_run_that_could_show_nothing_says_so_and_what_to_change():
     table = terminal(unable())
     assert "INCONCLUSIVE: no drop could have been detected." in table
     assert "no worse" not in table
-    assert "none (4 of 20 right)" in line(table, "Smallest drop")
+    assert "not known (4 of 20 right)" in line(table, "Largest drop")
     assert report.inconclusive(unable()) == (
-        "stock answers 4 of 20 questions correctly, and fewer than 5 lost are never called a drop at --alpha 0.05; "
-        "ask more questions (--num-questions), or use a model that can answer them, or make identical answers the "
-        "test (--require-identical --parallel 1)"
+        "stock answers 4 of 20 questions correctly, too few for a drop of more than 3 points to be seen at "
+        "--alpha 0.05; ask more questions (--num-questions), or use a model that can answer them, or make identical "
+        "answers the test (--require-identical --parallel 1)"
     )
-    assert "ask at least 5 (--num-questions)" in report.inconclusive(unable(count=3, right=3))
+    assert "ask at least 99 (--num-questions)" in report.inconclusive(unable(count=90, right=90))
     assert '<header class="open">' in report.render_html(unable())
-    assert "5 questions (25.0 points)" in line(terminal(same()), "Smallest drop")
     assert report.verdict(same(right=0)) == "Patched answers exactly as stock does"
+    assert report.verdict(same(count=99, right=90)) == "Patched is no worse than stock by more than 3 points"
+
+
+def lost(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
+    """Of questions that are right but for those."""
+    whole = answers(count, count)
+
+    def wrong(name, first, number):
+        spoiled = [dataclasses.replace(answer, predicted=None) for answer in whole[first : first + number]]
+        return run(name, answers=(*whole[:first], *spoiled, *whole[first + number :]))
+
+    runs = wrong("stock", 0, gains), wrong("patched", gains, losses)
+    return compare(*runs, require_identical=False, **settings)
+
+
+def test_an_inconclusive_run_says_how_many_questions_it_takes():
+    found = lost(5, 4)
+    assert report.verdict(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
+    said = report.inconclusive(found)
+    assert said.startswith("5 lost and 4 gained of 200 questions may be a drop of up to 3.")
+    assert (
+        f"more than --max-drop 3; ask some {found.questions_needed} (--num-questions), which show it in 80 of" in said
+    )
+    assert "more than the 1,319 of GSM8K" in report.inconclusive(lost(4, 4, max_drop=1.0))
+    assert "will show no less if they go like these" in report.inconclusive(lost(4, 0, 120))
+    table = terminal(found)
+    assert "INCONCLUSIVE" in table
+    assert "no worse" not in table
+    assert f"{found.largest_drop:.1f} points" in line(table, "Largest drop")
+    assert report.verdict(lost(0, 0, 400, max_drop=1.0)) == "Patched is no worse than stock by more than 1 point"
 
 
 def test_what_was_not_measured_is_left_out_or_said():
@@ -226,7 +256,8 @@ def test_the_page_is_whole_and_loads_nothing(comparison):
 
 def test_headline_first():
     for comparison, headline in (
-        (same(), "Patched is no worse than stock"),
+        (same(), "Patched answers exactly as stock does"),
+        (lost(2, 2), "Patched is no worse than stock by more than 3 points"),
         (different(), "Patched is WORSE than stock"),
     ):
         html = report.render_html(comparison)
@@ -275,7 +306,7 @@ def test_notes_say_what_the_run_cannot_show():
     assert "5 questions lost and none gained: 25.0 percentage points" in notes(same())
     assert "says nothing" not in notes(same())
     assert "accuracy says nothing" in notes(same(right=2))
-    assert "cannot show a drop" in notes(same(count=3, right=3))
+    assert "interval of the drop in accuracy ends below" in notes(same())
     assert "no GPU was used" in notes(same())
     cuda = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
     assert "no GPU was used" not in notes(same(memory=cuda))
@@ -304,7 +335,7 @@ def test_write_and_read_again(tmp_path):
     assert Comparison.from_dict(data) == comparison
     assert sorted(p.name for p in path.parent.iterdir()) == ["report.html", "report.json"]
     report.write(same(), path.parent)
-    assert "no worse" in path.read_text(encoding="utf-8")
+    assert "exactly as stock does" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("at", ["render_html", "write_bytes"])
