@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
@@ -105,6 +107,50 @@ def test_ctrl_c_leaves_no_process_and_no_report(checkpoint, tmp_path):
     assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
     assert processes_with(marker) == []
     assert not output.exists()
+
+
+def shared_by(processes: list[psutil.Process]) -> set[Path]:
+    """Files in shared memory that these processes have."""
+    inodes = set()
+    for process in processes:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
+    """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed."""
+    marker, output = uuid.uuid4().hex, tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--", "--tp", "2"]
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:  # not in tmp_path: sockets have short paths
+        process = subprocess.Popen(
+            [*REGRESS, *arguments, *SERVER, ROUTED],
+            env=child_environment(MARKER=marker, TMPDIR=temporary),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert any(line.startswith("stock: ready") for line in process.stdout)
+            shared, files = shared_by(processes_with(marker)), list(Path(temporary).glob("moe-*/*"))
+            process.send_signal(number)
+            process.communicate(timeout=PATIENCE)
+            deadline = time.monotonic() + PATIENCE
+            while processes_with(marker):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            process.kill()
+        assert {path.name[:4] for path in shared} >= {"sem.", "psm_"}
+        assert files
+        assert [path for path in shared if path.exists()] == []
+        # PyTorch's compiled kernels are for the next server.
+        assert [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert output.exists() == (number == signal.SIGKILL)
+    if output.exists():
+        assert [path.name for path in output.iterdir()] == ["stock.log"]
+        assert "The server is fired up" in (output / "stock.log").read_text()
 
 
 @DEFAULT_ENGINE_ONLY
