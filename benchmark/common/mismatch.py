@@ -110,7 +110,8 @@ def keep(
     """
     number, made = 1, folder
     while made.exists():
-        number, made = number + 1, folder.with_name(f"{folder.name}-{number}")
+        number += 1
+        made = folder.with_name(f"{folder.name}-{number}")
     made.mkdir(parents=True)
     what = {
         "differences": [{**asdict(each), "said": str(each)} for each in found],

@@ -35,6 +35,8 @@ POWER = 0.8
 """How probably :func:`questions_for` questions show that a server is not worse by more, where it is as good."""
 GRID = 160
 """Rates of gains that are looked at, closer together where they are small."""
+NOTHING = 1e-12
+"""Probability of a number of gains that is not looked at further: it counts as favourable."""
 TIE = 1e-9
 """Scores that differ by less are the same table's."""
 
@@ -153,9 +155,12 @@ def _probability(questions: int, most_losses: Any, losses: Any, gains: Any) -> A
 
     losses, gains = np.atleast_1d(losses)[:, None], np.atleast_1d(gains)[:, None]
     seen = np.arange(questions + 1)
+    chances = binom.pmf(seen, questions, gains)
+    rates, seen = np.nonzero(chances > NOTHING)
     # Losses among the questions that are no gain.
-    few_enough = binom.cdf(most_losses, questions - seen, np.minimum(1.0, losses / (1 - gains)))
-    return (binom.pmf(seen, questions, gains) * few_enough).sum(1)
+    among = np.minimum(1.0, losses / (1 - gains))[rates, 0]
+    chances[rates, seen] *= binom.cdf(most_losses[seen], questions - seen, among)
+    return chances.sum(1)
 
 
 def _largest(questions: int, score: float, drop: float) -> float:

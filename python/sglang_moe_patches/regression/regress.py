@@ -143,10 +143,9 @@ def run(
     :raises KeyboardInterrupt: a signal has come. All servers are ended.
     """
     check(subject, evaluation, criterion, environment, output)
-    console.print(_beforehand(evaluation, criterion), highlight=False)
     runs: list[Run] = []
     with Interrupts() as interrupts, scratch(keep_in=output) as logs:
-        ask = _Asking(evaluation, environment, interrupts.check, console)
+        ask = _Asking(evaluation, environment, interrupts.check, console, _beforehand(evaluation, criterion))
         try:
             for each in ask.servers(subject, logs, console) if isinstance(subject, Subject) else ask.addresses(subject):
                 runs.append(each)
@@ -206,6 +205,8 @@ class _Asking:
     interrupt: Callable[[], None] = lambda: None
     console: Console | None = None
     """Where it is said how long it takes; ``None``: nobody wants to know."""
+    beforehand: str = ""
+    """Said there once nothing is found to be wrong with what was given."""
 
     def addresses(self, subject: Addresses) -> Iterator[Run]:
         """Stock, then patched; see :func:`run`."""
@@ -221,6 +222,8 @@ class _Asking:
         """See :func:`evaluate_urls`."""
         bare = {name: url.rstrip("/") for name, url in urls.items()}
         releases = {name: _release(url) for name, url in bare.items()}
+        if self.console is not None:
+            self.console.print(self.beforehand, highlight=False)
         for name, url in bare.items():
             with scratch() as work:
                 rest = len(urls) - 1 if name == next(iter(urls)) else 0
@@ -234,6 +237,7 @@ class _Asking:
 
         :param logs: folder for the servers' logs.
         """
+        console.print(self.beforehand, highlight=False)
         before = gpu.used_mib()
         try:
             yield from self._server(STOCK, subject, logs, console)

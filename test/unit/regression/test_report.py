@@ -156,7 +156,7 @@ def test_an_inconclusive_run_says_how_many_questions_it_takes():
     assert (
         f"more than --max-drop 3; ask some {found.questions_needed} (--num-questions), which show it in 80 of" in said
     )
-    assert "more than the 1,319 of GSM8K" in report.inconclusive(lost(4, 4, max_drop=1.0))
+    assert "more than the 1,319 of GSM8K" in report.inconclusive(lost(4, 4, 400, max_drop=1.0))
     assert "will show no less if they go like these" in report.inconclusive(lost(4, 0, 120))
     table = terminal(found)
     assert "INCONCLUSIVE" in table
