@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import output
 from sglang_moe_patches.reference import nvfp4
 from sglang_moe_patches.reference.model import MARKER, ModelSpec, quantize_experts, tokenizer_json
+from sglang_moe_patches.regression.compare import Answer, Run
 from sglang_moe_patches.regression.gsm8k import check_questions
-from tiny_moe import export, network, problems, train
+from tiny_moe import export, mutations, network, problems, train
 
 SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
 STEP = re.compile(r"(\d+)([-+*/])(\d+)=<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
@@ -202,3 +204,24 @@ def test_the_shipped_input_scales_are_what_calibrating_gives(shipped):
 def test_what_ships_is_small():
     sizes = [path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()]
     assert sum(sizes) <= 16e6
+
+
+def test_what_is_said_of_broken_patches_is_what_regress_says():
+    """The counts were seen; the verdicts follow from them, by whatever rule ``regress`` has now."""
+    found = output.load(mutations.RESULT)["figures"]
+    count = found["questions"]
+    right = round(count * found["stock"])
+
+    def run(answered: list[bool]) -> Run:
+        answers = tuple(Answer(str(i), "", 1, int(yes), ()) for i, yes in enumerate(answered))
+        return Run("", "", (), answers, 0.0, 0.0, 0, 0, None, ())
+
+    for row in found["rows"]:
+        lost, gained = row["lost"], row["gained"]
+        stock = [True] * right + [False] * (count - right)
+        mutated = [*[False] * lost, *stock[lost : count - gained], *[True] * gained]
+        said = mutations.row(row["server"], run(mutated), run(stock))
+        assert said["by_accuracy"] == row["by_accuracy"], row["server"]
+        assert said["accuracy"] == pytest.approx(row["accuracy"])
+        assert said["largest_drop"] == pytest.approx(row["largest_drop"], abs=0.05)
+    assert {row["by_accuracy"] for row in found["rows"]} == {0, 1}
