@@ -229,16 +229,17 @@ def asked(given: Given) -> list[str]:
 
 
 def test_shared_memory_that_somebody_else_has_stays(tmp_path):
-    """A queue to which the family was only attached, and one that it has left to others."""
+    """What the family has made, and somebody else has still."""
     path = Path("/dev/shm") / f"standin-{uuid.uuid4().hex}"
     script = f"import mmap, time; f = open({str(path)!r}, 'w+b'); f.truncate(99); m = mmap.mmap(f.fileno(), 99)"
     script += "; print(flush=True); time.sleep(3600)"
-    commands = [[sys.executable, "-c", script] for _ in range(2)]
-    with subprocess.Popen(commands[0], stdout=subprocess.PIPE) as other, (tmp_path / "log").open("wb") as log:
+    command = [sys.executable, "-c", script]
+    with (tmp_path / "log").open("wb") as log:
+        kept = keeper.Kept(command, dict(os.environ), log, join_error=True)
+    wait_until(lambda: (tmp_path / "log").read_bytes())
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         try:
-            kept = keeper.Kept(commands[1], dict(os.environ), log, join_error=True)
             other.stdout.readline()
-            wait_until(lambda: (tmp_path / "log").read_bytes())
             kept.end()
             assert path.exists()
         finally:
