@@ -182,7 +182,7 @@ def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
         row["server"],
         f"{100 * row['accuracy']:.1f} %",
         f"{row['lost']}, {row['gained']}",
-        f"{row['p_worse']:.2g}",
+        f"{row['p_worse']:.3f}" if row["p_worse"] >= 0.001 else "below 0.001",
         f"{row['largest_drop']:.1f}",
         f"{row['differing']} of {questions}",
         verdicts[row["by_accuracy"]],
