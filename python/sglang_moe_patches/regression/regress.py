@@ -329,7 +329,10 @@ class _Asking:
                         _estimate(name, self.evaluation, progress.rehearsed_s, rest, start_s), highlight=False
                     )
                 left = duration.left(self.evaluation, progress)
-                line = f"{name}: {progress.answered:,} of {self.evaluation.questions:,} answered"
+                if progress.rehearsed_s is None:
+                    line = f"{name}: asking the first {self.evaluation.rehearsed}, to know how long all take"
+                else:
+                    line = f"{name}: {progress.answered:,} of {self.evaluation.questions:,} answered"
                 line += "" if left is None else f", about {duration.spoken(left)} left"
                 status.update(line)
                 if not console.is_terminal and progress.seconds - said >= SAID_EVERY_S:

@@ -124,7 +124,9 @@ def test_how_long_it_takes_is_said_before_and_what_it_can_show(given):
 def test_how_far_it_is_is_said_while_it_runs(given, monkeypatch, capsys):
     monkeypatch.setattr(regress, "SAID_EVERY_S", -1.0)
     assert given.here(monkeypatch) == 0
-    assert "stock: 100 of 100 answered, about 0 s left" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.index("stock: asking the first 8, to know how long") < shown.index("stock: its 100 questions take")
+    assert "stock: 100 of 100 answered, about 0 s left" in shown
 
 
 def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
