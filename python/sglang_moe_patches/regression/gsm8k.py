@@ -134,13 +134,15 @@ def evaluate(
     with log_path.open("wb") as log:
         client = Kept([*command, "--evaluation", asked], environment, log, join_error=True, cwd=str(work))
     try:
-        while client.exit_code() is None:
+        ended = False
+        while not ended:
+            ended = client.exit_code() is not None  # and then one look more: what was answered last
             if progress.rehearsed_s is None and rehearsed.exists():
                 progress, started = Progress(float(rehearsed.read_text() or 0)), time.monotonic()
             count = answered.stat().st_size if answered.exists() else 0
             progress = replace(progress, answered=count, seconds=time.monotonic() - started)
             while_waiting(progress)
-            time.sleep(0.2)
+            time.sleep(0 if ended else 0.2)
     finally:
         client.end()
     if client.exit_code() or not result.exists():

@@ -324,7 +324,7 @@ class _Asking:
                 nonlocal estimated, said
                 self.interrupt()
                 if progress.rehearsed_s and not estimated:
-                    estimated = True
+                    estimated, said = True, 0.0
                     console.print(
                         _estimate(name, self.evaluation, progress.rehearsed_s, rest, start_s), highlight=False
                     )
