@@ -273,8 +273,8 @@ def regress(
     process, however it comes.
 
     Exit code: 0 no worse by more than --max-drop; 1 worse, or only the patched
-    server failed; 2 a run could not be made; 3 inconclusive: neither is shown,
-    and how many questions it takes is said.
+    server failed; 2 a run could not be made, or it is inconclusive: neither is
+    shown, and how many questions it takes is said.
     """
     require_extra("regress")
     from rich.console import Console

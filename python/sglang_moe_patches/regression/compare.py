@@ -30,8 +30,8 @@ READ = (1, SCHEMA)
 """Those from whose runs a comparison can be made; 1 called *conclusive* what could have shown any drop at all."""
 MAX_DROP = 3.0
 """Percentage points of accuracy that patched may lose, where nobody says otherwise."""
-NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 3
-"""Exit codes of ``regress`` that are verdicts; 2 is a run that could not be made."""
+NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 2
+"""Exit codes of ``regress``; 2 is a run that could not be made, too: neither has shown anything."""
 
 
 @dataclass(frozen=True)
