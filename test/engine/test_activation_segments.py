@@ -10,11 +10,12 @@ import json
 from pathlib import Path
 
 import pytest
+import releases
 from common import plugins
-from conftest import installed
+from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed
 from servers import answers, on_path, server, started
 from sglang_moe_patches.changes import activation_segments
-from sglang_moe_patches.changes.activation_segments import switch
+from sglang_moe_patches.changes.activation_segments import decide, switch
 
 pytestmark = pytest.mark.every_release
 
@@ -42,7 +43,11 @@ def allow(decide):
 
 def stand_in(switch):
     switch.setter = lambda: write
-    switch.expandable = lambda: True
+    switch.expandable = lambda: os.environ.get("FAILS_ON") != str(rank())
+
+def rank():
+    import torch
+    return torch.distributed.get_rank()
 
 def watch(module):
     for name in ("__init__", "forward"):
@@ -57,29 +62,60 @@ def watch(module):
 """
 
 
-def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):
+def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
+    """What the processes of such a server do, each in its order, while it starts and answers; and its log."""
     plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
-    turned = tmp_path / "turned"
+    written = tmp_path / "turned"
     patched = server(
         "patched",
         checkpoint(),
         tmp_path,
+        *arguments,
         SGLANG_MOE_PATCHES="activation-segments",
         SGLANG_MOE_PATCHES_SEGMENTS="on",
-        TURNED=str(turned),
+        TURNED=str(written),
         PYTHONPATH=on_path(str(tmp_path / "plugin")),
+        **variables,
     )
     with started(patched):
         answers(patched, prompts=[[7, 8, 9]])
-    events = [json.loads(line) for line in turned.read_text().splitlines()]
-    assert len({process for process, _ in events}) == 1
-    what = [each for _, each in events]
+    did: dict[int, list[str]] = {}
+    for process, what in map(json.loads, written.read_text().splitlines()):
+        did.setdefault(process, []).append(what)
+    log = patched.log_text()
+    assert "activation-segments: applied" in log
+    return list(did.values()), log
+
+
+def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):
+    (what,), log = turned(checkpoint, tmp_path)
     assert what.count(switch.ON) == 1
     assert what.index("__init__") < what.index(switch.ON)
     assert "forward" in what[what.index(switch.ON) :]
-    log = patched.log_text()
-    assert "activation-segments: applied" in log
     assert log.count("activation-segments: on from here") == 1
+
+
+@pytest.mark.parametrize("fails_on", ["", pytest.param("1", marks=DEFAULT_ENGINE_ONLY)])
+def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
+    """On where it works on both, off where it does not work on the second."""
+    ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
+    assert len(ranks) == 2
+    set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
+    assert [each[-1] for each in set_] == [switch.OFF if fails_on else switch.ON] * 2
+    assert log.count("activation-segments: on from here") == (0 if fails_on else 2)
+    assert log.count("another rank stays with ordinary segments") == (1 if fails_on else 0)
+
+
+def test_each_argument_that_is_asked_for_is_one_of_the_engines():
+    """Or its feature would never be seen. What a release has not yet, it has not by that name."""
+    from sglang.srt.server_args import ServerArgs
+
+    missing = {each.argument for each in decide.FEATURES if not hasattr(ServerArgs, each.argument)}
+    assert missing == {
+        argument
+        for argument, since in {"weight_cache_mode": "0.5.17", "dcp_size": "0.5.15"}.items()
+        if releases.ALL.index(RELEASE) < releases.ALL.index(since)
+    }
 
 
 def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
@@ -90,6 +126,7 @@ def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
     import torch
     from sglang.srt.distributed import parallel_state
 
+    monkeypatch.setenv(decide.SEGMENTS.name, "on")
     given: list[str] = []
     turn = switch.Switch(given.append)
     monkeypatch.setattr(switch, "Switch", lambda set_: turn)

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: expandable segments are the driver's", allow_module_level=True)
 
 import httpx  # noqa: E402
-from sglang_moe_patches.servers.server import ServerFailed  # noqa: E402
+from common import plugins  # noqa: E402
+from sglang_moe_patches.reference.families import ModelSpec  # noqa: E402
+from sglang_moe_patches.reference.model import make_model, vocab_size  # noqa: E402
+from sglang_moe_patches.servers.server import Server, ServerFailed  # noqa: E402
 
 #: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
 BEGIN = """
@@ -202,145 +210,310 @@ assert kind(eager()) == "ordinary"
     assert "ordinary segments all the same" in said
 
 
-NOT_UNDERSTOOD = pytest.mark.xfail(
-    reason="on H200s, 0.5.12.post1: an index out of bounds after capturing in the middle of a forward, guarded and "
-    "not; on two GPUs no graph address was registered. Not tried without the change: docs/activation-segments.md",
-    strict=False,
-)
+# --- Real servers ----------------------------------------------------------------------------------------------------
+
+QWEN: dict[str, Any] = {"family": "qwen3-moe", "layers": 2, "hidden": 2048, "moe_intermediate": 256, "heads": 32, "kv_heads": 4}
+DEEPSEEK = {"layers": 2, "hidden": 512, "nextn": True}
+LENGTHS = (100, 3000, 700, 40)
+STEPS = 12
 
 
-def serve(tmp_path: Path, gpus: int, guarded: bool) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A real server that captures graphs while it serves, each into a pool of its own.
+@dataclass(frozen=True)
+class Case:
+    """A kind of server, and what happens to it between the questions and the same again.
 
-    :returns: what its first rank saw after each prefill, and the answers to one prompt before that and after it.
+    :param meanwhile: is given the server and its model's folder.
+    :param lora: of each question.
     """
-    from common import plugins, weights
-    from common.shapes import MODELS
-    from sglang_moe_patches.servers.server import Server
 
-    served = weights.Served(MODELS["qwen3-30b"], moe_layers=2, runner="triton")
-    model = weights.write_model(tmp_path / "model", served)
-    plugins.write_module(tmp_path / "plugin", "captures_later", CAPTURES_LATER)
-    arguments = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "1"]
-    arguments += ["--grammar-backend", "none", "--attention-backend", "triton", "--sampling-backend", "pytorch"]
-    arguments += ["--cuda-graph-max-bs", "4", "--disable-piecewise-cuda-graph", "--max-total-tokens", "40000"]
-    arguments += ["--disable-radix-cache", "--skip-server-warmup", "--tp", str(gpus)]
-    # The other fast way of two GPUs would leave custom all-reduce unused.
-    arguments += ["--enforce-disable-flashinfer-allreduce-fusion"] if gpus > 1 else []
+    gpus: int = 1
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=lambda: QWEN)
+    meanwhile: Callable[[Server, Path], None] = lambda server, model: None
+    lora: str | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """
+    :param answers: to the same questions, before and after what happens in between.
+    :param prefills: what its first rank saw after each: kinds of segments in graphs' pools and elsewhere.
+    :param registered: addresses that custom all-reduce registered, at each capture.
+    """
+
+    answers: tuple[list[list[int]], list[list[int]]]
+    prefills: list[dict[str, Any]]
+    registered: list[int]
+    log: str
+
+
+def post(server: Server, path: str, **asked: Any) -> Any:
+    server.check()
+    answer = httpx.post(f"{server.url}/{path}", json=asked, timeout=150).raise_for_status()
+    return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+
+def ask(server: Server, case: Case) -> list[list[int]]:
+    """The answers to prompts of several lengths, one after the other."""
+    vocabulary, answers = vocab_size() - 3, []
+    for length in LENGTHS:
+        prompt = [3 + (7 * at + length) % vocabulary for at in range(length)]
+        more = {"lora_path": case.lora} if case.lora else {}
+        sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
+        answers.append(post(server, "generate", input_ids=prompt, sampling_params=sampling, **more)["output_ids"])
+    assert all(len(answer) == STEPS for answer in answers)
+    return answers
+
+
+def abort_and_flush(server: Server) -> None:
+    """Many requests are aborted while they run; the cache is flushed once they are gone."""
+    prompts = [[3 + (5 * at + each) % 1000 for at in range(200 + 50 * each)] for each in range(16)]
+    asked = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, f"{server.url}/generate", json=asked, timeout=150)
+        time.sleep(2)
+        assert not running.done()
+        post(server, "abort_request", rid="", abort_all=True)
+        assert "abort" in running.result().text
+    assert httpx.post(f"{server.url}/flush_cache", params={"timeout": 30}, timeout=60).status_code == 200
+
+
+def update_from_disk(server: Server, model: Path) -> None:
+    """The weights that it has, from disk; and all graphs captured again."""
+    assert post(server, "update_weights_from_disk", model_path=str(model), recapture_cuda_graph=True)["success"]
+
+
+def update_from_tensor(server: Server, model: Path) -> None:
+    """The weights that it has, from tensors of this process."""
+    from safetensors.torch import load_file
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    monkey_patch_torch_reductions()
+    tensors = [(name, tensor.cuda()) for name, tensor in load_file(model / "model.safetensors").items()]
+    given = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    assert post(server, "update_weights_from_tensor", serialized_named_tensors=[given])["success"]
+
+
+def load_adapter(server: Server, model: Path) -> None:
+    """A LoRA adapter, loaded while it serves."""
+    from safetensors.torch import save_file
+
+    folder, rank = model.parent / f"adapter-{server.name}", 8
+    folder.mkdir()
+    rows = {"q_proj": QWEN["heads"] * 128, "v_proj": QWEN["kv_heads"] * 128}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 64, "target_modules": [*rows], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(QWEN["layers"]):
+        for name, count in rows.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, QWEN["hidden"], generator=draw) / 50).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(count, rank, generator=draw) / 50).bfloat16()
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    assert post(server, "load_lora_adapter", lora_name="late", lora_path=str(folder))["success"]
+    sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
+    asked = {"input_ids": [3 + at for at in range(500)], "sampling_params": sampling}
+    with_it, without = post(server, "generate", lora_path="late", **asked), post(server, "generate", **asked)
+    assert with_it["output_ids"] != without["output_ids"], "or the adapter was not used"
+
+
+def evict(server: Server, model: Path) -> None:
+    """A prompt's cache goes to the host while others are answered, and comes back."""
+    sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
+    prompts = [[3 + (11 * at + each) % 1000 for at in range(3000)] for each in range(4)]
+    for prompt in [*prompts, prompts[0]]:
+        cached = post(server, "generate", input_ids=prompt, sampling_params=sampling)["meta_info"]["cached_tokens"]
+    assert cached > 2000
+
+
+def serve(case: Case, mode: str, model: Path, work: Path) -> Seen:
+    """
+    :param mode: "control": without the change; "guarded"; "unguarded"; "unset": as it comes.
+    """
+    plugins.write_module(work / f"plugin-{mode}", "what_it_has", WHAT_IT_HAS)
+    arguments = ["--model-path", str(model), "--skip-tokenizer-init", "--random-seed", "1", "--grammar-backend", "none"]
+    arguments += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-piecewise-cuda-graph"]
+    arguments += ["--max-total-tokens", "40000", "--tp", str(case.gpus), *case.arguments]
+    if "--cuda-graph-bs" not in arguments:
+        arguments += ["--cuda-graph-max-bs", "4", "--max-running-requests", "32"]
+    # FlashInfer's would leave custom all-reduce unused.
+    arguments += ["--enforce-disable-flashinfer-allreduce-fusion"] if case.gpus > 1 else []
+    seen = work / f"{mode}.jsonl"
     variables = {
-        **os.environ,
-        "SGLANG_MOE_PATCHES": "activation-segments",
-        "SGLANG_MOE_PATCHES_SEGMENTS": "on",
-        "PYTHONPATH": ":".join([str(tmp_path / "plugin"), os.environ.get("PYTHONPATH", "")]),
-        "SEEN": str(tmp_path / "seen.jsonl"),
-        "GUARDED": "1" if guarded else "0",
+        **{name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")},
+        "SGLANG_MOE_PATCHES": "none" if mode == "control" else "activation-segments",
+        "SGLANG_MOE_PATCHES_SEGMENTS": "" if mode == "unset" else "on",
+        # Other servers start on the same GPUs.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        "PYTHONPATH": ":".join([str(work / f"plugin-{mode}"), os.environ.get("PYTHONPATH", "")]),
+        "SEEN": str(seen),
+        "MODE": mode,
+        **case.variables,
     }
-    answers = []
-    with Server("patched", arguments, variables, tmp_path / "log", timeout=300) as server:
-        for length in (100, 3000, 700, 100):
-            asked = {
-                "input_ids": list(range(3, 3 + length)),
-                "sampling_params": {"temperature": 0, "max_new_tokens": 8},
-            }
-            answer = httpx.post(f"{server.url}/generate", json=asked, timeout=120).raise_for_status()
-            answers.append(answer.json()["output_ids"])
-        log = server.log_text()
-    assert "activation-segments: applied" in log
-    assert log.count("activation-segments: on from here") == gpus
-    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
-    assert len(seen) >= 4
-    assert all(each["eager"] for each in seen), "forwards allocate from expandable segments"
-    assert seen[0]["pools"]
-    assert not any(seen[0]["pools"].values()), "the graphs of the start are ordinary"
-    assert set(seen[-1]["pools"]) - set(seen[0]["pools"]), "some were captured later, into pools of their own"
-    return seen, [answers[0], answers[-1]]
+    log = work / f"{mode}.log"
+    with Server(mode, arguments, variables, log, timeout=400) as server:
+        before = ask(server, case)
+        abort_and_flush(server)
+        case.meanwhile(server, model)
+        after = ask(server, case)
+        said = server.log_text()
+    prefills = [json.loads(line) for line in seen.read_text().splitlines()]
+    registered = [int(count) for count in re.findall(r"Registering (\d+) cuda graph addresses", said)]
+    return Seen((before, after), prefills, registered, said)
 
 
-@NOT_UNDERSTOOD
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_path: Path, guarded: bool) -> None:
-    seen, (before, after) = serve(tmp_path, 1, guarded)
-    assert any(seen[-1]["pools"].values()) is not guarded
-    assert before == after
+def at_once(case: Case, modes: Sequence[str], work: Path) -> list[Seen | Exception]:
+    """The same of several servers, side by side; an exception in the place of one that ended."""
+    model = work / "model"
+    make_model(model, ModelSpec(**case.spec), quantized=False)
+
+    def one(mode: str) -> Seen | Exception:
+        try:
+            return serve(case, mode, model, work)
+        except (httpx.HTTPError, ServerFailed) as error:
+            return error
+
+    with ThreadPoolExecutor(len(modes)) as pool:
+        return list(pool.map(one, modes))
 
 
-@NOT_UNDERSTOOD
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_a_server_of_two_ranks_captures_again_and_registers_with_custom_all_reduce(tmp_path: Path) -> None:
-    seen, (before, after) = serve(tmp_path, 2, guarded=True)
-    assert all(each["custom_all_reduce"] for each in seen), "or nothing would have been shown"
-    assert not any(seen[-1]["pools"].values())
-    assert before == after
+def seen_of(found: Seen | Exception) -> Seen:
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-@NOT_UNDERSTOOD
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_without_the_guard_a_server_of_two_ranks_ends_where_it_captures_again(tmp_path: Path) -> None:
+def check_switched(seen: Seen, ranks: int) -> None:
+    assert seen.log.count("activation-segments: on from here") == ranks
+    assert "activation-segments: applied" in seen.log
+    assert seen.prefills[-1]["expandable"] > 0, "forwards allocate from expandable segments"
+    assert not any(seen.prefills[0]["pools"].values()), "the graphs of the start are ordinary"
+
+
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+SPECULATIVE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
+)
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
+SMALL_CACHE = ("--max-total-tokens", "5000", "--enable-hierarchical-cache", "--hicache-ratio", "4")
+CASES = {
+    "update from tensor": Case(meanwhile=update_from_tensor),
+    "a draft model": Case(arguments=SPECULATIVE, spec=DEEPSEEK),
+    "LoRA": Case(arguments=LORA, meanwhile=load_adapter),
+    "hierarchical cache": Case(arguments=SMALL_CACHE, meanwhile=evict),
+    "2 expert-parallel ranks": Case(2, ("--ep", "2")),
+    "2 data-parallel ranks": Case(2, ("--dp", "2", "--enable-dp-attention")),
+    "2 pipeline stages": Case(1, ("--pp", "2")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[NEEDS_TWO] if name.startswith("2") else []) for name in CASES]
+)
+def test_a_server_answers_as_without_the_change(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    control, on = map(seen_of, at_once(case, ("control", "guarded"), tmp_path))
+    check_switched(on, ranks=2 if name.startswith("2") else 1)
+    assert not any(on.prefills[-1]["pools"].values()), "nor have those of later captures"
+    assert on.answers == control.answers
+    assert control.prefills[-1]["expandable"] == 0
+
+
+def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_path: Path) -> None:
+    """On one GPU nothing breaks without the guard, but the graphs' memory is of the other kind."""
+    case = Case(meanwhile=update_from_disk, variables={"ANEW": "1"})
+    control, guarded, unguarded = map(seen_of, at_once(case, ("control", "unset", "unguarded"), tmp_path))
+    check_switched(guarded, 1)
+    for seen in (control, guarded, unguarded):
+        assert set(seen.prefills[-1]["pools"]) - set(seen.prefills[0]["pools"]), "some have a pool of their own"
+        assert seen.answers[0] == seen.answers[1] == control.answers[0]
+    assert not any(guarded.prefills[-1]["pools"].values())
+    assert any(unguarded.prefills[-1]["pools"].values()), "without the guard this would have been seen"
+
+
+#: Custom all-reduce reads a graph's own tensors, and registers them: the second version on two H200s above 2 MiB.
+LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600")
+ALL_REDUCES = {
+    "v1": Case(2, LARGE, {"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0", "ANEW": "1"}, meanwhile=update_from_disk),
+    "v2": Case(2, LARGE, {"ANEW": "1"}, meanwhile=update_from_disk),
+}
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("version", ALL_REDUCES)
+def test_without_the_guard_two_ranks_end_where_they_capture_again_and_with_it_they_go_on(
+    tmp_path: Path, version: str
+) -> None:
     """A handle of CUDA IPC cannot be had for what the new graphs read."""
-    with pytest.raises((httpx.HTTPError, ServerFailed)):
-        serve(tmp_path, 2, guarded=False)
-    assert "Scheduler hit an exception" in (tmp_path / "log").read_text()
+    case = ALL_REDUCES[version]
+    control, guarded, unguarded = at_once(case, ("control", "guarded", "unguarded"), tmp_path)
+    for seen in (seen_of(control), seen_of(guarded)):
+        assert all(prefill["custom_all_reduce"] for prefill in seen.prefills), "or nothing would have been shown"
+        assert seen.registered[-1] > 0, "nor without a registered address"
+        assert len(seen.registered) > 1
+        assert seen.answers[0] == seen.answers[1] == seen_of(control).answers[0]
+    check_switched(seen_of(guarded), 2)
+    assert not any(seen_of(guarded).prefills[-1]["pools"].values())
+    assert isinstance(unguarded, Exception), "it went on"
+    log = (tmp_path / "unguarded.log").read_text()
+    assert log.count("activation-segments: on from here") == 2
+    assert "Scheduler hit an exception" in log
 
 
-#: In the server: after each prefill, what its segments are. After the second it captures its graphs anew, and another.
-CAPTURES_LATER = """
-import json, os, sys
+#: In the server: after each prefill, what its segments are; ``ANEW``: graphs that are captured again get a pool of
+#: their own, as a draft model's or a vision tower's have: the one of the start has memory that is free.
+WHAT_IT_HAS = """
+import functools, json, os, sys
 import wrapt
 
 def register():
     wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
-    if os.environ["GUARDED"] == "0":
+    if os.environ["MODE"] == "unguarded":
         wrapt.register_post_import_hook(unguard, "sglang_moe_patches.changes.activation_segments.switch")
 
 def unguard(switch):
     switch.hold_off = lambda *args: None
 
-def watch(module):
-    import torch
-    original, state = module.ModelRunner.forward, {"count": 0, "busy": False, "kept": []}
-
-    def capture():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            state["kept"].append(torch.ones(64 << 20, dtype=torch.uint8, device="cuda") + 1)
-        graph.replay()
-        state["kept"].append(graph)
-
-    def capture_again(runner):
-        # Into a pool of their own: the one of the start has memory that is free.
+def anew(original):
+    @functools.wraps(original)
+    def capture(self, *args, **kwargs):
         for loaded in list(sys.modules.values()):
             if forget := getattr(loaded, "__dict__", {}).get("set_global_graph_memory_pool"):
                 forget(None)
-        for name in ("init_device_graphs", "init_decode_cuda_graph"):
-            if hasattr(runner, name):
-                return getattr(runner, name)()
-        raise AssertionError("it captures in another way")
+        return original(self, *args, **kwargs)
+    return capture
 
+def watch(module):
+    import torch
+    runner = module.ModelRunner
+    for name in ("init_device_graphs", "init_decode_cuda_graph"):  # up to 0.5.14, from 0.5.15
+        if os.environ.get("ANEW") and hasattr(runner, name):
+            setattr(runner, name, anew(getattr(runner, name)))
+    original = runner.forward
+
+    @functools.wraps(original)
     def forward(self, batch, *args, **kwargs):
         result = original(self, batch, *args, **kwargs)
-        if state["busy"] or torch.cuda.is_current_stream_capturing() or batch.forward_mode.is_decode():
+        of_first = self.gpu_id == 0 and not getattr(self, "is_draft_worker", False)
+        if not of_first or torch.cuda.is_current_stream_capturing() or batch.forward_mode.is_decode():
             return result
-        state["count"] += 1
-        if state["count"] == 2:
-            state["busy"] = True
-            capture()
-            capture_again(self)
-            state["busy"] = False
-        probe = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-        address, pools, eager = probe.data_ptr(), {}, None
-        for s in torch.cuda.memory_snapshot():
-            name = str(tuple(s["segment_pool_id"]))
-            if name != "(0, 0)":
-                pools[name] = pools.get(name, False) or s["is_expandable"]
-            if s["address"] <= address < s["address"] + s["total_size"]:
-                eager = s["is_expandable"]
-        if self.tp_rank == 0:
-            from sglang.srt.distributed import get_tp_group
-            custom = getattr(get_tp_group(), "ca_comm", None)
-            used = custom is not None and not custom.disabled
-            with open(os.environ["SEEN"], "a") as lines:
-                print(json.dumps({"eager": eager, "pools": pools, "custom_all_reduce": used}), file=lines)
+        pools, expandable = {}, 0
+        for segment in torch.cuda.memory_snapshot():
+            name = str(tuple(segment["segment_pool_id"]))
+            if name == "(0, 0)":
+                expandable += segment["total_size"] * segment["is_expandable"]
+            else:
+                pools[name] = pools.get(name, False) or segment["is_expandable"]
+        from sglang.srt.distributed import get_tp_group
+        custom = getattr(get_tp_group(), "ca_comm", None)
+        used = custom is not None and not custom.disabled
+        with open(os.environ["SEEN"], "a") as lines:
+            print(json.dumps({"pools": pools, "expandable": expandable, "custom_all_reduce": used}), file=lines)
         return result
 
-    module.ModelRunner.forward = forward
+    runner.forward = forward
 """

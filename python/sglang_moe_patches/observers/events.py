@@ -230,6 +230,10 @@ class Memory:
     """Of the largest forward. The two above are of one with so many; of several such the least, so that workspaces
     which libraries allocate once do not count."""
     forwards: int = 0
+    reserved_bytes: int | None = None
+    """CUDA: what PyTorch's allocator took from the driver since the first forward began, at the most."""
+    slack_bytes: int | None = None
+    """Of those, what was never a tensor: less the most that was allocated at once since then."""
     moe_layers: int | None = None
     """Calls of such kernels and runners in one forward."""
     output_buffers: int | None = None

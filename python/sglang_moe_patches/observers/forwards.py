@@ -36,6 +36,10 @@ class Observer(Observing):
         self.process = events.Process(changes)
         self.memory = self.process.memory
         self.before = 0
+        self.at: tuple[int, int] | None = None
+        """Bytes allocated and reserved when the first forward began."""
+        self.most = 0
+        """Bytes allocated at once, since then."""
         self.tokens = 0
         self.measuring = False
         self.kernels = 0
@@ -62,8 +66,12 @@ class Observer(Observing):
         self.memory.forwards += 1
         self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
         if cuda:
-            torch.cuda.reset_peak_memory_stats()
             self.before, self.measuring = torch.cuda.memory_allocated(), tokens >= self.memory.tokens
+            if self.at is None:
+                self.at = self.before, torch.cuda.memory_reserved()
+            else:  # what came between two forwards counts too, sampling above all
+                self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
+            torch.cuda.reset_peak_memory_stats()
             if tokens == self.history_tokens == self.memory.tokens:
                 self.history_tokens, self.history = 0, Recorder()
         else:
@@ -118,6 +126,10 @@ class Observer(Observing):
             self.process.history, self.history = recorded.finish(), None
         # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
         # graph allocates nothing.
+        if self.at:
+            self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
+            memory.reserved_bytes = max(memory.reserved_bytes or 0, torch.cuda.memory_reserved() - self.at[1])
+            memory.slack_bytes = max(0, memory.reserved_bytes - self.most)
         if self.measuring and (self.kernels or not memory.moe_layers):
             peak = torch.cuda.max_memory_allocated() - self.before if memory.device == "cuda" else None
             same = self.tokens == memory.tokens

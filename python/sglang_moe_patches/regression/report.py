@@ -177,6 +177,8 @@ def rows(comparison: Comparison) -> list[Row]:
         ),
         *memory("MoE output buffers per forward", "output_buffers", str),
         *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
+        *memory("Taken by PyTorch's allocator", "reserved_bytes", _bytes),
+        *memory("Of that, never a tensor (slack)", "slack_bytes", _bytes),
         *memory("MoE layers", "moe_layers", str),
         *memory("Forwards observed", "forwards", "{:,}".format),
     ]

@@ -18,7 +18,10 @@ from sglang_moe_patches.patch import Patcher
 # --- Which servers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "asked"), [("", False), ("on", True), ("off", False), ("  on ", True)])
+SEEN = f"{decide.SEEN_PYTORCH[0]}.0+cu130"
+
+
+@pytest.mark.parametrize(("text", "asked"), [("", None), ("on", True), ("off", False), ("  on ", True)])
 def test_what_is_asked(text, asked):
     assert decide.SEGMENTS.read({decide.SEGMENTS.name: text}) is asked
 
@@ -36,53 +39,97 @@ CONFIGURED = Situation(configured="PYTORCH_ALLOC_CONF")
     ("asked", "server", "why"),
     [
         (True, Situation(), None),
-        (False, Situation(), "SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
+        (None, Situation(), None),
+        (False, Situation(), "SGLANG_MOE_PATCHES_SEGMENTS is off"),
         (True, Situation(device="cpu"), "--device is cpu"),
-        (True, Situation(device="xpu"), "--device is xpu"),
+        (None, Situation(device="xpu"), "--device is xpu"),
         (True, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
+        (None, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
+        (True, Situation(unseen=("--tp-size",)), None),
+        (
+            None,
+            Situation(unseen=("--tp-size", "--ep-size")),
+            "--tp-size was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on",
+        ),
     ],
 )
 def test_a_server_stands_back_with_a_reason(asked, server, why):
     assert stands_back(asked, server) == why
 
 
-@pytest.mark.parametrize("feature", decide.NEVER)
-def test_what_hands_memory_to_others_is_left_alone_even_where_it_is_asked_for(feature):
-    assert feature in str(stands_back(True, Situation(never=(feature,))))
+#: As the engine's ``ServerArgs`` have them where nothing is on.
+NOTHING = {
+    "device": "cuda",
+    "load_format": "auto",
+    "disaggregation_mode": "null",
+    "moe_a2a_backend": "none",
+    "weight_cache_mode": "off",
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "dcp_size", "nnodes"), 1),
+    **dict.fromkeys(("elastic_ep_backend", "speculative_algorithm", "enable_lora", "lora_paths", "kt_weight_path")),
+}
+HAD = {
+    "disaggregation_mode": "prefill",
+    "elastic_ep_backend": "mooncake",
+    "load_format": "remote_instance",
+    "weight_cache_mode": "daemon",
+    "moe_a2a_backend": "deepep",
+    "speculative_algorithm": "EAGLE",
+    "lora_paths": ["a"],
+    "kt_weight_path": "a",
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "dcp_size", "nnodes"), 2),
+}
 
 
 def arguments(**more):
     """As the engine's ``ServerArgs``, where nothing is on."""
-    off = {"device": "cuda", "load_format": "auto", "disaggregation_mode": "null", "elastic_ep_backend": None}
-    off |= dict.fromkeys(("enable_memory_saver", "enable_symm_mem", "encoder_only", "language_only"), False)
-    off |= {"remote_instance_weight_loader_start_seed_via_transfer_engine": False}
-    return SimpleNamespace(**off | more)
+    off = {each.argument: NOTHING.get(each.argument, False) for each in decide.FEATURES}
+    return SimpleNamespace(**{"device": "cuda", **off, **more})
+
+
+def situation(more=None, environ=None, pytorch=SEEN):
+    return decide.situation_of(arguments(**more or {}), environ or {}, pytorch)
 
 
 def test_a_plain_server_has_nothing():
-    assert decide.situation_of(arguments(), {}) == Situation()
+    assert situation() == Situation()
+    assert decide.situation_of(SimpleNamespace(device="cuda"), {}, SEEN) == Situation(), "of a release without any"
+    assert stands_back(None, situation()) is None
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"device": "cpu"}, Situation(device="cpu")),
-        ({"enable_memory_saver": True}, Situation(never=("--enable-memory-saver",))),
-        ({"disaggregation_mode": "prefill"}, Situation(never=("--disaggregation-mode",))),
-        ({"elastic_ep_backend": "mooncake"}, Situation(never=("--elastic-ep-backend",))),
-        ({"load_format": "remote_instance"}, Situation(never=("--load-format remote_instance",))),
-        ({"enable_symm_mem": True}, Situation(never=("--enable-symm-mem",))),
-        ({"encoder_only": True}, Situation(never=("--encoder-only",))),
-    ],
-)
-def test_what_a_server_has_is_read_from_its_arguments(more, expected):
-    assert decide.situation_of(arguments(**more), {}) == expected
+@pytest.mark.parametrize("feature", decide.FEATURES, ids=str)
+def test_each_feature_is_known_by_its_argument_and_left_alone_by_name(feature):
+    had = situation({feature.argument: HAD.get(feature.argument, True)})
+    assert str(feature) in str(stands_back(None, had))
+    assert bool(stands_back(True, had)) is bool(feature.why), "what hands memory to others, even where it is asked for"
+    assert (len(had.never), len(had.unseen)) == ((1, 0) if feature.why else (0, 1))
+
+
+def test_what_hands_memory_to_others_is_never_switched():
+    never = {each.argument for each in decide.FEATURES if each.why}
+    assert {"enable_memory_saver", "disaggregation_mode", "elastic_ep_backend", "enable_symm_mem", "nnodes"} <= never
+
+
+def test_a_vision_towers_graphs_are_left_alone_by_their_variable():
+    assert "SGLANG_VIT_ENABLE_CUDA_GRAPH" in str(stands_back(None, situation(environ={decide.VIT_GRAPHS: "true"})))
+    assert stands_back(None, situation(environ={decide.VIT_GRAPHS: "0"})) is None
+
+
+@pytest.mark.parametrize(("pytorch", "seen"), [(SEEN, True), ("2.11.1", True), ("2.1.1", False), ("2.14.1", False)])
+def test_another_pytorch_is_left_alone_unless_it_is_asked_for(pytorch, seen):
+    assert (stands_back(None, situation(pytorch=pytorch)) is None) is seen
+    assert stands_back(True, situation(pytorch=pytorch)) is None
+    assert (stands_back(None, decide.of_process({}, pytorch)) is None) is seen
+
+
+def test_a_device_is_read_from_the_arguments():
+    assert situation({"device": "cpu"}) == Situation(device="cpu")
 
 
 @pytest.mark.parametrize("name", decide.CONFIGURATIONS)
 def test_a_configuration_of_the_users_is_read_from_either_variable(name):
-    assert decide.situation_of(arguments(), {name: "max_split_size_mb:128"}).configured == name
-    assert decide.situation_of(arguments(), {name: " "}).configured == ""
+    given = {name: "max_split_size_mb:128"}
+    assert situation(environ=given).configured == decide.of_process(given, SEEN).configured == name
+    assert situation(environ={name: " "}).configured == ""
 
 
 @pytest.mark.parametrize(
@@ -100,13 +147,48 @@ def test_an_allocator_that_cannot_is_left_alone(found, why):
     assert lacks(found) == why
 
 
-def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(monkeypatch):
-    monkeypatch.delenv(decide.SEGMENTS.name, raising=False)
-    assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"
-    monkeypatch.setenv(decide.SEGMENTS.name, "on")
-    for name in decide.CONFIGURATIONS:
+@pytest.fixture
+def environ(monkeypatch):
+    """Nothing is asked, nothing configured, of a PyTorch that was seen."""
+    for name in (decide.SEGMENTS.name, *decide.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(activation_segments, "_pytorch", lambda: SEEN)
+    return monkeypatch
+
+
+def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ):
     assert activation_segments.CHANGE.unneeded(arguments()) is None
+    assert "--tp-size was not seen" in str(activation_segments.CHANGE.unneeded(arguments(tp_size=2)))
+    environ.setenv(decide.SEGMENTS.name, "on")
+    assert activation_segments.CHANGE.unneeded(arguments(tp_size=2)) is None
+    environ.setenv(decide.SEGMENTS.name, "off")
+    assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS is off"
+
+
+@pytest.mark.parametrize(
+    ("variables", "pytorch", "told"),
+    [
+        ({}, SEEN, "applied"),
+        ({}, "2.14.1", "PyTorch 2.14 was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
+        ({decide.SEGMENTS.name: "on"}, "2.14.1", "applied"),
+        ({decide.SEGMENTS.name: "off"}, SEEN, "SGLANG_MOE_PATCHES_SEGMENTS is off"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, SEEN, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
+    ],
+)
+def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, variables, pytorch, told):
+    environ.setattr(activation_segments, "_pytorch", lambda: pytorch)
+    environ.setattr(switch, "allocator", Allocator)
+    environ.setattr(switch, "look", lambda: lambda patcher: None)
+    for name, value in variables.items():
+        environ.setenv(name, value)
+    plan = activation_segments.CHANGE.plan()
+    assert (plan.reason or plan.status) == told
+    assert (plan.status == "applied") is (told == "applied")
+
+
+def test_without_a_server_an_allocator_that_cannot_is_said_first(environ):
+    environ.setattr(switch, "allocator", lambda: Allocator(maps=False))
+    assert activation_segments.CHANGE.plan().reason == "the driver has no virtual memory management"
 
 
 # --- The switch ------------------------------------------------------------------------------------------------------
@@ -347,6 +429,7 @@ def cuda(monkeypatch):
 
 def test_a_server_that_has_started_is_switched_over_before_its_loop(monkeypatch, settings, cuda, caplog):
     monkeypatch.setattr(switch, "expandable", lambda: settings.on)
+    monkeypatch.setattr(switch, "everywhere", bool)  # the one rank of a server
     made = switch.Switch(settings)
 
     def run_event_loop(self, *args):
@@ -358,20 +441,39 @@ def test_a_server_that_has_started_is_switched_over_before_its_loop(monkeypatch,
     assert "activation-segments: on from here" in caplog.text
 
 
-def test_where_segments_are_ordinary_all_the_same_it_is_off_and_says_so(monkeypatch, settings, cuda, caplog):
-    monkeypatch.setattr(switch, "expandable", lambda: False)
+def fails():
+    raise RuntimeError("CUDA driver error: operation not permitted")
+
+
+def cannot_agree(works):
+    raise RuntimeError("connection closed")
+
+
+@pytest.mark.parametrize(
+    ("expandable", "agreed", "said"),
+    [
+        (lambda: False, bool, "off: the allocator makes ordinary segments all the same"),
+        (fails, bool, "off: RuntimeError: CUDA driver error"),
+        (lambda: True, lambda works: False, "off: another rank stays with ordinary segments"),
+        (lambda: True, cannot_agree, "off: the ranks cannot agree, RuntimeError: connection closed"),
+    ],
+    ids=["ordinary", "a driver that fails", "another rank", "no agreement"],
+)
+def test_where_it_does_not_work_everywhere_it_is_off_and_says_why(
+    monkeypatch, settings, cuda, caplog, expandable, agreed, said
+):
+    monkeypatch.setattr(switch, "expandable", expandable)
     with caplog.at_level(logging.INFO, "sglang.srt.moe_patches"):
-        switch.switch_over(switch.Switch(settings))
+        switch.switch_over(switch.Switch(settings), agreed)
     assert settings.given[-1] == switch.OFF
-    assert "ordinary segments all the same" in caplog.text
+    assert said in caplog.text
+    assert "on from here" not in caplog.text
 
 
-def test_a_driver_that_fails_leaves_the_server_as_it_was(monkeypatch, settings, cuda, caplog):
-    def fails():
-        raise RuntimeError("CUDA driver error: operation not permitted")
-
-    monkeypatch.setattr(switch, "expandable", fails)
-    with caplog.at_level(logging.INFO, "sglang.srt.moe_patches"):
-        switch.switch_over(switch.Switch(settings))
-    assert settings.given[-1] == switch.OFF
-    assert "off, RuntimeError: CUDA driver error" in caplog.text
+@pytest.mark.parametrize(("expandable", "asked"), [(lambda: False, [False]), (fails, [False]), (lambda: True, [True])])
+def test_every_rank_asks_whatever_it_found_itself(monkeypatch, settings, cuda, expandable, asked):
+    """Or the others would wait for it."""
+    monkeypatch.setattr(switch, "expandable", expandable)
+    told = []
+    switch.switch_over(switch.Switch(settings), lambda works: told.append(works) or works)
+    assert told == asked

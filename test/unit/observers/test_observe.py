@@ -302,14 +302,37 @@ def test_an_engine_that_cannot_be_observed_starts(process, monkeypatch):
     assert "ImportError" in collect(process.folder).failure
 
 
-def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, monkeypatch):
-    """Triton's, say: none of the kernels that are watched."""
-    peaks = iter([700, 500, 900, 100])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+@pytest.fixture
+def on_gpu(process, monkeypatch):
+    """Observed, with an allocator that holds 50 bytes between forwards.
+
+    :returns: takes what each forward's peak is, and what is reserved after it.
+    """
+    peaks, reserved = [0], [100]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved.pop(0) if len(reserved) > 1 else reserved[0])
     process.runner.device = "cuda"
     install(process)
+
+    def forwards(of_each, kept=()):
+        peaks.extend(of_each)
+        reserved.extend(kept)
+
+    return forwards
+
+
+def test_on_a_gpu_slack_is_what_was_reserved_and_never_a_tensor(process, on_gpu):
+    """As many bytes as the allocator took since the first forward began, less the most that was in use at once."""
+    on_gpu([700, 500, 900], kept=[1000, 1000, 1400])
+    seen = [process.forward(10).memory for _ in range(3)]
+    assert [(figures.reserved_bytes, figures.slack_bytes) for figures in seen] == [(900, 250), (900, 250), (1300, 450)]
+
+
+def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, on_gpu):
+    """Triton's, say: none of the kernels that are watched."""
+    on_gpu([700, 500, 900, 100])
     seen = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
     assert [(figures.tokens, figures.peak_forward_bytes) for figures in seen] == [
         (10, 650),
@@ -319,13 +342,8 @@ def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, monkey
     ]
 
 
-def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, monkeypatch):
-    peaks = iter([700, 60])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks))
-    process.runner.device = "cuda"
-    install(process)
+def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, on_gpu):
+    on_gpu([700, 60])
     process.layers = lambda x: process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x)
     process.forward(10)
     process.layers = lambda x: None

@@ -16,8 +16,9 @@ How
     registered with other processes (``GroupCoordinator.graph_capture``), and while memory comes from a pool of
     somebody's own (``torch.cuda.use_mem_pool``).
 
-    Which servers: :mod:`.decide`. Only those that ask for it: of a server that captures graphs while it serves it has
-    not been seen on a GPU yet that it goes on.
+    Ranks decide alike: the switch is tried on each, and stays on if it works on all (:func:`.switch.everywhere`).
+
+    Which servers: :mod:`.decide`. By itself only where it was seen on a GPU.
 
 Upstream
     None.
@@ -35,22 +36,31 @@ from sglang_moe_patches.changes.activation_segments import decide
 from sglang_moe_patches.patch import Change, Plan
 
 
+def _pytorch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
 def _unneeded(server_args: Any) -> str | None:
-    return decide.stands_back(decide.SEGMENTS.read(), decide.situation_of(server_args, os.environ))
+    return decide.stands_back(decide.SEGMENTS.read(), decide.situation_of(server_args, os.environ, _pytorch()))
 
 
 def _plan() -> Plan:
     from sglang_moe_patches.changes.activation_segments import switch
 
-    if lacking := decide.lacks(switch.allocator()):
-        return Plan.not_needed(lacking)
+    if reason := decide.lacks(switch.allocator()):
+        return Plan.not_needed(reason)
+    # Without a server too, as for doctor.
+    if reason := decide.stands_back(decide.SEGMENTS.read(), decide.of_process(os.environ, _pytorch())):
+        return Plan.not_needed(reason)
     return Plan.applied(switch.look())
 
 
 CHANGE = Change(
     name="activation-segments",
-    summary="after the start, activations come from expandable segments, of which the allocator keeps less; "
-    "with SGLANG_MOE_PATCHES_SEGMENTS=on",
+    summary="after the start, activations come from expandable segments, of which the allocator keeps less; by itself "
+    "on one GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
     unneeded=_unneeded,
     variables=(decide.SEGMENTS,),

@@ -124,23 +124,44 @@ def expandable() -> bool:
     )
 
 
-def switch_over(switch: Switch) -> None:
-    """Turn it on for a server that has started, if it does what it should; never raises."""
+def everywhere(works: bool) -> bool:
+    """Whether it works on all ranks of the server. Each asks, and all get the same answer."""
     import torch
 
+    world = engine.module("sglang.srt.distributed.parallel_state").get_world_group()
+    if world.world_size == 1:
+        return works
+    votes = torch.tensor([works], dtype=torch.int32, device="cpu")
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    return bool(votes.item())
+
+
+def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
+    """Turn it on for a server that has started, if it does what it should; never raises.
+
+    :param agreed: whether it works on all ranks, from whether it works on this one.
+    """
+    import torch
+
+    failed = "another rank stays with ordinary segments"
     try:
         # What the start has left is given back; what remains of it fits between blocks that stay.
         torch.cuda.empty_cache()
         switch.turn_on()
         if not (works := expandable()):
-            switch.turn_off()
+            failed = "the allocator makes ordinary segments all the same"
         torch.cuda.empty_cache()
     except Exception as error:
-        switch.turn_off()
-        logger.warning("sglang-moe-patches: activation-segments: off, %s: %s", type(error).__name__, error)
+        works, failed = False, f"{type(error).__name__}: {error}"
+    try:
+        works = agreed(works)
+    except Exception as error:
+        works, failed = False, f"the ranks cannot agree, {type(error).__name__}: {error}"
+    if works:
+        logger.info("sglang-moe-patches: activation-segments: on from here")
         return
-    told = "on from here" if works else "off: the allocator makes ordinary segments all the same"
-    (logger.info if works else logger.warning)("sglang-moe-patches: activation-segments: %s", told)
+    switch.turn_off()
+    logger.warning("sglang-moe-patches: activation-segments: off: %s", failed)
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------
@@ -155,7 +176,9 @@ def look() -> Install:
 
     scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
-    coordinator = engine.own(engine.module("sglang.srt.distributed.parallel_state"), "GroupCoordinator")
+    parallel = engine.module("sglang.srt.distributed.parallel_state")
+    engine.own(parallel, "get_world_group")
+    coordinator = engine.own(parallel, "GroupCoordinator")
     engine.require_mentions(engine.own(coordinator, "graph_capture"), "ca_comm", "capture")
     graph = torch.cuda.CUDAGraph
     for name in ("capture_begin", "capture_end"):
@@ -191,7 +214,7 @@ def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> 
 def _make_run_event_loop(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        switch_over(switch)
+        switch_over(switch, everywhere)
         return original(self, *args, **kwargs)
 
     return run_event_loop
