@@ -212,7 +212,14 @@ assert kind(eager()) == "ordinary"
 
 # --- Real servers ----------------------------------------------------------------------------------------------------
 
-QWEN: dict[str, Any] = {"family": "qwen3-moe", "layers": 2, "hidden": 2048, "moe_intermediate": 256, "heads": 32, "kv_heads": 4}
+QWEN: dict[str, Any] = {
+    "family": "qwen3-moe",
+    "layers": 2,
+    "hidden": 2048,
+    "moe_intermediate": 256,
+    "heads": 32,
+    "kv_heads": 4,
+}
 DEEPSEEK = {"layers": 2, "hidden": 512, "nextn": True}
 LENGTHS = (100, 3000, 700, 40)
 STEPS = 12

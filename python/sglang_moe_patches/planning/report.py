@@ -70,6 +70,11 @@ def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
         ("KV cache then", f"{first.cache_tokens:,} tokens{_each(first)}"),
         ("lowest free memory then", NOT_MEASURED if first.lowest_free is None else mb(first.lowest_free)),
     ]
+    if first.ranks:
+        kept = first.worst.tensors + first.worst.slack
+        rows.append(
+            ("taken by PyTorch's allocator then", f"{mb(kept)}, {mb(first.worst.slack)} never a tensor (slack)")
+        )
     for value in server.recommendations:
         rows += _value_rows(value, first)
     return rows

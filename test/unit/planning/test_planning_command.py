@@ -229,6 +229,13 @@ def test_the_table_says_the_value_its_need_and_the_command() -> None:
     assert "Not driven: images: they are not sent." in said
 
 
+def test_the_table_says_what_the_allocator_took_and_what_of_it_was_never_a_tensor() -> None:
+    (server,) = found().servers
+    rank = replace(server.default.ranks[0], tensors=3 * GB, slack=2 * GB)
+    rows = dict(report.server_rows(replace(server, trials=(replace(server.default, ranks=(rank,)),))))
+    assert rows["taken by PyTorch's allocator then"] == "5,000 MB, 2,000 MB never a tensor (slack)"
+
+
 def test_the_table_says_how_well_a_value_is_known_and_what_a_kv_cache_is_of() -> None:
     (server,) = found().servers
     value = replace(server.recommendations[0], ceiling=0.97)
