@@ -414,7 +414,7 @@ CASES = {
     "hierarchical cache": Case(arguments=SMALL_CACHE, meanwhile=evict),
     "2 expert-parallel ranks": Case(2, ("--ep", "2")),
     "2 data-parallel ranks": Case(2, ("--dp", "2", "--enable-dp-attention")),
-    "2 pipeline stages": Case(1, ("--pp", "2")),
+    "2 pipeline stages": Case(1, ("--pp-size", "2")),
 }
 
 
