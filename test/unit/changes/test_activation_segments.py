@@ -45,11 +45,11 @@ CONFIGURED = Situation(configured="PYTORCH_ALLOC_CONF")
         (None, Situation(device="xpu"), "--device is xpu"),
         (True, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
         (None, CONFIGURED, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
-        (True, Situation(unseen=("--tp-size",)), None),
+        (True, Situation(unseen=("--dcp-size",)), None),
         (
             None,
-            Situation(unseen=("--tp-size", "--ep-size")),
-            "--tp-size was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on",
+            Situation(unseen=("--dcp-size", "--enable-pdmux")),
+            "--dcp-size was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on",
         ),
     ],
 )
@@ -64,8 +64,8 @@ NOTHING = {
     "disaggregation_mode": "null",
     "moe_a2a_backend": "none",
     "weight_cache_mode": "off",
-    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "dcp_size", "nnodes"), 1),
-    **dict.fromkeys(("elastic_ep_backend", "speculative_algorithm", "enable_lora", "lora_paths", "kt_weight_path")),
+    **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), 1),
+    **dict.fromkeys(("elastic_ep_backend", "speculative_algorithm", "hicache_storage_backend", "kt_weight_path")),
 }
 HAD = {
     "disaggregation_mode": "prefill",
@@ -74,9 +74,9 @@ HAD = {
     "weight_cache_mode": "daemon",
     "moe_a2a_backend": "deepep",
     "speculative_algorithm": "EAGLE",
-    "lora_paths": ["a"],
+    "hicache_storage_backend": "file",
     "kt_weight_path": "a",
-    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "dcp_size", "nnodes"), 2),
+    **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), 2),
 }
 
 
@@ -107,6 +107,13 @@ def test_each_feature_is_known_by_its_argument_and_left_alone_by_name(feature):
 def test_what_hands_memory_to_others_is_never_switched():
     never = {each.argument for each in decide.FEATURES if each.why}
     assert {"enable_memory_saver", "disaggregation_mode", "elastic_ep_backend", "enable_symm_mem", "nnodes"} <= never
+
+
+@pytest.mark.parametrize(
+    "more", [{"tp_size": 2}, {"ep_size": 2}, {"pp_size": 2}, {"dp_size": 2}, {"lora_paths": ["a"]}], ids=str
+)
+def test_what_was_seen_is_switched_without_being_asked(more):
+    assert stands_back(None, situation(more)) is None
 
 
 def test_a_vision_towers_graphs_are_left_alone_by_their_variable():
@@ -158,9 +165,9 @@ def environ(monkeypatch):
 
 def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ):
     assert activation_segments.CHANGE.unneeded(arguments()) is None
-    assert "--tp-size was not seen" in str(activation_segments.CHANGE.unneeded(arguments(tp_size=2)))
+    assert "--dcp-size was not seen" in str(activation_segments.CHANGE.unneeded(arguments(dcp_size=2)))
     environ.setenv(decide.SEGMENTS.name, "on")
-    assert activation_segments.CHANGE.unneeded(arguments(tp_size=2)) is None
+    assert activation_segments.CHANGE.unneeded(arguments(dcp_size=2)) is None
     environ.setenv(decide.SEGMENTS.name, "off")
     assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS is off"
 

@@ -60,7 +60,7 @@ def _plan() -> Plan:
 CHANGE = Change(
     name="activation-segments",
     summary="after the start, activations come from expandable segments, of which the allocator keeps less; by itself "
-    "on one GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
+    "where that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
     unneeded=_unneeded,
     variables=(decide.SEGMENTS,),

@@ -71,10 +71,6 @@ FEATURES = (
     Feature("enable_symm_mem", "whose pool is entered in every layer"),
     Feature("nnodes", "whose ranks may have another environment, and could not decide alike", _several),
     # Not seen.
-    Feature("tp_size", has=_several),
-    Feature("pp_size", has=_several),
-    Feature("dp_size", has=_several),
-    Feature("ep_size", has=_several),
     Feature("attn_cp_size", has=_several),
     Feature("dcp_size", has=_several),
     Feature("moe_a2a_backend", has=_not("none")),
@@ -83,9 +79,7 @@ FEATURES = (
     Feature("enable_mscclpp"),
     Feature("enable_pdmux"),
     Feature("speculative_algorithm"),
-    Feature("enable_lora"),
-    Feature("lora_paths"),
-    Feature("enable_hierarchical_cache"),
+    Feature("hicache_storage_backend"),
     Feature("enable_lmcache"),
     Feature("kt_weight_path"),
 )
