@@ -230,10 +230,6 @@ class Memory:
     """Of the largest forward. The two above are of one with so many; of several such the least, so that workspaces
     which libraries allocate once do not count."""
     forwards: int = 0
-    reserved_bytes: int | None = None
-    """CUDA: what PyTorch's allocator took from the driver since the first forward began, at the most."""
-    slack_bytes: int | None = None
-    """Of those, what was never a tensor: less the most that was allocated at once since then."""
     moe_layers: int | None = None
     """Calls of such kernels and runners in one forward."""
     output_buffers: int | None = None
@@ -242,6 +238,10 @@ class Memory:
     """What CuteDSL's wrappers hold between forwards; ``None`` where they hold none."""
     cache_token_bytes: float | None = None
     """Bytes of one token in a rank's KV cache; ``None`` where there are caches of several kinds."""
+    reserved_bytes: int | None = None
+    """CUDA: what PyTorch's allocator took from the driver since the first forward began, at the most."""
+    slack_bytes: int | None = None
+    """Of those, what was never a tensor: less the most that was allocated at once since then."""
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,12 @@ def test_the_table_has_every_figure():
     assert "deferred-shared-experts: native (the engine has it)" in table
 
 
+def test_the_table_says_what_the_allocator_took_and_what_of_it_was_never_a_tensor():
+    table = terminal(same(memory=Memory("cuda", reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)))
+    assert "5,000.0 MB" in line(table, "Taken by PyTorch's allocator")
+    assert "2,000.0 MB" in line(table, "Of that, never a tensor (slack)")
+
+
 def test_the_table_of_a_worse_run():
     table = terminal(different())
     assert "Patched is WORSE than stock." in table
