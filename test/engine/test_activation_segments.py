@@ -36,7 +36,8 @@ def allow(decide):
     original = decide.stands_back
 
     def stands_back(asked, server):
-        assert original(asked, server) == "--device is cpu"
+        if server.device == "cpu":  # the server's, not what holds for every server
+            assert original(asked, server) == "--device is cpu"
         return original(asked, __import__("dataclasses").replace(server, device="cuda"))
 
     decide.stands_back = stands_back
