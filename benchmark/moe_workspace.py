@@ -2,29 +2,40 @@
 
     python benchmark/moe_workspace.py --json moe-workspace.json               # the grid of docs/moe-workspace.md
     python benchmark/moe_workspace.py --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
-    python benchmark/moe_workspace.py --widths 512,1024,2048                      # other widths than the rule's own
+    python benchmark/moe_workspace.py --slices 2,3,5 --mb 400,800    # other numbers than the rule's own, and the knob
+    python benchmark/moe_workspace.py --tune TILES --models kimi-k2.5 --layouts tp4   # the best tiles, into a folder
+    python benchmark/moe_workspace.py --tiles TILES --models kimi-k2.5 --layouts tp4  # the engine's choice, and those
 
 One process, no server, no checkpoint: the engine's own ``FusedMoE`` layer with random weights at one rank's widths, its
 own quantization method, through ``run_moe_core``, in place as the Triton runner works by default. Each cell compares
 stock, stock again (what stock differs from itself is nobody's doing) and columns, in turn, by CUDA events; every run
 starts from an idle GPU, so that the host's time to start slices counts. The peak is what one call allocates beyond
-what was allocated before it.
+what was allocated before it. An interval is that of the median of all rounds' ratios, to 95 %.
+
+The engine chooses its tiles from a file that somebody tuned for the layer and the GPU, or by a rule. ``--tune`` tries
+some thirty of them for both GEMMs and writes the best to where ``SGLANG_MOE_CONFIG_DIR`` would have the engine look;
+kernels are compiled in processes of their own first. ``--tiles`` measures each layer with them as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import glob
 import itertools
+import json
+import math
 import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,20 +188,27 @@ def batch(engine: Engine, rank: Rank, tokens: int) -> Batch:
 # --- Stock and columns -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Columns by the rule; in so many slices, whatever it says; or with so many MB asked for."""
+
+    slices: int | None = None
+    mb: int | None = None
+
+
 class Ways:
     """The engine's sequence and ours, to switch between; and how many slices ours ran."""
 
     def __init__(self) -> None:
-        plan = triton.plan()
-        if plan.install is None:
-            print(f"moe_workspace: {plan}", file=sys.stderr)
+        self.plan = triton.plan()
+        if self.plan.install is None:
+            print(f"moe_workspace: {self.plan}", file=sys.stderr)
             raise SystemExit(2)
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
         self._module = fused_moe
         self._stock = fused_moe._fused_moe_kernel_sequence
-        plan.install(Patcher())
-        self._ours = fused_moe._fused_moe_kernel_sequence
+        self._ours: dict[int | None, Any] = {}
         self.ran: list[list[tuple[int, int]]] = []
         slices = promise.column_ranges
 
@@ -205,22 +223,36 @@ class Ways:
     def stock(self) -> None:
         self._module._fused_moe_kernel_sequence = self._stock
 
-    def columns(self) -> None:
-        self._module._fused_moe_kernel_sequence = self._ours
+    def columns(self, mb: int | None = None) -> None:
+        """
+        :param mb: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
+        """
+        if mb not in self._ours:
+            self.stock()
+            name = columns.MOE_WORKSPACE_MB.name
+            os.environ |= {name: "" if mb is None else str(mb)}
+            assert self.plan.install is not None
+            self.plan.install(Patcher())
+            del os.environ[name]
+            self._ours[mb] = self._module._fused_moe_kernel_sequence
+        self._module._fused_moe_kernel_sequence = self._ours[mb]
 
     @contextmanager
-    def width(self, width: int | None) -> Iterator[None]:
-        """Columns of ``width``, whatever the rule says; ``None``: by the rule."""
-        rule = columns.slice_width
-        smallest = columns.SMALLEST_TENSOR_BYTES
-        if width:
-            columns.slice_width = lambda *_, **__: width
-            columns.SMALLEST_TENSOR_BYTES = 1
+    def variant(self, variant: Variant) -> Iterator[None]:
+        rule, smallest, most = columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME
+        if variant.slices:
+
+            def width(tokens: int, top_k: int, hidden: int, *sizes: Any, **more: Any) -> int:
+                step = math.lcm(columns.ALIGNMENT, more["tiles"]["BLOCK_SIZE_N"])
+                return min(hidden, -(-hidden // (variant.slices * step)) * step)
+
+            columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = width, 1, math.inf
+        self.columns(variant.mb)
         try:
             yield
         finally:
-            columns.slice_width = rule
-            columns.SMALLEST_TENSOR_BYTES = smallest
+            columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = rule, smallest, most
+            self.stock()
 
 
 def once(engine: Engine, given: Batch, run: Callable[[], Any]) -> float:
@@ -251,10 +283,19 @@ def clean(engine: Engine) -> None:
         torch.cuda.empty_cache()
 
 
+def interval(ratios: list[float]) -> list[float]:
+    """Where the median of such ratios lies, to 95 %: between two of them, by the binomial distribution."""
+    ordered, below = sorted(ratios), 0
+    while sum(math.comb(len(ordered), k) for k in range(below + 1)) / 2 ** len(ordered) <= 0.025:
+        below += 1
+    below = max(below - 1, 0)
+    return [ordered[below], ordered[-1 - below]]
+
+
 def cell(
-    engine: Engine, ways: Ways, layer: Any, rank: Rank, tokens: int, rounds: int, widths: tuple[int, ...]
+    engine: Engine, ways: Ways, layer: Any, rank: Rank, tokens: int, rounds: int, variants: list[Variant]
 ) -> Iterator[dict[str, Any]]:
-    """Figures of one batch: the rule's own width first, then the others."""
+    """Figures of one batch, variant by variant."""
     given = batch(engine, rank, tokens)
 
     def run() -> Any:
@@ -266,46 +307,179 @@ def cell(
     given.restore()
     repeats = bool(torch.equal(expected, run()))
     stock_peak = peak(engine, given, run)
-    for width in (None, *(w for w in widths if w < rank.hidden)):
-        with ways.width(width):
-            ways.columns()
+    ran: dict[Variant, list[tuple[int, int]]] = {}
+    facts: dict[Variant, dict[str, Any]] = {}
+
+    def measure(variant: Variant | None) -> Callable[[], float]:
+        def measured() -> float:
+            if variant is None:
+                return once(engine, given, run)
+            with ways.variant(variant):
+                return once(engine, given, run)
+
+        return measured
+
+    for variant in variants:
+        with ways.variant(variant):
             ways.ran.clear()
             given.restore()
-            found = run()
-            same = bool(torch.equal(expected, found))
-            ran = ways.ran[0] if ways.ran else []
-            del found
-            our_peak = peak(engine, given, run)
-
-            def measure(switch: Callable[[], None]) -> Callable[[], float]:
-                def measured() -> float:
-                    switch()
-                    return once(engine, given, run)
-
-                return measured
-
-            versions = {timing.STOCK: measure(ways.stock), timing.CONTROL: measure(ways.stock)}
-            versions["columns"] = measure(ways.columns)
-            samples = timing.in_turn(versions, rounds)
-            compared = timing.against_stock(samples)
-        # "stock over the other" reads as speed; here more is slower, as in the issue's own figures.
+            same = bool(torch.equal(expected, run()))
+            ran[variant] = ways.ran[0] if ways.ran else []
+            facts[variant] = {"peak": peak(engine, given, run), "same": same}
+    # What cannot be cut so often is left out, and so is what another one is already.
+    chosen = {
+        variant: f"columns {variant}"
+        for index, variant in enumerate(variants)
+        if variant == Variant() or ran[variant] not in [ran[other] for other in variants[:index]]
+    }
+    versions = {timing.STOCK: measure(None), timing.CONTROL: measure(None)}
+    samples = timing.in_turn(versions | {name: measure(variant) for variant, name in chosen.items()}, rounds)
+    control = [b / a for a, b in zip(samples[timing.STOCK], samples[timing.CONTROL], strict=True)]
+    for variant, name in chosen.items():
+        ratios = [b / a for a, b in zip(samples[timing.STOCK], samples[name], strict=True)]
         yield {
             "tokens": tokens,
             "tensor_bytes": tokens * rank.top_k * rank.hidden * 2,
-            "asked_width": width,
-            "slices": len(ran),
-            "width": ran[0][1] if ran else None,
-            "stock_ms": compared["columns"]["stock"],
-            "ms": compared["columns"]["other"],
-            "slowdown": 1 / compared["columns"]["ratio"],
-            "spread": [1 / compared["columns"]["highest"], 1 / compared["columns"]["lowest"]],
-            "control": 1 / compared[timing.CONTROL]["ratio"],
-            "control_spread": [1 / compared[timing.CONTROL]["highest"], 1 / compared[timing.CONTROL]["lowest"]],
+            "asked_slices": variant.slices,
+            "asked_mb": variant.mb,
+            "slices": len(ran[variant]),
+            "width": ran[variant][0][1] if ran[variant] else None,
+            "stock_ms": statistics.median(samples[timing.STOCK]),
+            "ms": statistics.median(samples[name]),
+            "slowdown": statistics.median(ratios),
+            "interval": interval(ratios),
+            "control": statistics.median(control),
+            "control_interval": interval(control),
+            "rounds": rounds,
             "stock_peak": stock_peak,
-            "peak": our_peak,
-            "same": same,
             "stock_repeats": repeats,
+        } | facts[variant]
+
+
+# --- Tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tile_configurations(weights: str) -> list[dict[str, int]]:
+    """What is tried, for both GEMMs; a block of scales is 128 x 128."""
+    return [
+        {
+            "BLOCK_SIZE_M": m,
+            "BLOCK_SIZE_N": n,
+            "BLOCK_SIZE_K": 128 if weights == "fp8" else 64,
+            "GROUP_SIZE_M": group,
+            "num_warps": warps,
+            "num_stages": stages,
         }
+        for m, n, group, warps, stages in itertools.product((64, 128), (128, 256), (1, 32), (4, 8), (3, 4))
+    ]
+
+
+def chosen_tiles(layer: Any, tokens: int) -> dict[str, int]:
+    """What the engine has for this layer and batch."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+
+    fp8 = layer.w2_weight.element_size() == 1
+    found = fused_moe_triton_config.try_get_optimal_moe_config(
+        layer.w13_weight.shape,
+        layer.w2_weight.shape,
+        layer.top_k,
+        "fp8_w8a8" if fp8 else None,
+        tokens,
+        block_shape=[128, 128] if fp8 else None,
+    )
+    return dict(found)
+
+
+def with_tiles(config: dict[str, int] | None) -> Any:
+    from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
+
+    return override_config(config)
+
+
+def tiles_file(layer: Any) -> str:
+    """The engine's name for the file of this layer's tiles."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+
+    experts, _, inner = layer.w2_weight.shape
+    fp8 = layer.w2_weight.element_size() == 1
+    return str(
+        fused_moe_triton_config.get_config_file_name(
+            experts, inner, "fp8_w8a8" if fp8 else None, [128, 128] if fp8 else [0, 0]
+        )
+    )
+
+
+def use_tiles(folder: Path | None) -> None:
+    """Have the engine look there; ``None``: where it does by itself."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+
+    fused_moe_triton_config.get_moe_configs.cache_clear()
+    os.environ.pop("SGLANG_MOE_CONFIG_DIR", None)
+    if folder is not None:
+        os.environ["SGLANG_MOE_CONFIG_DIR"] = str(folder)
+
+
+def compile_tiles(engine: Engine, names: list[tuple[str, str, str]], part: int, of: int) -> None:
+    """Compile every ``of``-th kernel, for whoever shares Triton's cache: each layer with few experts."""
+    for model, layout, weights in names:
+        rank = replace(per_rank(model, layout), experts=16)
+        layer = engine.layer(rank, weights)
+        given = batch(engine, rank, 64)
+        for config in tile_configurations(weights)[part::of]:
+            try:
+                with with_tiles(config):
+                    layer.run_moe_core(dispatch_output=given.dispatch)
+            except Exception as error:
+                print(f"{config}: {type(error).__name__}", flush=True)
+
+
+def tune(
+    engine: Engine, names: list[tuple[str, str, str]], tokens: tuple[int, ...], folder: Path, processes: int
+) -> list[dict[str, Any]]:
+    """The best tiles for each layer and batch, written to ``folder``; and what each took."""
+    import triton as language
+
+    asked = ["--layers", ",".join(map(":".join, names))]
+    workers = [
+        subprocess.Popen([sys.executable, __file__, *asked, "--compile", f"{part + 1},{processes}"])
+        for part in range(processes)
+    ]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled after {time.monotonic() - STARTED:.0f} s", flush=True)
+    where = folder / "configs" / f"triton_{language.__version__.replace('.', '_')}"
+    where.mkdir(parents=True, exist_ok=True)
+    found = []
+    for model, layout, weights in names:
+        rank = per_rank(model, layout)
+        layer = engine.layer(rank, weights)
+        best: dict[str, Any] = {}
+        for count in tokens:
+            given = batch(engine, rank, count)
+
+            def run(given: Batch = given, layer: Any = layer) -> Any:
+                return layer.run_moe_core(dispatch_output=given.dispatch).hidden_states
+
+            times = {-1: statistics.median(once(engine, given, run) for _ in range(7))}
+            configs = tile_configurations(weights)
+            for index, config in enumerate(configs):
+                try:
+                    with with_tiles(config):
+                        once(engine, given, run)
+                        times[index] = statistics.median(once(engine, given, run) for _ in range(5))
+                except Exception as error:
+                    print(f"{config}: {type(error).__name__}", flush=True)
+            winner = min((index for index in times if index >= 0), key=times.__getitem__)
+            best[str(count)] = configs[winner]
+            found.append(
+                {"model": model, "layout": layout, "weights": weights, "tokens": count, "tiles": configs[winner]}
+                | {"ms": times[winner], "own_ms": times[-1], "tried": len(times) - 1}
+            )
+            print(found[-1], flush=True)
+        (where / tiles_file(layer)).write_text(json.dumps(best, indent=1) + "\n")
+        del layer, given, run
+        clean(engine)
+    return found
 
 
 # --- Mixed batches, CUDA graphs --------------------------------------------------------------------------------------
@@ -384,19 +558,41 @@ def line(figure: dict[str, Any]) -> list[str]:
         f"{figure['tokens']:,}",
         f"{figure['stock_peak'] / MB:,.0f}",
         f"{figure['peak'] / MB:,.0f}",
-        slices + (f" (asked {figure['asked_width']})" if figure["asked_width"] else ""),
+        slices + asked_for(figure),
+        figure.get("tiles", ""),
         f"{figure['stock_ms']:.3f}",
-        f"{figure['slowdown']:.3f}",
+        f"{figure['slowdown']:.3f} [{', '.join(f'{end:.3f}' for end in figure['interval'])}]",
         f"{figure['control']:.3f}",
         "yes" if figure["same"] else ("NO" if figure["stock_repeats"] else "stock does not repeat itself"),
     ]
 
 
-HEADER = ("layer", "tokens", "stock MB", "MB", "slices", "stock ms", "time", "control", "same bits")
+def asked_for(figure: dict[str, Any]) -> str:
+    mb = figure["asked_mb"]
+    return f" (asked {mb} MB)" if mb else " (asked)" if figure["asked_slices"] else ""
+
+
+HEADER = ("layer", "tokens", "stock MB", "MB", "slices", "tiles", "stock ms", "time", "control", "same bits")
 
 
 def tables(result: output.Result) -> str:
     return output.table(HEADER, map(line, result["figures"]["cells"])) + "\n" + captured(result)
+
+
+def tuned(result: output.Result) -> str:
+    """The best tiles that were found."""
+    header = ("layer", "tiles: M x N x K, group, warps, stages", "tokens", "of", "own, ms", "ms")
+    rows = [
+        (
+            f"{one['model']} {one['layout']} {one['weights']}",
+            "{BLOCK_SIZE_M} x {BLOCK_SIZE_N} x {BLOCK_SIZE_K}, {GROUP_SIZE_M}, {num_warps}, {num_stages}".format(
+                **one["tiles"]
+            ),
+            *(f"{one['tokens']:,}", str(one["tried"]), f"{one['own_ms']:.3f}", f"{one['ms']:.3f}"),
+        )
+        for one in result["figures"]["tuned"]
+    ]
+    return output.table(header, rows, left=2)
 
 
 def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "tp4") -> str:
@@ -474,13 +670,53 @@ def per_rank(model: str, layout: str) -> Rank:
     return (known.fused() if model in FUSED and known.shared_experts else known).per_rank(LAYOUTS[layout])
 
 
+def layers(text: str) -> list[tuple[str, str, str]]:
+    """``type=`` of an option that names layers."""
+    found = []
+    for name in text.split(","):
+        model, _, rest = name.partition(":")
+        layout, _, weights = rest.partition(":")
+        if model not in MODELS or layout not in LAYOUTS or weights not in WEIGHTS:
+            raise argparse.ArgumentTypeError(f"{name}: expected MODEL:LAYOUT:WEIGHTS")
+        found.append((model, layout, weights))
+    return found
+
+
+def profile(engine: Engine, ways: Ways, layer: Any, rank: Rank, tokens: int) -> dict[str, dict[str, float]]:
+    """Microseconds of each kernel in a call, stock and in four slices."""
+    given = batch(engine, rank, tokens)
+    found = {}
+    for name, variant in (("stock", None), ("columns", Variant(4))):
+        with ways.variant(variant) if variant else nullcontext():
+            for _ in range(2):
+                layer.run_moe_core(dispatch_output=given.dispatch)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+                layer.run_moe_core(dispatch_output=given.dispatch)
+                torch.cuda.synchronize()
+        times: dict[str, float] = {}
+        for event in profiled.events():
+            times[event.name[:60]] = times.get(event.name[:60], 0.0) + event.device_time
+        found[name] = {
+            kernel: round(us, 1) for kernel, us in sorted(times.items(), key=lambda item: -item[1])[:9] if us
+        }
+    return found
+
+
 def parse() -> Any:
     parser = output.parser(__doc__)
     parser.add_argument("--models", type=output.choice_of(MODELS), default=list(GRID), help=", ".join(MODELS))
     parser.add_argument("--layouts", type=output.choice_of(LAYOUTS), default=["tp1", "tp4", "tp8"])
     parser.add_argument("--weights", type=output.choice_of(WEIGHTS), default=list(WEIGHTS))
+    parser.add_argument("--layers", type=layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="these, not all of the above")
     parser.add_argument("--tokens", type=output.numbers, default=TOKENS)
-    parser.add_argument("--widths", type=output.numbers, default=(), help="columns of a slice, beside the rule's own")
+    parser.add_argument("--slices", type=output.numbers, default=(), help="so many, beside the rule's own")
+    parser.add_argument("--mb", type=output.numbers, default=(), help="settings of the knob, beside the rule's own")
+    parser.add_argument("--tune", type=Path, metavar="FOLDER", help="find the best tiles, and no more")
+    parser.add_argument("--processes", type=int, default=12, help="that compile for --tune")
+    parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="measure with tiles from there as well")
+    parser.add_argument("--compile", type=output.numbers, help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help="each kernel's time, whole and in four slices")
     parser.add_argument("--graphs", type=output.numbers, default=(), help="tokens of layers to capture")
     parser.add_argument("--mixed", type=int, default=0, help="tokens of the largest of forty mixed batches")
     parser.add_argument("--rounds", type=int, default=9)
@@ -513,38 +749,64 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     options = parse()
     machine.require_gpu("moe_workspace")
-    figures: dict[str, Any] = {"cells": [], "mixed": [], "graphs": [], "left_out": []}
+    names = options.layers or list(itertools.product(options.models, options.layouts, options.weights))
     with torch.inference_mode():
-        engine, ways = Engine(), Ways()
+        engine = Engine()
+        if options.compile:
+            compile_tiles(engine, names, options.compile[0] - 1, options.compile[1])
+            return
         print(machine.sentence(machine.conditions()), flush=True)
-        for model, layout, weights in itertools.product(options.models, options.layouts, options.weights):
-            name = {"model": model, "layout": layout, "weights": weights}
-            if time.monotonic() - STARTED > options.seconds:
-                figures["left_out"].append(name | {"reason": "out of time"})
-                continue
-            try:
-                rank = per_rank(model, layout)
-                layer = engine.layer(rank, weights)
-                for tokens in options.tokens:
-                    for found in cell(engine, ways, layer, rank, tokens, options.rounds, options.widths):
-                        figures["cells"].append(name | found)
-                        print(" | ".join(line(figures["cells"][-1])), flush=True)
-                    clean(engine)
-                if options.mixed:
-                    figures["mixed"].append(name | mixed(engine, ways, layer, rank, options.mixed))
-                    print(figures["mixed"][-1], flush=True)
-                for tokens in options.graphs:
-                    figures["graphs"].append(name | graph(engine, ways, layer, rank, tokens, options.rounds))
-                    print(figures["graphs"][-1], flush=True)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-                figures["left_out"].append(name | {"reason": reason})
-                print(f"{model} {layout} {weights}: left out, {reason}", flush=True)
-            finally:
-                layer = None
-                clean(engine)
+        if options.tune:
+            found = tune(engine, names, options.tokens, options.tune, options.processes)
+            result = output.result("moe_workspace", {"tuned": found})
+            output.finish(options, result, tuned(result))
+            return
+        figures = measure(engine, Ways(), names, options)
     result = output.result("moe_workspace", figures)
     output.finish(options, result, tables(result))
+
+
+def measure(engine: Engine, ways: Ways, names: list[tuple[str, str, str]], options: Any) -> dict[str, Any]:
+    """The grid, layer by layer."""
+    figures: dict[str, Any] = {"cells": [], "mixed": [], "graphs": [], "kernels": [], "left_out": []}
+    variants = [Variant(), *(Variant(slices=n) for n in options.slices), *(Variant(mb=mb) for mb in options.mb)]
+    folders = {"default": None} | ({"tuned": options.tiles} if options.tiles else {})
+    for model, layout, weights in names:
+        name = {"model": model, "layout": layout, "weights": weights}
+        if time.monotonic() - STARTED > options.seconds:
+            figures["left_out"].append(name | {"reason": "out of time"})
+            continue
+        try:
+            rank = per_rank(model, layout)
+            layer = engine.layer(rank, weights)
+            for tiles, folder in folders.items():
+                if folder is not None and not list(folder.glob(f"configs/*/{glob.escape(tiles_file(layer))}")):
+                    continue
+                use_tiles(folder)
+                for tokens in options.tokens:
+                    for found in cell(engine, ways, layer, rank, tokens, options.rounds, variants):
+                        figures["cells"].append(name | found | {"tiles": tiles, "config": chosen_tiles(layer, tokens)})
+                        print(" | ".join(line(figures["cells"][-1])), flush=True)
+                    clean(engine)
+                if options.profile:
+                    kernels = profile(engine, ways, layer, rank, options.tokens[-1])
+                    figures["kernels"].append(name | {"tiles": tiles, "tokens": options.tokens[-1]} | kernels)
+                    print(json.dumps(figures["kernels"][-1], indent=1), flush=True)
+                use_tiles(None)
+            if options.mixed:
+                figures["mixed"].append(name | mixed(engine, ways, layer, rank, options.mixed))
+                print(figures["mixed"][-1], flush=True)
+            for tokens in options.graphs:
+                figures["graphs"].append(name | graph(engine, ways, layer, rank, tokens, options.rounds))
+                print(figures["graphs"][-1], flush=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            figures["left_out"].append(name | {"reason": reason})
+            print(f"{model} {layout} {weights}: left out, {reason}", flush=True)
+        finally:
+            layer = None
+            clean(engine)
+    return figures
 
 
 if __name__ == "__main__":

@@ -55,6 +55,19 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def positive_number(of: str) -> Callable[[str], int | None]:
+    """``parse`` of a variable that is a number of something, from 1 on; unset: ``None``."""
+
+    def parse(text: str) -> int | None:
+        if not text:
+            return None
+        if not text.isascii() or not text.isdigit() or not int(text):
+            raise ValueError(f"expected a positive number of {of}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
 STRICT = Variable(
     "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", zero_or_one, "0"
 )

@@ -3,6 +3,8 @@ matter."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed, without_buffer
@@ -212,8 +214,9 @@ def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, family, path, ke
 def triton(engine, monkeypatch):
     """BF16 models run the engine's Triton sequence, in columns whatever its size."""
     triton_runner(monkeypatch)
-    for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("ALIGNMENT", 64)):
+    for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("MOST_OF_THE_TIME", math.inf)):
         monkeypatch.setattr(columns, name, value)
+    monkeypatch.setattr(columns, "ALIGNMENT", 64)
     monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield

@@ -6,11 +6,14 @@ The Triton runner's sequence, which columns are about, never runs on a CPU serve
 
 from __future__ import annotations
 
+import importlib
+from types import FunctionType, SimpleNamespace
+
 import pytest
 import torch
 from conftest import installed
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import token_slices
+from sglang_moe_patches.changes.moe_workspace import streams, token_slices
 
 VARIABLE = token_slices.MAX_MOE_TOKENS.name
 TOKENS = 130
@@ -78,3 +81,57 @@ def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, se
         others = torch.arange(100) != 7
         assert torch.equal(run(outlier)[others], whole[others])
     assert seen
+
+
+# --- Blocks that run something beside their routed experts -----------------------------------------------------------
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(
+    ("module", "block", "beside"),
+    [
+        ("deepseek_v2", "DeepseekV2MoE", True),
+        ("glm4_moe", "Glm4MoeSparseMoeBlock", True),
+        ("hunyuan_v3", "HYV3MoEFused", True),
+        ("nemotron_h", "NemotronHMoE", True),
+        ("sarvam_moe", "SarvamMoESparseMoeBlock", True),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", False),
+        ("minimax_m2", "MiniMaxM2MoE", False),
+    ],
+)
+def test_blocks_that_use_another_stream_are_known_by_their_code(engine, module, block, beside):
+    found = pytest.importorskip(f"sglang.srt.models.{module}", reason="not in this release", exc_type=ImportError)
+    assert streams.switches_streams(getattr(found, block)) == beside
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """Has the engine's model runner load a model that is there already."""
+    module = importlib.import_module("sglang.srt.model_executor.model_runner")
+    loaded = FunctionType((lambda self: None).__code__, vars(module))  # the engine's own, as far as anybody can see
+    monkeypatch.setattr(module.ModelRunner, "load_model", loaded)
+    return lambda model: module.ModelRunner.load_model(SimpleNamespace(model=model))
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(engine, checkpoint, loading, fused):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    model = engine.load(checkpoint())
+    for layer in model.modules():
+        if fused and isinstance(layer, FusedMoE):
+            layer.num_fused_shared_experts = 1
+    with installed(moe_workspace.CHANGE):
+        assert not streams.beside
+        loading(model)
+        assert streams.beside != fused
+    assert not streams.beside
+
+
+def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
+    runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
+    monkeypatch.setattr(runner, "load_model", lambda self: None)
+    with installed(moe_workspace.CHANGE):
+        assert streams.beside
+    assert not streams.beside

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
 from sglang_moe_patches import triton_sequence  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace import columns, promise, triton  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace import columns, promise, streams, triton  # noqa: E402
 from sglang_moe_patches.dead_input import channel, takers  # noqa: E402
 from sglang_moe_patches.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.patch import Patcher  # noqa: E402
@@ -230,6 +230,7 @@ def small(monkeypatch):
     """Sizes at which a test's tensors are large."""
     monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
     monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
+    monkeypatch.setattr(columns, "MOST_OF_THE_TIME", math.inf)
     monkeypatch.setattr(columns, "ALIGNMENT", 64)
 
 
@@ -365,6 +366,64 @@ def test_forwards_in_two_threads_have_nothing_in_common(modules, ran):
             thread.join()
     assert all(map(same_bits, stock, ours))
     assert set(ran) == {2, 4}
+
+
+# --- An input that another stream reads ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_beside(modules, monkeypatch):
+    """What another stream finds in the sequence's input, if it reads it while a GEMM runs; one for each GEMM.
+
+    On a GPU it does read it on another stream, and is done when the GEMM is: no later than shared experts are that run
+    at the same time.
+    """
+    found, side = [], None if INTERPRETED else torch.cuda.Stream()
+    invoke = getattr(modules.sequence, triton.INVOKE)
+
+    def watch(hidden):
+        def watched(*args, **kwargs):
+            if side is None:
+                found.append(hidden.clone())
+                return invoke(*args, **kwargs)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                found.append(hidden.clone())
+            invoke(*args, **kwargs)
+            torch.cuda.current_stream().wait_stream(side)
+
+        monkeypatch.setattr(modules.sequence, triton.INVOKE, watched)
+
+    return SimpleNamespace(found=found, watch=watch)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_done(
+    modules, ran, read_beside, monkeypatch, beside
+):
+    monkeypatch.setattr(streams, "beside", beside)
+    given = layer(inplace=True)
+    stock, hidden = run(modules, given), given["hidden_states"].clone()
+    with patched():
+        read_beside.watch(hidden)
+        ours = with_dead_input(modules, given, None, hidden)
+    assert ran == [4]
+    assert ours.data_ptr() == hidden.data_ptr()
+    assert same_bits(stock, ours)
+    overwritten = [int((seen != given["hidden_states"]).any(0).sum()) for seen in read_beside.found]
+    assert overwritten == [0, 0, *([0, 0, 0] if beside else [64, 128, 192])]
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_not_in_place_is_written_at_once(modules, ran, monkeypatch):
+    monkeypatch.setattr(streams, "beside", True)
+    given = layer()
+    stock = run(modules, given)
+    with patched(), Allocations() as ours:
+        assert same_bits(stock, run(modules, given))
+    assert ran == [4]
+    assert (40, 192) not in ours.sizes
 
 
 # --- In the layer's dead input ---------------------------------------------------------------------------------------

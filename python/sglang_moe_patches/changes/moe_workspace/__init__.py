@@ -52,14 +52,14 @@ def _unneeded(server_args: Any) -> str | None:
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
+    from sglang_moe_patches.changes.moe_workspace import streams, token_slices, triton
 
     by_columns = triton.plan()
     most = MAX_MOE_TOKENS.read()
     if most is None and by_columns.install is None:
         return by_columns
     offer, note = _dead_input() if by_columns.install else (None, f"token slices alone: {by_columns.reason}")
-    parts = [offer, by_columns.install]
+    parts = [offer, by_columns.install, streams.look() if by_columns.install else None]
     if most is not None:
         parts.append(token_slices.plan(most).install)
 
@@ -88,7 +88,7 @@ def _does(layer: Layer, status: Status) -> str:
 
 
 def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    largest, least = tokens * top_k * hidden * itemsize, columns.SMALLEST_TENSOR_BYTES
+    largest, least = tokens * top_k * hidden * itemsize, columns.smallest_tensor(columns.most_bytes())
     if largest >= least:
         return ""
     return (
@@ -120,7 +120,7 @@ CHANGE = Change(
     "other runners are left alone",
     plan=_plan,
     unneeded=_unneeded,
-    variables=(MAX_MOE_TOKENS,),
+    variables=(MAX_MOE_TOKENS, columns.MOE_WORKSPACE_MB),
     looks_at=(
         (
             "`layers/moe/moe_runner/triton_utils/fused_moe.py` (`_fused_moe_kernel_sequence`), "

@@ -73,19 +73,36 @@ class Quantized:
         return self._result
 
 
-class Activation:
-    """The activation's output in a sequence that is in place: it may lie in the layer's dead input.
+class Call:
+    """A run of the sequence: what its promise has to know of the rest.
 
-    :param columns: of that output.
+    :param gate_columns: of the first GEMM's output.
+    :param weight_bytes: of both GEMMs.
+    :param share: of the rows, those whose expert is here.
+    :param inplace: the output is the input.
+    :param copied: the input is read on another stream, too: no slice but the last is written to it before the end.
+    :param most_bytes: what the runner may hold, where that was asked for.
     """
 
-    __slots__ = ("columns", "in_dead_input")
+    __slots__ = ("copied", "gate_columns", "in_dead_input", "inplace", "most_bytes", "share", "weight_bytes")
 
-    def __init__(self, columns: int) -> None:
-        self.columns, self.in_dead_input = columns, False
+    def __init__(
+        self,
+        gate_columns: int,
+        weight_bytes: int,
+        *,
+        share: float = 1.0,
+        inplace: bool = False,
+        copied: bool = False,
+        most_bytes: int | None = None,
+    ) -> None:
+        self.gate_columns, self.weight_bytes, self.share = gate_columns, weight_bytes, share
+        self.inplace, self.copied, self.most_bytes = inplace, copied, most_bytes
+        self.in_dead_input = False
+        """The activation's output lies in the layer's dead input."""
 
 
-current_activation: ContextVar[Activation | None] = ContextVar("moe_workspace_activation", default=None)
+current_call: ContextVar[Call] = ContextVar("moe_workspace_call")
 
 
 # --- Running slices --------------------------------------------------------------------------------------------------
@@ -127,16 +144,21 @@ def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
             message = "moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s"
             log.once(logging.INFO, f"columns {reason}", message, reason)
             return [(0, hidden)]
-    activation = current_activation.get()
+    call = current_call.get()
     width = columns.slice_width(
         tokens,
         top_k,
         hidden,
         activations.shape[1],
         promise.dtype.itemsize,
-        activation_itemsize=1 if _quantizes(kwargs) else promise.dtype.itemsize,
-        activation_elsewhere=activation is not None and activation.in_dead_input,
-        block_columns=args[CONFIG]["BLOCK_SIZE_N"],
+        activation_itemsize=1 if quantizes(kwargs) else promise.dtype.itemsize,
+        activation_elsewhere=call.in_dead_input,
+        copied=call.copied,
+        gate_columns=call.gate_columns,
+        weight_bytes=call.weight_bytes,
+        share=call.share,
+        tiles=args[CONFIG],
+        most_bytes=call.most_bytes,
         **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
     )
     return columns.ranges(hidden, width)
@@ -188,7 +210,7 @@ def gemm_and_sum(
             **kwargs,
         )
 
-    if _quantizes(kwargs):
+    if quantizes(kwargs):
         invoke = invoke_quantized
         if activations.dtype == promise.dtype:  # else the engine has quantized them already
             activations = Quantized(activations)
@@ -196,12 +218,17 @@ def gemm_and_sum(
                 gemm(*todo[0], None)
     rows = tokens * top_k
     scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
+    # Where the input is read elsewhere, it is written when the last GEMM is done, as the engine does.
+    waiting = promise.make((tokens, todo[-1][0])) if current_call.get().copied else None
     for start, stop in todo:
         part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
         gemm(start, stop, part)
-        slice_sum(part, output[:, start:stop], scale)
+        into = output if waiting is None or stop == hidden else waiting
+        slice_sum(part, into[:, start:stop], scale)
+    if waiting is not None:
+        output[:, : waiting.shape[1]].copy_(waiting)
 
 
-def _quantizes(kwargs: dict[str, Any]) -> bool:
+def quantizes(kwargs: dict[str, Any]) -> bool:
     """Whether the GEMM's activations have one byte."""
     return bool(kwargs["use_fp8_w8a8"] or kwargs["use_int8_w8a8"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_moe_patches import engine, log
 from sglang_moe_patches.patch import Patcher, Plan
-from sglang_moe_patches.variables import Variable
+from sglang_moe_patches.variables import Variable, positive_number
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
 _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
@@ -38,16 +38,10 @@ ROW_BY_ROW = frozenset(
 ROW_BY_ROW_SCHEMES = frozenset({"CompressedTensorsWNA16MoE", "CompressedTensorsW4A4Nvfp4MoE"})
 
 
-def _parse(text: str) -> int | None:
-    if not text:
-        return None
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise ValueError(f"expected a positive number of tokens, got {text!r}")
-    return int(text)
-
-
 MAX_MOE_TOKENS: Variable[int | None] = Variable(
-    "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "the most tokens that a routed-experts kernel gets at once", _parse
+    "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS",
+    "the most tokens that a routed-experts kernel gets at once",
+    positive_number("tokens"),
 )
 
 

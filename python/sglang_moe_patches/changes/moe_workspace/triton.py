@@ -9,8 +9,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches import engine, runners, triton_sequence
-from sglang_moe_patches.changes.moe_workspace import columns, promise
-from sglang_moe_patches.changes.moe_workspace.promise import Activation, Promise, Quantized
+from sglang_moe_patches.changes.moe_workspace import columns, promise, streams
+from sglang_moe_patches.changes.moe_workspace.promise import Call, Promise, Quantized
 from sglang_moe_patches.dead_input import channel, takers
 from sglang_moe_patches.engine import require
 from sglang_moe_patches.patch import Patcher, Plan, with_globals
@@ -55,11 +55,11 @@ class _Torch(takers.OutputTorch):
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         if len(size) == 3:
             return Promise(size, device, dtype)
-        activation = promise.current_activation.get()
-        if activation is not None and size[1] == activation.columns:
+        call = promise.current_call.get()
+        if call.inplace and size[1] == call.gate_columns // 2:
             memory = channel.take_memory(size, dtype, device)
             if memory is not None:
-                activation.in_dead_input = True
+                call.in_dead_input = True
                 return memory
         return self._torch.empty(size, device=device, dtype=dtype)
 
@@ -120,23 +120,61 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
-    def with_columns(hidden_states: Any, w1: Any, *args: Any, **kwargs: Any) -> Any:
+    most_bytes = columns.most_bytes()
+    places = engine.parameters(original)
+    config, down_config = places.index("config"), places.index("down_config")
+
+    def with_columns(*args: Any, **kwargs: Any) -> Any:
+        hidden_states, w1, w2 = args[:3]
+        given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
+        inplace, share = kwargs["inplace"], _share(kwargs.get("filter_expert"))
+        weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
+        # One slice saves something where the dead input is there to be used, or the tensor is none that is written.
+        if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
+            tokens, top_k = given[4].shape
+            moved = 2 * top_k * hidden_states.nbytes
+            slices = columns.affordable(
+                tokens * top_k,
+                w2.shape[1],
+                w1.shape[1] + w2.shape[2],
+                activation_itemsize=1 if promise.quantizes(kwargs) else 2,
+                weight_bytes=weight_bytes,
+                moved_bytes=moved,
+                share=share,
+                copied_bytes=2 * hidden_states.nbytes if copied else 0,
+                tiles=given[down_config] or given[config],
+            )
+            if slices < 2:
+                return original(*args, **kwargs)
         channel.withhold_if_shared(hidden_states)
-        token = promise.current_activation.set(Activation(w1.shape[1] // 2) if kwargs["inplace"] else None)
+        call = Call(w1.shape[1], weight_bytes, share=share, inplace=inplace, copied=copied, most_bytes=most_bytes)
+        token = promise.current_call.set(call)
         try:
-            output = by_columns(hidden_states, w1, *args, **kwargs)
+            output = by_columns(*args, **kwargs)
         finally:
-            promise.current_activation.reset(token)
+            promise.current_call.reset(token)
         return output.made if isinstance(output, Promise) else output
 
     def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
         tokens, top_k = topk_ids.shape
-        if top_k * hidden_states.nbytes < columns.SMALLEST_TENSOR_BYTES:
+        if top_k * hidden_states.nbytes < columns.smallest_tensor(most_bytes):
             return None
         return with_columns if acts(tokens, top_k, how.get("hooks"), how.get("defer_sum")) else None
 
     # First: where the output goes into the dead input, it does so in columns, too.
     triton_sequence.add(patcher, route, first=True)
+
+
+def _share(filter_expert: Any) -> float:
+    """Of the rows, those whose expert is on this rank, if all experts have as many."""
+    if not filter_expert:
+        return 1.0
+    try:
+        from sglang.srt.distributed import get_moe_expert_parallel_world_size
+
+        return 1.0 / float(get_moe_expert_parallel_world_size())
+    except Exception:  # where it is elsewhere, or not set up: then the weights are what counts
+        return 0.0
 
 
 def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
@@ -189,6 +227,9 @@ def plan() -> Plan:
     summing = sequence if SUM in sequence.__code__.co_names else engine.own(module, COMBINE)
     _require_globals(sequence, "torch", INVOKE, *([] if summing is sequence else [COMBINE]))
     _require_globals(summing, SUM)
+    require(
+        {"config", "down_config"} <= set(engine.parameters(sequence)), f"{SEQUENCE} takes no config, or no down_config"
+    )
     uses = _uses(sequence, "intermediate_cache3") | _uses(summing, "intermediate_cache3")
     require(uses <= _KNOWN_USES, f"{SEQUENCE} has another use for its tensor: {', '.join(sorted(uses - _KNOWN_USES))}")
     allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]

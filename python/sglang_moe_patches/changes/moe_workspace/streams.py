@@ -1,0 +1,70 @@
+"""Whether another stream may still read a layer's input while its routed experts run.
+
+In place, the engine writes its output when the whole second GEMM is done, and columns wrote theirs after the first
+slice. Some blocks run their shared experts on another stream at the same time, on the same input: GLM-4-MoE,
+GLM-4-MoE-Lite, DeepSeek, Hunyuan-V3 and Sarvam while a CUDA graph is captured (breakable prefill graphs among them),
+Nemotron-H always. Nothing makes the one wait for the other there; the engine gets by because it writes late.
+
+A block's code says it: one of its class's functions runs something on a stream of its choice. With the shared experts
+fused there is nothing else to run. What is found holds for the process, whose layers are of one kind; one that is wrong
+costs a copy of the output, no answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang_moe_patches import engine
+from sglang_moe_patches.patch import Install, Patcher
+
+beside = False
+"""Whether a block of this process's models may do so."""
+
+
+def switches_streams(block: type) -> bool:
+    """Whether a function of the class has something run on a stream of its choice."""
+    return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
+
+
+def reads_beside(modules: Iterable[Any], experts: Any) -> bool:
+    """Whether one of a model's blocks may read its routed experts' input on another stream.
+
+    :param modules: all of the model's.
+    :param experts: the engine's ``FusedMoE``.
+    """
+    return any(
+        switches_streams(type(module))
+        for module in modules
+        for child in module.children()
+        if isinstance(child, experts) and not child.num_fused_shared_experts
+    )
+
+
+def look() -> Install:
+    """What looks at each model that this process loads. Where that cannot be told, any may."""
+    try:
+        runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+        engine.own(runner, "load_model")
+        experts = engine.own(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+        engine.require_mentions(engine.own(experts, "__init__"), "num_fused_shared_experts")
+    except engine.Unsupported:
+        return _found
+
+    def make_load_model(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loaded = original(self, *args, **kwargs)
+            if reads_beside(self.model.modules(), experts):
+                _found(patcher)
+            return loaded
+
+        return load_model
+
+    return lambda patcher: patcher.wrap(runner, "load_model", functools.partial(make_load_model, patcher=patcher))
+
+
+def _found(patcher: Patcher) -> None:
+    patcher.replace(sys.modules[__name__], "beside", True)
