@@ -579,6 +579,76 @@ def tables(result: output.Result) -> str:
     return output.table(HEADER, map(line, result["figures"]["cells"])) + "\n" + captured(result)
 
 
+def by_width(cells: list[dict[str, Any]], mb: int | None = None) -> dict[tuple[Any, ...], dict[str, Any] | None]:
+    """Of each layer, tiles and batch, the cell that ran as the rule says now.
+
+    ``None``: it stays whole, and is stock; empty: it was not measured.
+
+    :param mb: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
+    """
+    measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for one in cells:
+        key = (one["model"], one["layout"], one["weights"], one["tiles"], one["tokens"])
+        measured.setdefault(key, {})[one["width"]] = one
+    found = {}
+    for key, widths in measured.items():
+        model, layout, weights, _, tokens = key
+        rank, fp8 = per_rank(model, layout), weights == "fp8"
+        width = columns.slice_width(
+            *(tokens, rank.top_k, rank.hidden, rank.intermediate, 2),
+            activation_itemsize=1 if fp8 else 2,
+            weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if fp8 else 2),
+            tiles=next(iter(widths.values()))["config"],
+            most_bytes=None if mb is None else mb * 10**6,
+            **({"scale_columns": 128, "scale_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
+        )
+        found[key] = widths.get(width, {}) if width < rank.hidden else None
+    return found
+
+
+def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
+    """What the rule costs and leaves, and what a setting of the knob does: a line for each layer and its tiles."""
+    cells = result["figures"]["cells"]
+    stock = {
+        (one["model"], one["layout"], one["weights"], one["tiles"], one["tokens"]): one["stock_peak"] for one in cells
+    }
+
+    def said(one: dict[str, Any] | None, peak: int) -> str:
+        if one is None:
+            return f"{peak / MB:,.0f}, whole"
+        if not one:
+            return "not measured"
+        low, high = one["interval"]
+        return f"{one['peak'] / MB:,.0f}, {one['slices']}: {one['slowdown']:.3f} ({low:.3f}-{high:.3f})"
+
+    columns_of = [
+        by_width(cells),
+        *(by_width([one for one in cells if one["tokens"] == tokens], mb) for mb in settings),
+    ]
+    lines = [
+        (
+            f"{key[0]} TP={key[1][2:]} {key[2].upper()}, {key[3]}",
+            f"{peak / MB:,.0f}",
+            *(said(c[key], peak) for c in columns_of),
+        )
+        for key, peak in stock.items()
+        if key[4] == tokens
+    ]
+    header = (f"{tokens:,} tokens; tiles", "stock, MB", "default", *(f"{mb} MB asked for" for mb in settings))
+    cut = [one for one in columns_of[0].values() if one is not None]
+    low = [one["interval"][0] for one in cut]
+    rows = [
+        (
+            f"{len(stock)}, of which {len(cut)} cut",
+            f"{sum(one['same'] for one in cut)} of {len(cut)}",
+            spread([one["slowdown"] for one in cut]),
+            f"{max(low):.3f}",
+        )
+    ]
+    together = ("all layers, tiles and batches", "same bits", "time where cut: median (range)", "highest lower end")
+    return f"{output.table(header, lines)}\n{output.table(together, rows)}"
+
+
 def tuned(result: output.Result) -> str:
     """The best tiles that were found."""
     header = ("layer", "tiles: M x N x K, group, warps, stages", "tokens", "of", "own, ms", "ms")

@@ -121,6 +121,8 @@ SECTIONS = {
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
+    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
+    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
     "moe-workspace-captured": Section(
         under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)
     ),

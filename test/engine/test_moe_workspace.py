@@ -12,6 +12,7 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 from conftest import installed
+from sglang_moe_patches import log, runners
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import streams, token_slices
 
@@ -135,3 +136,29 @@ def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
     with installed(moe_workspace.CHANGE):
         assert streams.beside
     assert not streams.beside
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
+def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    with engine.arguments(quantization=None, moe_runner_backend=backend):
+        experts = next(m for m in engine.load(checkpoint(quantized=False)).modules() if isinstance(m, FusedMoE))
+        assert runners.runner_of(experts) == "triton"
+    asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
+    assert moe_workspace.CHANGE.unneeded(asked) is None
+
+
+@pytest.mark.every_release
+def test_adapters_around_the_routed_experts_say_once_that_no_token_slices_reach_them(engine, monkeypatch, caplog):
+    layers = importlib.import_module("sglang.srt.lora.layers")
+    monkeypatch.setattr(layers.FusedMoEWithLoRA, "__init__", lambda self: None)
+    monkeypatch.setattr(log, "_said", set(), raising=False)
+    monkeypatch.setenv(VARIABLE, "64")
+    with installed(moe_workspace.CHANGE), caplog.at_level("WARNING"):
+        for _ in range(2):
+            layers.FusedMoEWithLoRA()
+    said = [record.getMessage() for record in caplog.records if VARIABLE in record.getMessage()]
+    assert len(said) == 1
+    assert "with LoRA adapters" in said[0]

@@ -335,6 +335,21 @@ def test_biases(modules, ran):
 
 
 @pytest.mark.usefixtures("small")
+def test_an_activation_inside_the_first_gemm_leaves_the_promise_as_it_is(modules, ran, monkeypatch):
+    """From 0.5.20 on, off by default: the sequence has no first tensor then, and its GEMM fills the second one."""
+    if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.SEQUENCE)).parameters:
+        pytest.skip("not in this release")
+    if INTERPRETED:  # whose type is float16
+        monkeypatch.setattr(modules.sequence, "_validate_fused_swiglu_interleaved", lambda **how: None)
+    for inplace in (False, True):
+        stock, ours = both(modules, layer(fuse_swiglu_interleaved=True, inplace=inplace))
+        assert torch.isfinite(stock).all()
+        assert same_bits(stock, ours)
+    assert not same_bits(stock, run(modules, layer(inplace=True)))
+    assert ran == [4, 4]
+
+
+@pytest.mark.usefixtures("small")
 def test_experts_of_other_ranks_add_nothing(modules, ran):
     given = layer()
     ids = given["topk_ids"].cpu().clone()

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import moe_workspace as moe_workspace_benchmark
 import pytest
+from common import output
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import columns, token_slices
 from sglang_moe_patches.changes.moe_workspace.columns import ranges, slice_width
-from sglang_moe_patches.patch import check_environment
+from sglang_moe_patches.engine import Unsupported
+from sglang_moe_patches.patch import Plan, check_environment, look
 
 sizes = st.fixed_dictionaries(
     {
@@ -140,6 +143,16 @@ def test_the_ranges_are_every_column_once_in_order(hidden, width):
     assert all(stop - start == width for start, stop in found[:-1])
 
 
+def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
+    """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
+    found = moe_workspace_benchmark.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cut = {key: one for key, one in found.items() if one is not None}
+    assert len(cut) > 25
+    assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())
+    # As before, where its tiles leave the room.
+    assert cut["kimi-k2.5", "tp4", "bf16", "default", 16384]["peak"] < 411e6
+
+
 @pytest.mark.parametrize(
     ("sizes", "peak_mb"),
     [
@@ -181,7 +194,7 @@ def test_the_peaks_of_models(sizes, peak_mb):
     [
         ("cuda", "triton", None),
         ("cuda", "auto", None),
-        ("cuda", "marlin", "--moe-runner-backend is marlin"),
+        ("cuda", "marlin", None),  # which leaves BF16 experts to Triton
         ("cpu", "triton", "--device is cpu"),
     ],
 )
@@ -283,27 +296,42 @@ def test_rows_that_depend_on_each_other_are_not_cut():
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
-def test_a_bad_number_of_tokens_ends_the_start_up_by_name(value):
-    environ = {"SGLANG_MOE_PATCHES_MAX_MOE_TOKENS": value}
-    with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: expected a positive number of tokens"):
+@pytest.mark.parametrize(("name", "of"), [("MAX_MOE_TOKENS", "tokens"), ("MOE_WORKSPACE_MB", "MB")])
+def test_a_bad_number_ends_the_start_up_by_name(name, of, value):
+    environ = {f"SGLANG_MOE_PATCHES_{name}": value}
+    with pytest.raises(ValueError, match=f"SGLANG_MOE_PATCHES_{name}: expected a positive number of {of}"):
         check_environment([moe_workspace.CHANGE], environ)
 
 
 def test_token_slices_are_for_every_server(monkeypatch):
-    server_args = SimpleNamespace(device="cpu", moe_runner_backend="marlin")
+    server_args = SimpleNamespace(device="cpu", moe_runner_backend="triton")
     assert moe_workspace.CHANGE.unneeded(server_args)
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
     assert moe_workspace.CHANGE.unneeded(server_args) is None
 
 
-def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch):
-    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
-    from sglang_moe_patches.patch import Plan
+def somebody_elses_gemm():
+    raise Unsupported("invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel")
 
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (lambda: Plan.not_needed("AMD's sums have not been tried"), "AMD's sums have not been tried"),
+        (somebody_elses_gemm, "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"),
+    ],
+    ids=["AMD", "a plugin around the GEMM"],
+)
+def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch, plan, reason):
+    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
+
+    monkeypatch.setattr(triton, "plan", plan)
+    assert look(moe_workspace.CHANGE).install is None
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
-    monkeypatch.setattr(triton, "plan", lambda: Plan.not_needed("AMD's sums have not been tried"))
     monkeypatch.setattr(token_slices, "plan", lambda most: Plan.applied(lambda patcher: None))
-    assert moe_workspace.CHANGE.plan().reason == "token slices alone: AMD's sums have not been tried"
+    found = look(moe_workspace.CHANGE)
+    assert found.install is not None
+    assert found.reason == f"token slices alone: {reason}"
 
 
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------

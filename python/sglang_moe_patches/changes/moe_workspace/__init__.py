@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import engine, runners
+from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.dead_input import counts, look
@@ -44,17 +44,19 @@ from sglang_moe_patches.patch import Change, Count, Install, Layer, Patcher, Pla
 
 
 def _unneeded(server_args: Any) -> str | None:
+    """Whatever ``--moe-runner-backend`` says: where it has nothing for a layer's experts, the engine takes Triton."""
     if MAX_MOE_TOKENS.read() is not None:
         return None
-    if server_args.device != "cuda":
-        return f"--device is {server_args.device}"
-    return runners.unneeded_without("triton")(server_args)
+    return None if server_args.device == "cuda" else f"--device is {server_args.device}"
 
 
 def _plan() -> Plan:
     from sglang_moe_patches.changes.moe_workspace import streams, token_slices, triton
 
-    by_columns = triton.plan()
+    try:
+        by_columns = triton.plan()
+    except engine.Unsupported as error:  # another plugin around the GEMM, say: token slices do without it
+        by_columns = Plan.unsupported(str(error))
     most = MAX_MOE_TOKENS.read()
     if most is None and by_columns.install is None:
         return by_columns

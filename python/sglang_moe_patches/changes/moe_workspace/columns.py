@@ -22,9 +22,6 @@ WORTH_A_SLICE_BYTES = 36 << 20
 ALIGNMENT = 256
 #: Triton compiles a kernel for operands that start at multiples of this, and another one for operands that do not.
 OPERAND_BYTES = 16
-#: Where they are not known: tuned ones.
-TILES = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32}
-
 #: What the slices may cost, of the layer's time.
 MOST_OF_THE_TIME = 0.02
 #: Microseconds that slices cost on an H200, by the bytes of an activation: all of them for being there, each but the
@@ -51,7 +48,7 @@ def slice_width(
     gate_columns: int | None = None,
     weight_bytes: int = 0,
     share: float = 1.0,
-    tiles: Mapping[str, int] = TILES,
+    tiles: Mapping[str, int] | None = None,
     scale_columns: int = 1,
     scale_bytes: int = OPERAND_BYTES,
     most_bytes: int | None = None,
@@ -82,14 +79,18 @@ def slice_width(
     :param gate_columns: of the first GEMM's output; ``None``: twice ``intermediate``.
     :param weight_bytes: of both GEMMs.
     :param share: of the rows, those whose expert is here (expert parallelism).
-    :param tiles: of the second GEMM, in the engine's words. No slice cuts one.
+    :param tiles: of the second GEMM, in the engine's words. No slice cuts one; ``None``: whatever slices cost.
     :param scale_columns: columns that share a scale of the weights (block quantization), or 1.
     :param scale_bytes: from the scale of one column, or block of columns, to the next one's.
     :param most_bytes: what the runner may hold.
     """
     rows, quantized = tokens * top_k, activation_itemsize is not None and activation_itemsize < itemsize
     gate_columns = gate_columns or 2 * intermediate
-    step = lcm(ALIGNMENT, tiles["BLOCK_SIZE_N"], scale_columns * (OPERAND_BYTES // gcd(OPERAND_BYTES, scale_bytes)))
+    step = lcm(
+        ALIGNMENT,
+        tiles["BLOCK_SIZE_N"] if tiles else 1,
+        scale_columns * (OPERAND_BYTES // gcd(OPERAND_BYTES, scale_bytes)),
+    )
     around = rows * itemsize * (gate_columns + (0 if activation_elsewhere else intermediate))
     beside = 0
     if quantized or not activation_elsewhere:
@@ -105,18 +106,22 @@ def slice_width(
         return hidden if whole <= most else _widest((most - beside - output_bytes) // (rows * itemsize), hidden, step)
     if tensor_bytes < SMALLEST_TENSOR_BYTES:
         return hidden
-    affordable_slices = affordable(
-        rows,
-        hidden,
-        intermediate + gate_columns,
-        activation_itemsize=1 if quantized else 2,
-        weight_bytes=weight_bytes,
-        share=share,
-        moved_bytes=2 * tensor_bytes,
-        copied_bytes=2 * output_bytes,
-        tiles=tiles,
-    )
-    slices = min(-(-tensor_bytes // (around - beside)), isqrt(tensor_bytes // WORTH_A_SLICE_BYTES), affordable_slices)
+    slices = min(-(-tensor_bytes // (around - beside)), isqrt(tensor_bytes // WORTH_A_SLICE_BYTES))
+    if tiles is not None:
+        slices = min(
+            slices,
+            affordable(
+                rows,
+                hidden,
+                intermediate + gate_columns,
+                tiles,
+                activation_itemsize=1 if quantized else 2,
+                weight_bytes=weight_bytes,
+                share=share,
+                moved_bytes=2 * tensor_bytes,
+                copied_bytes=2 * output_bytes,
+            ),
+        )
     return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
 
 
@@ -149,13 +154,13 @@ def affordable(
     rows: int,
     hidden: int,
     inner: int,
+    tiles: Mapping[str, int],
     *,
     activation_itemsize: int,
     weight_bytes: int,
     moved_bytes: int,
     share: float = 1.0,
     copied_bytes: int = 0,
-    tiles: Mapping[str, int] = TILES,
 ) -> int:
     """How many slices cost no more than :data:`MOST_OF_THE_TIME` of what the layer takes; one at least.
 

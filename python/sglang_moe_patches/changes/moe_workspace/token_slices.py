@@ -150,14 +150,41 @@ def plan(most: int) -> Plan:
             if reason is None and in_symmetric_memory():
                 reason = "its output has to be in NCCL symmetric memory"
             if reason is not None:
-                message = "%s: a routed-experts kernel gets all tokens at once, because %s"
-                log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
+                _whole(reason)
                 return original(self, dispatch_output)
             return _run(functools.partial(original, self), dispatch_output, most)
 
         return run_moe_core
 
+    adapted = _lora_layer()
+
     def install(patcher: Patcher) -> None:
         patcher.wrap(layer, "run_moe_core", make_run_moe_core)
+        if adapted is not None:
+            patcher.wrap(adapted, "__init__", _make_lora_init)
 
     return Plan.applied(install)
+
+
+def _whole(reason: str) -> None:
+    """Say once that somebody's routed experts get all tokens, though slices were asked for."""
+    message = "%s: a routed-experts kernel gets all tokens at once, because %s"
+    log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
+
+
+def _lora_layer() -> type | None:
+    """What the engine puts around a layer that has adapters; its own runner takes the place of the layer's core."""
+    try:
+        found = engine.module("sglang.srt.lora.layers").FusedMoEWithLoRA
+    except (engine.Unsupported, AttributeError):
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _make_lora_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _whole("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
+
+    return __init__

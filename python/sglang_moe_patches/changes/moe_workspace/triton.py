@@ -137,12 +137,12 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
                 tokens * top_k,
                 w2.shape[1],
                 w1.shape[1] + w2.shape[2],
+                given[down_config] or given[config],
                 activation_itemsize=1 if promise.quantizes(kwargs) else 2,
                 weight_bytes=weight_bytes,
                 moved_bytes=moved,
                 share=share,
                 copied_bytes=2 * hidden_states.nbytes if copied else 0,
-                tiles=given[down_config] or given[config],
             )
             if slices < 2:
                 return original(*args, **kwargs)
