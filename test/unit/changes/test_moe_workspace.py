@@ -379,4 +379,7 @@ def test_the_engines_sequence_in_the_interpreter(marks: str, passed: int) -> Non
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(rf"\b{passed} passed", result.stdout), result.stdout  # not skipped
+    ran = re.search(r"\b(\d+) passed", result.stdout)
+    # Not skipped; one is about releases from 0.5.20 on.
+    assert ran is not None, result.stdout
+    assert int(ran[1]) in (passed, passed + (marks == "not product")), result.stdout
