@@ -11,7 +11,7 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import installed
+from conftest import DEFAULT_ENGINE_ONLY, installed
 from sglang_moe_patches import log, runners
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import streams, token_slices
@@ -138,7 +138,7 @@ def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
     assert not streams.beside
 
 
-@pytest.mark.every_release
+@DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
 def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
