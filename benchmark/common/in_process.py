@@ -28,18 +28,19 @@ class InProcess:
 
     The other model may be of another family: it gets a KV cache of its own where the runner's is of another kind.
 
-    :param checkpoint: a folder written by ``make-model``.
+    :param checkpoint: a folder written by ``make-model``, or one without weights (``load_format="dummy"``).
+    :param rank: of the tensor-parallel ranks, each of which is a process on its own device.
     """
 
-    def __init__(self, checkpoint: Path, **server_arguments: Any) -> None:
+    def __init__(self, checkpoint: Path, rank: int = 0, **server_arguments: Any) -> None:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
         self.server_args = ServerArgs(
             model_path=str(checkpoint),
-            quantization="modelopt_fp4",
             **{
+                "quantization": "modelopt_fp4",
                 "moe_runner_backend": "flashinfer_trtllm_routed",
                 "device": "cpu",
                 "attention_backend": "torch_native",
@@ -53,7 +54,7 @@ class InProcess:
         self.bench = bench_module()
         self._publish()
         ports = PortArgs.init_new(self.server_args)
-        benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, 0, 0)
+        benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
         self.runner = benchmarked.torch_runner
         self._caches = {self._cached(self.runner.model.config): self.runner.token_to_kv_pool}
 
@@ -120,7 +121,9 @@ class InProcess:
         else:
             expert_location._global_expert_location_metadata = location
         return get_model(
-            model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(self.server_args.device, 0)
+            model_config=config,
+            load_config=LoadConfig(load_format=self.server_args.load_format),
+            device_config=DeviceConfig(self.server_args.device, self.runner.gpu_id),
         )
 
     @staticmethod

@@ -66,7 +66,7 @@ def has_module(name: str) -> bool:
     """Whether the module is there, found without importing it (its parent packages are imported)."""
     try:
         return util.find_spec(name) is not None
-    except ModuleNotFoundError:
+    except (ImportError, ValueError):  # a parent is not there; somebody put a module there that has no spec
         return False
 
 
@@ -79,8 +79,8 @@ def module(*names: str) -> ModuleType:
     require(found, f"the engine has no {' or '.join(names)}")
     try:
         return importlib.import_module(str(found))
-    except ImportError as error:
-        raise Unsupported(f"cannot import {found}: {error}") from error
+    except Exception as error:  # whatever a module of the engine's does, and its plugins do, while it is imported
+        raise Unsupported(f"cannot import {found}: {type(error).__name__}: {error}") from error
 
 
 def get(owner: Any, name: str) -> Any:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, log
 from sglang_moe_patches.variables import OWN, STRICT, Variable
 
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
@@ -301,7 +303,28 @@ def look(change: Change) -> Plan:
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"looking at the engine failed: {type(error).__name__}: {error}")
+        return Plan.unsupported(f"looking at the engine failed: {said(error)}")
+
+
+def said(error: Exception) -> str:
+    """An exception that nobody foresaw, in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def left_alone_if_it_fails(what: str) -> Iterator[None]:
+    """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
+
+    :param what: stays as the engine has it if this fails, with one line in the log.
+    :raises PatchError: it failed, and ``SGLANG_MOE_PATCHES_STRICT=1``.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = f"sglang-moe-patches: {what} is left alone: {said(error)}"
+        if strict():
+            raise PatchError(f"{STRICT.name}=1, and {message}") from error
+        log.once(logging.WARNING, message, "%s", message)
 
 
 def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
@@ -315,8 +338,12 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
-    if server_args is not None and (reason := change.unneeded(server_args)):
-        return Plan.not_needed(reason)
+    try:
+        unneeded = None if server_args is None else change.unneeded(server_args)
+    except Exception as error:
+        return Plan.unsupported(f"what this server needs is not known here: {said(error)}")
+    if unneeded:
+        return Plan.not_needed(unneeded)
     plan = look(change)
     if plan.install is None:
         return plan
@@ -325,5 +352,5 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
         plan.install(patcher)
     except Exception as error:
         patcher.undo()
-        return Plan.unsupported(f"installing failed and was undone: {type(error).__name__}: {error}")
+        return Plan.unsupported(f"installing failed and was undone: {said(error)}")
     return plan

@@ -44,13 +44,23 @@ def register() -> None:
     names = patch.selected(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
-            wrapt.register_post_import_hook(_for_good(hook), module)
+            wrapt.register_post_import_hook(_for_good(change.name, hook), module)
     wrapt.register_post_import_hook(_hook_model_runner, MODEL_RUNNER_MODULE)
 
 
-def _for_good(hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
-    """A launcher hook whose changes stay for the life of the process."""
-    return lambda module: hook(module, patch.Patcher())
+def _for_good(name: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
+    """A launcher hook of a change, whose work stays for the life of the process: whole, or not at all."""
+
+    def on_import(module: ModuleType) -> None:
+        patcher = patch.Patcher()
+        with patch.left_alone_if_it_fails(f"{module.__name__} (change {name})"):
+            try:
+                hook(module, patcher)
+            except Exception:
+                patcher.undo()
+                raise
+
+    return on_import
 
 
 def _hook_model_runner(module: Any) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Patcher, Plan
+from sglang_moe_patches.patch import Patcher, Plan, left_alone_if_it_fails
+
+if TYPE_CHECKING:
+    import torch
 
 TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of ``--moe-runner-backend`` for the TRT-LLM kernels, which never write into their input. The last one, in
@@ -44,8 +48,9 @@ def runner_of(experts: Any) -> str | None:
     method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
     for holder in (method, scheme, getattr(scheme, "kernel", None)):
         runner = getattr(holder, "runner", None)
-        if runner is not None:
-            return str(runner.runner_backend.value)
+        if runner is not None:  # of a method that is not the engine's it may be anything
+            backend = getattr(getattr(runner, "runner_backend", None), "value", None)
+            return None if backend is None else str(backend)
     if type(method).__name__ not in ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod"):
         return None
     asked = str(get_moe_runner_backend().value)
@@ -86,15 +91,74 @@ def without_flashinfer() -> Plan | None:
     return Plan.not_needed("FlashInfer is not installed, so none of its kernels runs")
 
 
-def symmetric_memory() -> Any:
-    """The engine's module of NCCL symmetric memory: whether it is on, and whether a tensor lies in its pool.
+SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+IN_POOL = "is_tensor_in_symmetric_mempool"
+"""The engine's function in that module."""
+_ADDRESSES = 4096
+"""So many are remembered."""
 
-    :raises engine.Unsupported: it does not say so in the expected names.
+
+class SymmetricMemory:
+    """NCCL symmetric memory, as the engine has it: what a collective reads from its pool takes a faster way.
+
+    :param module: the engine's, in which it is on or off.
+    :param pool: the engine's context in which an output is made that a collective reads.
     """
-    module = engine.module("sglang.srt.distributed.device_communicators.pynccl_allocator")
-    for name in ("_active_symmetric_memory_context", "is_tensor_in_symmetric_mempool"):
+
+    def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._module = module
+        self._pool = pool
+        self.holds = remembering(lambda tensor: getattr(module, IN_POOL)(tensor))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the server has it."""
+        return bool(self._module.is_symmetric_memory_enabled())
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether what is made now comes from the pool."""
+        return self._module._active_symmetric_memory_context is not None
+
+    def for_an_output(self) -> AbstractContextManager[Any]:
+        """Within it, an output comes from the pool where one that is written over its input would lie there."""
+        return nullcontext() if self.is_asked_for or not self.is_on else self._pool()
+
+
+def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+    """The engine's question whether a tensor lies in the pool, answered once for an address: it walks a snapshot of
+    the pool, too slow for every layer.
+
+    The pool's memory is never given back while the process lives (the engine's own assumption). An address that was
+    outside and is inside by now costs a fresh tensor, and no more.
+    """
+    known: dict[int, bool] = {}
+
+    @functools.wraps(walk)
+    def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            if len(known) == _ADDRESSES:
+                known.clear()
+            known[address] = walk(tensor)
+        return known[address]
+
+    return is_tensor_in_symmetric_mempool
+
+
+def symmetric_memory() -> SymmetricMemory:
+    """The engine's.
+
+    :raises engine.Unsupported: it does not go by the expected names.
+    """
+    module = engine.module(SYMMETRIC_MEMORY_MODULE)
+    for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", IN_POOL):
         engine.get(module, name)
-    return module
+    use = engine.get(module, "use_symmetric_memory")
+    engine.require_parameters(use, ["group_coordinator", "disabled"])
+    group = engine.get(engine.module("sglang.srt.distributed.parallel_state"), "get_tp_group")
+    symmetric = engine.get(engine.module("sglang.srt.layers.dp_attention"), "is_allocation_symmetric")
+    return SymmetricMemory(module, lambda: use(group(), disabled=not symmetric()))
 
 
 def look_at_inplace(fused_moe: Any) -> Any:
@@ -107,6 +171,31 @@ def look_at_inplace(fused_moe: Any) -> Any:
     return layer
 
 
+def is_in_place(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer is told, in every forward, to write its output over its input."""
+    config = getattr(experts, "moe_runner_config", None)
+    return (
+        config is not None and bool(config.inplace) and not isinstance(getattr(type(config), "inplace", None), property)
+    )
+
+
+def out_of_place_while(config: Any, asked: Callable[[], bool]) -> None:
+    """Have a runner's configuration say ``inplace`` as it does, but not while ``asked``.
+
+    Forwards in many contexts read one configuration: it cannot be set back and forth.
+    """
+
+    def inplace(self: Any) -> bool:
+        return vars(self)["inplace"] and not asked()
+
+    def set_inplace(self: Any, value: bool) -> None:
+        vars(self)["inplace"] = value
+
+    kind = type(config)
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "inplace": property(inplace, set_inplace)}
+    config.__class__ = type(kind.__name__, (kind,), own)
+
+
 def clear_inplace(layer: Any, patcher: Patcher) -> None:
     """Mark the TRT-LLM runners of all ``FusedMoE`` layers to come as leaving their input alone, which they do.
 
@@ -117,8 +206,9 @@ def clear_inplace(layer: Any, patcher: Patcher) -> None:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if self.use_flashinfer_trtllm_moe:
-                self.moe_runner_config.inplace = False
+            with left_alone_if_it_fails(f"the runner of {type(self).__name__}"):
+                if self.use_flashinfer_trtllm_moe:
+                    self.moe_runner_config.inplace = False
 
         return __init__
 

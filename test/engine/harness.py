@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import sys
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +16,7 @@ from common.in_process import InProcess
 from common.triton_on_cpu import triton_runner
 from sglang_moe_patches.observers import forwards
 
-__all__ = ["InProcess", "Kernels", "graph_arguments", "padded_tokens", "triton_runner"]
+__all__ = ["InProcess", "Kernels", "Pool", "graph_arguments", "padded_tokens", "triton_runner"]
 
 
 class Kernels:
@@ -44,6 +49,68 @@ class Kernels:
         self.observer.forward_starts(0, cuda=False)
         forward()
         return self.observer.kernels, self.observer.buffers
+
+
+class Pool:
+    """Stands in for NCCL's symmetric memory, which needs several GPUs: a stretch of memory of its own, of which parts
+    that are given back are given out again.
+
+    The engine's questions are its own; ``walks`` counts how often they make a snapshot of the pool.
+    """
+
+    def __init__(self, monkeypatch: Any) -> None:
+        from sglang.srt.distributed.device_communicators import pynccl_allocator
+
+        self.walks = 0
+        self._memory = mmap.mmap(-1, 1 << 28)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self.addresses: set[int] = set()
+        self._module = pynccl_allocator
+        monkeypatch.setattr(pynccl_allocator, "_mem_pool", self)
+        for name, new in (("is_symmetric_memory_enabled", lambda: True), ("use_symmetric_memory", self._use)):
+            original = getattr(pynccl_allocator, name)
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is original:
+                    monkeypatch.setattr(module, name, new)
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, self._make_empty(getattr(torch, name)))
+
+    def _use(self, group_coordinator: Any, disabled: bool = False) -> Any:
+        return nullcontext() if disabled else self
+
+    def __enter__(self) -> None:
+        assert self._module._active_symmetric_memory_context is None  # the engine's contexts do not nest
+        self._module._active_symmetric_memory_context = self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._module._active_symmetric_memory_context = None
+
+    def _make_empty(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def empty(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if self._module._active_symmetric_memory_context is None or not made.nbytes:
+                return made
+            return self._piece(made.nbytes).view(made.dtype).view(made.shape)
+
+        return empty
+
+    def _piece(self, size: int) -> torch.Tensor:
+        offset = self._free[size].pop() if self._free.get(size) else self._end
+        self._end = max(self._end, -(-(offset + size) // 512) * 512)
+        piece = (ctypes.c_uint8 * size).from_buffer(self._memory, offset)
+        weakref.finalize(piece, self._free.setdefault(size, []).append, offset)
+        self.addresses.add(self._start + offset)
+        return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        self.walks += 1
+        return [{"blocks": [{"address": address} for address in self.addresses]}]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.addresses
 
 
 def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[str, Any]:

@@ -4,11 +4,13 @@ matter."""
 from __future__ import annotations
 
 import math
+import sys
+from importlib.util import spec_from_loader
 
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed, without_buffer
-from harness import Kernels, triton_runner
+from harness import Kernels, Pool, triton_runner
 from sglang_moe_patches import engine as engine_code
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import columns
@@ -99,6 +101,52 @@ def test_a_family_that_changed_is_left_out_with_the_reason(monkeypatch):
     assert plan.install is not None
     assert plan.reason == "some models are left alone: Qwen3MoeDecoderLayer may still use its input"
     assert set(look_at.offers().families) == on_this_engine() - {"qwen3_moe"}
+
+
+class Finder:
+    """Finds one module, which cannot be imported."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_loader(name, self) if name == self.name else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise self.error("no such operator")
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, AssertionError], ids=lambda error: error.__name__)
+def test_a_family_that_cannot_be_imported_takes_nothing_else_with_it(error, monkeypatch):
+    before = {change.name: look(change) for change in TRITON["all"]}
+    known = look_at.offers().families
+    name = "sglang.srt.models.minimax_m2"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(name, error), *sys.meta_path])
+    for change in TRITON["all"]:
+        plan = look(change)
+        assert plan.status is before[change.name].status
+        assert plan.install is not None
+        assert f"cannot import {name}: {error.__name__}: no such operator" in plan.reason
+    assert look_at.offers().families == tuple(family for family in known if family != "minimax_m2")
+
+
+def test_a_family_whose_code_cannot_be_read_takes_nothing_else_with_it(monkeypatch):
+    dies = proofs.input_dies
+
+    def unreadable(forward):
+        if "Qwen3" in forward.__qualname__:
+            raise OSError("source code not available")
+        return dies(forward)
+
+    monkeypatch.setattr(proofs, "input_dies", unreadable)
+    for change in TRITON["all"]:
+        plan = look(change)
+        assert plan.install is not None
+        assert "Qwen3-MoE: OSError: source code not available" in plan.reason
 
 
 def written_over(engine, model, kernels):
@@ -207,6 +255,24 @@ def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, family, path, ke
         assert written_over(engine, engine.load(path), kernels) == [False] * 4
 
 
+def test_with_symmetric_memory_the_pool_is_not_walked_in_every_layer(engine, family, path, kernels, monkeypatch):
+    """The engine's own runner asks for each buffer on offer whether it lies in the pool. Without an offer it asks for
+    none, and so it must with ours, once the addresses are known."""
+    pool = Pool(monkeypatch)
+
+    def walks(*changes):
+        with installed(*changes):
+            model = engine.load(path)
+            engine.generate(model, PROMPTS, STEPS)
+            assert written_over(engine, model, kernels) == [False, *[bool(changes)] * 3]
+            pool.walks = 0
+            written_over(engine, model, kernels)
+            return pool.walks
+
+    assert walks() == 0
+    assert walks(output_buffer.CHANGE) == 0
+
+
 # --- The Triton runner -----------------------------------------------------------------------------------------------
 
 
@@ -306,6 +372,56 @@ def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, 
     monkeypatch.setattr(layer_class(family), offer._OFFERS_FROM, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, *TRITON[selected]), stock)
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """Of each run of routed experts: the output, and whether it lies where their input does."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    found, original = [], FusedMoE.run_moe_core
+
+    def run_moe_core(self, dispatch_output):
+        given = dispatch_output.hidden_states
+        combined = original(self, dispatch_output)
+        found.append((combined.hidden_states, channel.shares_storage(combined.hidden_states, given)))
+        return combined
+
+    monkeypatch.setattr(FusedMoE, "run_moe_core", run_moe_core)
+    return found
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("selected", ["deferred-shared-experts", "all"])
+def test_with_symmetric_memory_tritons_output_lies_in_the_pool_whatever_is_on_offer(
+    selected, bf16, engine, run, outputs, monkeypatch
+):
+    """Stock writes it over an input that lies there. The first of four layers offers nothing."""
+    path = bf16("deepseek-v3")
+    stock = run(path)
+    assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)
+    outputs.clear()
+    pool = Pool(monkeypatch)
+    assert same(run(path, *TRITON[selected]), stock)
+    assert [(pool.holds(made), in_place) for made, in_place in outputs] == [(True, False)] * 4 * (STEPS + 1)
+
+
+@pytest.mark.usefixtures("triton")
+def test_where_no_shared_experts_wait_tritons_output_takes_no_more_memory_than_stock(bf16, engine, outputs):
+    """A traced prefill graph runs the routed experts alone. Where it was traced with the shared experts before them,
+    another output would be one tensor more."""
+    if look(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
+        pytest.skip("this engine release traces its own deferral")
+    with installed(deferred_shared_experts.CHANGE):
+        block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
+        hidden = torch.randn(5, 512).bfloat16()
+        with torch.no_grad():
+            waited = block.forward_normal(hidden.clone())
+            expected = block.shared_experts(hidden)
+            routed = block.experts(given := hidden.clone(), block.topk(hidden, block.gate(hidden)))
+    assert [in_place for _, in_place in outputs] == [False, True]
+    assert channel.shares_storage(routed, given)
+    assert torch.equal(routed + expected, waited)
 
 
 @DEFAULT_ENGINE_ONLY

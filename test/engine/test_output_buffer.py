@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Kernels
+from harness import Kernels, Pool
 from sglang_moe_patches import runners
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.dead_input import channel, offer, takers
@@ -283,52 +283,17 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 
-class Pool:
-    """Stands in for NCCL's symmetric memory, which needs several GPUs: what is allocated in its context is in it."""
-
-    def __init__(self, monkeypatch, engine):
-        from sglang.srt.distributed.device_communicators import pynccl_allocator
-        from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm
-
-        self.module = pynccl_allocator
-        self.kept = []
-        self.lookups = 0
-        monkeypatch.setattr(flashinfer_trtllm, "use_symmetric_memory", lambda *args, **kwargs: self)
-        monkeypatch.setattr(pynccl_allocator, "is_tensor_in_symmetric_mempool", self.holds)
-        monkeypatch.setattr(torch, "empty", self._remember(torch.empty))
-
-    def __enter__(self):
-        self.module._active_symmetric_memory_context = self
-
-    def __exit__(self, *exception):
-        self.module._active_symmetric_memory_context = None
-
-    def _remember(self, empty):
-        def remembering(*args, **kwargs):
-            tensor = empty(*args, **kwargs)
-            if self.module._active_symmetric_memory_context is self:
-                self.kept.append(tensor.untyped_storage().data_ptr())
-            return tensor
-
-        return remembering
-
-    def holds(self, tensor):
-        self.lookups += 1
-        return tensor.untyped_storage().data_ptr() in self.kept
-
-
-@pytest.mark.usefixtures("applied")
 def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, monkeypatch):
-    stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
-    pool = Pool(monkeypatch, engine)
+    with without_buffer():
+        stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
+    pool, outputs = Pool(monkeypatch), []
+    kernels.at_entry = lambda: outputs.append(kernels.calls[-1] in pool.addresses)
     with installed(*CHANGES):
         model = engine.load(checkpoint())
         assert same(engine.generate(model, PROMPTS, STEPS), stock)
-        kernels.calls.clear()
-        counts = kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0))
         # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
-        assert counts == (3, 1)
-        assert all(address in pool.kept for address in kernels.calls)
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (3, 1)
+    assert outputs == [True] * 3 * (STEPS + 2)
 
 
 def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):

@@ -35,4 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def symmetric_memory() -> SimpleNamespace:
     """In the place of the engine's module of NCCL symmetric memory: off, with nothing in its pool."""
-    return SimpleNamespace(_active_symmetric_memory_context=None, is_tensor_in_symmetric_mempool=lambda tensor: False)
+    return SimpleNamespace(
+        _active_symmetric_memory_context=None,
+        is_symmetric_memory_enabled=lambda: False,
+        is_tensor_in_symmetric_mempool=lambda tensor: False,
+    )

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang_moe_patches import engine, patch, runners
+from sglang_moe_patches import engine, log, patch, runners
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.patch import Change, Patcher, Plan, Status
+from sglang_moe_patches.patch import Change, Patcher, PatchError, Plan, Status
 from sglang_moe_patches.variables import STRICT, Variable, zero_or_one
 
 
@@ -81,6 +81,28 @@ def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at
     assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
     plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
     assert plan == Plan.not_needed("backend is triton")
+
+
+def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change():
+    """The engine may rename what ``unneeded`` asks its arguments for."""
+    asking = Change("a", "", pytest.fail, unneeded=lambda server_args: server_args.moe_runner_backend)
+    plan = patch.apply([asking, change("b")], {"a", "b"}, SimpleNamespace(moe_backend="triton"))
+    assert plan["a"].status is Status.UNSUPPORTED
+    assert "no attribute 'moe_runner_backend'" in plan["a"].reason
+    assert plan["b"].status is Status.APPLIED
+
+
+def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    for _ in range(2):
+        with patch.left_alone_if_it_fails("a layer"):
+            raise AttributeError("no runner")
+    assert [record.message for record in caplog.records] == [
+        "sglang-moe-patches: a layer is left alone: AttributeError: no runner"
+    ]
+    monkeypatch.setenv(STRICT.name, "1")
+    with pytest.raises(PatchError, match="a layer is left alone"), patch.left_alone_if_it_fails("a layer"):
+        raise AttributeError("no runner")
 
 
 def test_an_installation_that_fails_half_way_is_undone_and_unsupported():

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from types import ModuleType
 
 import pytest
+from sglang_moe_patches import log, plugin
+from sglang_moe_patches.changes import CHANGES
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -73,6 +76,30 @@ def test_an_engine_without_a_model_runner_is_named(tmp_path):
     strict = python(code, PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES_STRICT="1")
     assert (strict.returncode, strict.stdout) == (1, "")
     assert "no ModelRunner" in strict.stderr
+
+
+HOOKS = [(change.name, *hook) for change in CHANGES for hook in change.launcher_hooks]
+
+
+@pytest.mark.parametrize(("name", "module", "hook"), HOOKS, ids=[f"{name} {module}" for name, module, _ in HOOKS])
+def test_a_module_in_which_a_launcher_hook_finds_nothing_is_imported_all_the_same(
+    name, module, hook, monkeypatch, caplog
+):
+    monkeypatch.setattr(log, "_said", set())
+    plugin._for_good(name, hook)(ModuleType(module))
+    assert f"{module} (change {name}) is left alone" in caplog.text
+
+
+def test_a_launcher_hook_that_fails_half_way_is_undone(caplog):
+    module = ModuleType("of_the_engine")
+
+    def hook(module, patcher):
+        patcher.add(module, "added", 1)
+        patcher.replace(module, "missing", 2)
+
+    plugin._for_good("a change", hook)(module)
+    assert not hasattr(module, "added")
+    assert "AttributeError" in caplog.text
 
 
 def test_a_variable_that_nobody_reads_is_one_warning_at_start_up():

@@ -15,7 +15,8 @@ How
 
     In 0.5.11, ``_forward_shared_experts`` returns a promise during ``forward_normal`` of a layer that defers. The
     engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds
-    it: after the routed experts and their scaling, before the all-reduce.
+    it: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off for so long alone: where
+    nothing waits, as in a traced prefill graph, another output would be one tensor more.
 
 Upstream
     sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13, for TRT-LLM alone.
@@ -34,7 +35,7 @@ from typing import Any
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.dead_input import counts, look, takers
 from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Count, Layer, Patcher, Plan, Status
+from sglang_moe_patches.patch import Change, Count, Layer, Patcher, Plan, Status, left_alone_if_it_fails
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -115,24 +116,34 @@ def _make_forward_shared_experts(original: Callable[..., Any], is_compiling: Cal
     return _forward_shared_experts
 
 
-def _make_init(original: Callable[..., None]) -> Callable[..., None]:
+def _make_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Callable[..., None]:
+    """Decide, when a layer is built, whether it defers.
+
+    :param mark: given the configuration of its routed experts' runner, has them leave their input alone.
+    """
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        defers = may_defer(
-            inplace=self.experts.moe_runner_config.inplace,
-            leaves_input_alone=runners.leaves_its_input_alone(self.experts),
-            overlapped=self._fuse_shared_experts_inside_sbo,
-            fused=self.num_fused_shared_experts > 0,
-            present=getattr(self, "shared_experts", None) is not None,
-            lora=runners.serves_lora(),
-            all_to_all=self._enable_a2a_moe,
-        )
-        setattr(self, _DEFERS, defers)
-        if defers:
-            self.experts.moe_runner_config.inplace = False
+        with left_alone_if_it_fails(f"the order of experts in {type(self).__name__}"):
+            defers = may_defer(
+                inplace=self.experts.moe_runner_config.inplace,
+                leaves_input_alone=runners.leaves_its_input_alone(self.experts),
+                overlapped=self._fuse_shared_experts_inside_sbo,
+                fused=self.num_fused_shared_experts > 0,
+                present=getattr(self, "shared_experts", None) is not None,
+                lora=runners.serves_lora(),
+                all_to_all=self._enable_a2a_moe,
+            )
+            if defers:
+                mark(self.experts.moe_runner_config)
+            setattr(self, _DEFERS, defers)
 
     return __init__
+
+
+def _out_of_place(config: Any) -> None:
+    config.inplace = False
 
 
 # --- The plan --------------------------------------------------------------------------------------------------------
@@ -162,9 +173,11 @@ def _plan() -> Plan:
             "forward_normal does not add the shared experts' output in place",
         )
     is_compiling = torch.compiler.is_compiling
+    waiting = functools.partial(runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get())
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(moe, "__init__", _make_init)
+        mark = _out_of_place if defers_itself else waiting
+        patcher.wrap(moe, "__init__", lambda original: _make_init(original, mark))
         offers.install(patcher)
         into_buffer(patcher)
         if not defers_itself:

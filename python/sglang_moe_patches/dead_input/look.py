@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, runners
 from sglang_moe_patches.dead_input import channel, offer, proofs
 from sglang_moe_patches.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
 from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES, Family
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.patch import Patcher, said
 
 _installed: Offers | None = None
 
@@ -66,8 +66,13 @@ class Offers:
         patcher.add(sys.modules[__name__], "_installed", self)
         if self.way is not None:
             patcher.add(channel, "_channel", self.way)
-            for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+            for module in _holders(engine.module(ENGINE_MODULE), ENGINE_OFFER):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
+            # Its runner asks for every buffer that we offer, in layers too where it has none of its own.
+            pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
+            asks = runners.remembering(getattr(pool, runners.IN_POOL))
+            for module in _holders(pool, runners.IN_POOL):
+                patcher.replace(module, runners.IN_POOL, asks)
         for known in self.known:
             how = {"residual_of": known.residual_of, "tensor_of": known.tensor_of}
             make = functools.partial(offer.make_layer_forward, is_compiling=torch.compiler.is_compiling, **how)
@@ -96,10 +101,11 @@ def offers() -> Offers:
         if engine.has_module(_module_of(family)):
             try:
                 known.append(_look_at(family))
-            except engine.Unsupported as error:
+            except Exception as error:  # whatever becomes of one family takes nothing else with it
+                reason = str(error) if isinstance(error, engine.Unsupported) else f"{family.models}: {said(error)}"
                 # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
-                engine.require(family.name != DEEPSEEK or way is None, str(error))
-                changed.append(str(error))
+                engine.require(family.name != DEEPSEEK or way is None, reason)
+                changed.append(reason)
     engine.require(known, "; ".join(changed))
     return Offers(tuple(known), tuple(changed), way)
 
@@ -171,6 +177,7 @@ def _engines_channel() -> Channel:
     """
     base = engine.module(ENGINE_MODULE)
     engine.own(base, ENGINE_OFFER)
+    engine.own(engine.module(runners.SYMMETRIC_MEMORY_MODULE), runners.IN_POOL)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
@@ -179,6 +186,7 @@ def _engines_channel() -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def _holders(engines_offer: Any) -> list[Any]:
-    """The modules in which the engine's offer goes by its name: its own, and those that imported it."""
-    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(ENGINE_OFFER) is engines_offer]
+def _holders(home: Any, name: str) -> list[Any]:
+    """The modules in which a function of the engine's goes by its name: its ``home``, and those that imported it."""
+    function = getattr(home, name)
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is function]

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_moe_patches import runners
 from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.dead_input.channel import is_whole, shares_storage
+from sglang_moe_patches.patch import left_alone_if_it_fails
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
 """Of a layer whose input may be offered: how many bytes it must have for anybody to take it."""
@@ -97,18 +98,18 @@ def make_model_init(original: Callable[..., None], loop: Any, blocks: dict[Any, 
         original(self, *args, **kwargs)
         if type(self).forward is not loop:
             return
-        for layer in self.layers[self.start_layer + 1 : self.end_layer]:
-            known = next((k for k in blocks if isinstance(layer, k) and type(layer).forward is k.forward), None)
-            experts = getattr(getattr(layer, blocks[known], None), "experts", None) if known else None
-            if experts is not None:
-                setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
+        with left_alone_if_it_fails(f"the dead input of {type(self).__name__}'s layers"):
+            for layer in self.layers[self.start_layer + 1 : self.end_layer]:
+                known = next((k for k in blocks if isinstance(layer, k) and type(layer).forward is k.forward), None)
+                experts = getattr(getattr(layer, blocks[known], None), "experts", None) if known else None
+                if experts is not None:
+                    setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
 
     return __init__
 
 
 def _is_triton_in_place(experts: Any) -> bool:
-    config = getattr(experts, "moe_runner_config", None)
-    return config is not None and bool(config.inplace) and runners.runner_of(experts) == "triton"
+    return runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
 
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:

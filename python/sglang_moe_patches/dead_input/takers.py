@@ -16,6 +16,7 @@ from sglang_moe_patches import engine, runners, triton_sequence
 from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.dead_input.channel import shares_storage
 from sglang_moe_patches.patch import Install, Patcher, with_globals
+from sglang_moe_patches.runners import SymmetricMemory
 
 if TYPE_CHECKING:
     import torch
@@ -38,37 +39,27 @@ class Torch:
 class OutputTorch(Torch):
     """``empty_like`` may answer with the offered buffer.
 
-    :param symmetric_memory: the engine's module of NCCL symmetric memory.
+    The engine's runner, in place, has its output where its input lies: in the pool of NCCL symmetric memory, where
+    there is one, so that the collective after it takes the way that it took.
     """
 
-    def __init__(self, torch_module: Any, symmetric_memory: Any) -> None:
+    def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:
         super().__init__(torch_module)
         self._symmetric_memory = symmetric_memory
-        self._pool_addresses: set[int] = set()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
-        return self._torch.empty_like(tensor) if buffer is None else buffer
+        with self._symmetric_memory.for_an_output():
+            buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
+            return self._torch.empty_like(tensor) if buffer is None else buffer
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         return channel.take(
             shape,
             dtype,
             device,
-            needs_symmetric_memory=self._symmetric_memory._active_symmetric_memory_context is not None,
-            in_symmetric_memory=self._in_pool,
+            needs_symmetric_memory=self._symmetric_memory.is_asked_for,
+            in_symmetric_memory=self._symmetric_memory.holds,
         )
-
-    def _in_pool(self, tensor: torch.Tensor) -> bool:
-        # The engine walks a snapshot of the pool, too slow for every layer. Its memory is never given back while the
-        # process lives (the engine's own assumption), so an address seen in the pool stays there.
-        address = tensor.untyped_storage().data_ptr()
-        if address in self._pool_addresses:
-            return True
-        if self._symmetric_memory.is_tensor_in_symmetric_mempool(tensor):
-            self._pool_addresses.add(address)
-            return True
-        return False
 
 
 # --- NVFP4 TRT-LLM, where the engine has no buffer of its own (releases up to 0.5.12) -------------------------------
@@ -134,18 +125,18 @@ def trtllm() -> Install:
 # --- Triton, where it is not in place --------------------------------------------------------------------------------
 
 
-def make_triton_route(into_buffer: Callable[..., Any]) -> triton_sequence.Route:
-    """The route of calls that are not in place and have a buffer on offer.
+def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> triton_sequence.Route:
+    """The route of calls that are not in place and have a buffer on offer, or whose output may have to lie in the pool.
 
-    :param into_buffer: the engine's sequence, which takes it.
+    :param into_buffer: the engine's sequence, which takes the buffer.
     """
 
     def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
         if how["inplace"] or how.get("hooks"):
             return None
-        buffer = channel.offered()
         # The kernels still read the MoE input while the output is being written, and the shared experts after that.
-        return None if buffer is None or shares_storage(buffer, hidden_states) else into_buffer
+        channel.withhold_if_shared(hidden_states)
+        return into_buffer if channel.offered() is not None or symmetric_memory.is_on else None
 
     return route
 
@@ -167,6 +158,6 @@ def triton() -> Install:
 
     def install(patcher: Patcher) -> None:
         into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
-        triton_sequence.add(patcher, make_triton_route(into_buffer))
+        triton_sequence.add(patcher, make_triton_route(into_buffer, symmetric_memory))
 
     return install

@@ -99,6 +99,11 @@ def test_the_budget_matters_to_prefilling_cutedsl_servers_with_the_dispatcher_al
     check_budget(SimpleNamespace(**{**values, **other}), {})
 
 
+def test_arguments_that_the_budget_is_not_known_of_end_no_launcher(caplog):
+    check_budget(SimpleNamespace(moe_runner_backend="flashinfer_cutedsl"), {})
+    assert "is left alone: AttributeError" in caplog.text
+
+
 def test_layers_share_unless_they_overlap_in_time():
     assert may_share(two_batch_overlap=False, prefill_decode_multiplexing=False)
     assert not may_share(two_batch_overlap=True, prefill_decode_multiplexing=False)

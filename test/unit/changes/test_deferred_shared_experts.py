@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import runners, triton_sequence
+from sglang_moe_patches import log, runners, triton_sequence
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
-from sglang_moe_patches.dead_input import takers
+from sglang_moe_patches.dead_input import channel, takers
 from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.patch import Patcher, with_globals
 
@@ -102,9 +104,45 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(leaves_it_a
     monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = Layer.__new__(Layer)
-    deferred_shared_experts._make_init(Layer.__init__)(layer)
+    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
     assert getattr(layer, deferred_shared_experts._DEFERS) == leaves_it_alone
     assert layer.experts.moe_runner_config.inplace == (not leaves_it_alone)
+
+
+def test_a_layer_that_is_built_otherwise_keeps_its_order(monkeypatch, caplog):
+    class Layer:
+        def __init__(self):
+            self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
+
+    monkeypatch.setattr(log, "_said", set())
+    layer = Layer.__new__(Layer)
+    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
+    assert not hasattr(layer, deferred_shared_experts._DEFERS)
+    assert layer.experts.moe_runner_config.inplace
+    assert "the order of experts in Layer is left alone: AttributeError" in caplog.text
+
+
+@dataclasses.dataclass
+class Config:
+    """A runner's configuration."""
+
+    inplace: bool = True
+
+
+def test_a_runner_is_out_of_place_for_those_that_ask_for_it_alone():
+    """Forwards in many contexts read one configuration. While a graph is traced nobody asks."""
+    waiting = ContextVar("waiting", default=False)
+    config, other = Config(), Config()
+    runners.out_of_place_while(config, waiting.get)
+    elsewhere = copy_context()
+    waiting.set(True)
+    assert (config.inplace, other.inplace, elsewhere.run(lambda: config.inplace)) == (False, True, True)
+    assert dataclasses.replace(config).inplace is False
+    config.inplace = False
+    assert elsewhere.run(lambda: config.inplace) is False
+    assert isinstance(config, Config)
+    experts_of = [SimpleNamespace(moe_runner_config=one) for one in (other, config, Config(False))]
+    assert [runners.is_in_place(one) for one in experts_of] == [True, False, False]
 
 
 # --- Triton's output -------------------------------------------------------------------------------------------------
@@ -124,10 +162,11 @@ def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, *, inp
 def sequence(symmetric_memory):
     patcher = Patcher()
     function: Any = sequence_of_the_engine
+    memory = runners.SymmetricMemory(symmetric_memory)
     into_buffer = with_globals(
-        function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, symmetric_memory)
+        function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, memory)
     )
-    wrapped = triton_sequence.make_sequence(function, takers.make_triton_route(into_buffer))
+    wrapped = triton_sequence.make_sequence(function, takers.make_triton_route(into_buffer, memory))
     yield lambda hidden_states, weight, **how: wrapped(hidden_states, weight, None, None, None, **how)
     patcher.undo()
 
@@ -171,7 +210,7 @@ def test_anything_else_is_the_engines(sequence, make, how):
 def test_of_the_moe_input_nothing_is_lost_that_is_read_after_it(sequence, monkeypatch):
     """The check removed: shared experts that run last would read what the routed ones have written."""
     hidden = torch.ones(2, 3)
-    monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
+    monkeypatch.setattr(channel, "shares_storage", lambda a, b: False)
     with moe_output_buffer_ctx(hidden):
         sequence(hidden, 2, inplace=False)
     assert not torch.equal(hidden, torch.ones(2, 3))
@@ -221,6 +260,10 @@ def with_runner(name):
         (experts(Fp8MoEMethod(runner=with_runner("deep_gemm"))), "cutlass", False),
         (experts(KTEPWrapperMethod(runner=with_runner("triton"))), "auto", False),
         (experts(UnknownMethod(), trtllm=True), "flashinfer_trtllm", True),
+        # Of a method that is not the engine's: any object, a function, a backend by its name.
+        (experts(UnknownMethod(runner=object())), "triton", False),
+        (experts(Fp8MoEMethod(runner=print)), "cutlass", False),
+        (experts(UnknownMethod(runner=SimpleNamespace(runner_backend="triton"))), "triton", False),
     ],
 )
 def test_runners_that_leave_their_input_alone(layer, asked, expected, monkeypatch):

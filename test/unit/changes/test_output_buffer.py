@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches import engine
+from sglang_moe_patches import engine, log, runners
 from sglang_moe_patches.dead_input import channel, look, offer, proofs, takers
 from sglang_moe_patches.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.dead_input.offer import may_offer
@@ -90,7 +90,7 @@ def runner_of_the_engine(dispatch_output, factor=2, *, extra=0):
 def run(symmetric_memory):
     # The change replaces the name `torch`; this stand-in uses another one, so that the test keeps its own.
     patcher = Patcher()
-    allocator = takers.TrtllmTorch(torch, symmetric_memory)
+    allocator = takers.TrtllmTorch(torch, runners.SymmetricMemory(symmetric_memory))
     runner: Any = runner_of_the_engine
     into_buffer = with_globals(runner, sys.modules[__name__], patcher, torch_of_the_runner=allocator)
     yield takers.make_trtllm_runner(runner, into_buffer, torch.compiler.is_compiling)
@@ -145,19 +145,30 @@ def test_anything_else_gets_a_fresh_output(run, make):
 
 
 def test_symmetric_memory_off_on_and_seen_once(run, symmetric_memory):
-    hidden, buffer = torch.ones(2, 3), torch.empty(2, 3)
+    """The walk over the pool is made once for an address, whatever it showed."""
+    hidden, inside, outside = torch.ones(2, 3), torch.empty(2, 3), torch.empty(2, 3)
     lookups = []
 
-    def call():
+    def reused(buffer):
         with moe_output_buffer_ctx(buffer):
-            return run(Dispatched(hidden), 2)
+            return shares_storage(run(Dispatched(hidden), 2), buffer)
 
+    assert reused(outside)
     symmetric_memory._active_symmetric_memory_context = object()
-    symmetric_memory.is_tensor_in_symmetric_mempool = lambda tensor: lookups.append(tensor) or len(lookups) > 1
-    assert not shares_storage(call(), buffer)
-    assert shares_storage(call(), buffer)
-    assert shares_storage(call(), buffer)
-    assert len(lookups) == 2  # the walk over the pool is not made again for an address known to be in it
+    symmetric_memory.is_tensor_in_symmetric_mempool = lambda tensor: (
+        lookups.append(tensor) or shares_storage(tensor, inside)
+    )
+    assert [reused(buffer) for buffer in (inside, outside, inside, outside)] == [True, False, True, False]
+    assert len(lookups) == 2
+
+
+def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(runners, "_ADDRESSES", 2)
+    lookups = []
+    asks = runners.remembering(lambda tensor: lookups.append(tensor) or True)
+    tensors = [torch.empty(1) for _ in range(3)]
+    assert all(asks(tensor) for tensor in (*tensors, tensors[2]))
+    assert len(lookups) == 3
 
 
 def test_names_that_are_not_replaced_are_looked_up_in_the_module_at_call_time(run, monkeypatch):
@@ -286,6 +297,15 @@ def test_only_triton_in_place_has_no_use_for_a_small_input():
     assert marked(Stack, layers)[1:] == [0, offer.SMALLEST_SCRATCH_BYTES, 0, 0]
 
 
+def test_a_model_that_is_built_otherwise_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(
+        Stack, "end_layer", property(lambda self: self.last_layer, lambda self, value: None), raising=False
+    )
+    assert marked(Stack, [Layer(True), Layer(True)]) == [None, None]
+    assert "the dead input of Stack's layers is left alone: AttributeError" in caplog.text
+
+
 class Handle:
     """An input that is a sum still owed: the engine knows where its tensor is."""
 
@@ -367,6 +387,7 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     modules = {name: ModuleType(name) for name in ("its_own", "a_models", "another_functions", "without")}
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
+        setattr(modules[name], runners.IN_POOL, lambda tensor: False)
     setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

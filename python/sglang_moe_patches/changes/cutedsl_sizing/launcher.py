@@ -15,7 +15,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     max_forward_tokens,
     other_tokens_per_request,
 )
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.patch import Patcher, left_alone_if_it_fails
 from sglang_moe_patches.variables import Variable
 
 METHOD = "cutedsl_moe_max_num_tokens"
@@ -135,13 +135,16 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
 
     :raises ValueError: with the ``export`` line that mends it.
     """
-    if (
-        server_args.moe_runner_backend != runners.CUTEDSL
-        or server_args.moe_a2a_backend != "flashinfer"
-        or server_args.disaggregation_mode == "decode"
-    ):
-        return
-    if error := budget_error(server_args.cutedsl_moe_max_num_tokens(), BUDGET.read(environ), server_args.ep_size):
+    error = None
+    with left_alone_if_it_fails("the budget of FlashInfer's dispatcher"):
+        if (
+            server_args.moe_runner_backend == runners.CUTEDSL
+            and server_args.moe_a2a_backend == "flashinfer"
+            and server_args.disaggregation_mode != "decode"
+        ):
+            required = server_args.cutedsl_moe_max_num_tokens()
+            error = budget_error(required, BUDGET.read(environ), server_args.ep_size)
+    if error:
         raise ValueError(error)
 
 

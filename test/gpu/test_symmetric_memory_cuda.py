@@ -1,0 +1,153 @@
+"""NCCL's symmetric memory on two GPUs: no collective leaves it because the shared experts run last.
+
+Two ranks of the engine's own model runner, at Kimi-K2.5's widths with random weights, decode without graphs. At each
+collective of the engine's symmetric path it is asked whether what it reads and writes lies in the pool: those, and no
+others, NCCL runs as symmetric ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+RANKS, STEPS = 2, 3
+PROMPTS = [[7 + seed, 11, 300, 42] * (5 + seed) for seed in range(16)]
+#: A GPU's arguments; the rehearsal on a CPU has none of NCCL.
+GPU = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "enable_symm_mem": True,
+    "disable_custom_all_reduce": True,
+    "mem_fraction_static": 0.3,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data-parallel attention": {"dp_size": RANKS, "enable_dp_attention": True},
+    "tensor parallelism": {},
+}
+
+
+def variants(engine: Any) -> dict[str, Any]:
+    """Contexts in which a model is built and run: the stock engine, ours, and ours without what is tested here."""
+    from sglang_moe_patches import patch, runners
+    from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+
+    @contextmanager
+    def patched() -> Any:
+        patchers = []
+        try:
+            for change in (output_buffer.CHANGE, deferred_shared_experts.CHANGE):
+                plan = patch.look(change)
+                assert plan.install is not None, f"{change.name}: {plan}"
+                patchers.append(patch.Patcher())
+                plan.install(patchers[-1])
+            yield
+        finally:
+            for patcher in reversed(patchers):
+                patcher.undo()
+
+    @contextmanager
+    def without_the_mend() -> Any:
+        with patched(), pytest.MonkeyPatch.context() as undone:
+            undone.setattr(runners.SymmetricMemory, "for_an_output", lambda self: nullcontext())
+            undone.setattr(runners.SymmetricMemory, "is_on", property(lambda self: False))
+            yield
+
+    return {"stock": nullcontext(), "patched": patched(), "without the mend": without_the_mend()}
+
+
+def rank_of_the_engine(rank: int, folder: str, arguments: dict[str, Any]) -> None:
+    """One rank, in a process of its own: what it counts and answers is written into ``folder``."""
+    from common.in_process import InProcess
+
+    engine = InProcess(Path(folder) / "model", rank=rank, load_format="dummy", quantization=None,
+                       moe_runner_backend="triton", disable_shared_experts_fusion=True, tp_size=RANKS,
+                       **arguments)  # fmt: skip
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.device_communicators import pynccl_allocator
+
+    seen: Counter[str] = Counter()
+
+    def asked(group: Any, tensors: dict[str, Any], operation: str) -> None:
+        inside = all(pynccl_allocator.is_tensor_in_symmetric_mempool(tensor) for tensor in tensors.values())
+        seen[f"{operation}, {'symmetric' if inside else 'outside the pool'}"] += 1
+
+    for group in {id(g): g for g in (parallel_state.get_tp_group(), parallel_state.get_moe_tp_group())}.values():
+        group.debug_check_symmetric_mempool = asked
+    found = {}
+    for name, context in variants(engine).items():
+        with context:
+            model = engine.load(Path(folder) / "model")
+            engine.generate(model, PROMPTS, 1)  # compiles, and fills the pool
+            seen.clear()
+            tokens, logits = engine.generate(model, PROMPTS, 0)
+            prefill = dict(seen)
+            tokens, logits = engine.generate(model, PROMPTS, STEPS)
+            both = Counter(seen) - Counter(prefill) - Counter(prefill)
+        found[name] = {"prefill": prefill, "decodes": dict(both), "tokens": tokens, "bits": bits(logits),
+                       "in place": model.model.layers[-1].mlp.experts.moe_runner_config.inplace}  # fmt: skip
+        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
+        if rank == 0:
+            shown = {key: value for key, value in found[name].items() if key not in ("tokens", "bits")}
+            print(Path(folder).name, name, shown, flush=True)
+        del model
+
+
+def bits(logits: Any) -> int:
+    return int(logits.float().cpu().contiguous().view(torch.int32).long().sum())
+
+
+def run(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
+    """What each rank found, by variant."""
+    import torch.multiprocessing as processes
+    from common.shapes import MODELS
+    from common.weights import Served, write_model
+
+    kimi = MODELS["kimi-k2.5"]
+    if arguments["device"] == "cuda":
+        kimi = replace(kimi.shard(4), experts=32)
+    else:
+        kimi = replace(kimi, hidden=256, heads=4, kv_heads=4, experts=8, moe_intermediate=256, intermediate=512)
+    write_model(folder / "model", Served(kimi, runner="triton"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes.spawn(rank_of_the_engine, (str(folder), {"nccl_port": port, **arguments}), nprocs=RANKS)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def symmetric(counts: dict[str, int]) -> int:
+    return sum(number for name, number in counts.items() if name.endswith("symmetric"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_many_collectives_are_symmetric_as_with_stock(layout, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_MOE_PATCHES", "none")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # as the engine's launcher has it
+    monkeypatch.setenv("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the engine compiles its allocator there
+    for found in run(tmp_path / layout.replace(" ", "-"), **GPU, **LAYOUTS[layout]):
+        stock, patched, without = (found[name] for name in ("stock", "patched", "without the mend"))
+        assert (stock["in place"], patched["in place"]) == (True, False)
+        assert symmetric(stock["decodes"]) > 0
+        assert [patched[key] for key in ("decodes", "prefill")] == [stock[key] for key in ("decodes", "prefill")]
+        assert [patched[key] for key in ("tokens", "bits")] == [stock[key] for key in ("tokens", "bits")]
+        if LAYOUTS[layout]:  # else the dead input lies in the pool, and is taken
+            assert symmetric(without["decodes"]) < symmetric(stock["decodes"])
+
+
+if __name__ == "__main__":  # the rehearsal of the processes on a CPU: no collective is symmetric there
+    ranks = run(Path(sys.argv[1]), device="cpu")
+    print(SimpleNamespace(same=ranks[0]["stock"]["bits"] == ranks[0]["patched"]["bits"], pid=os.getpid()))
