@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from contextvars import copy_context
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -160,6 +161,17 @@ def test_symmetric_memory_off_on_and_seen_once(run, symmetric_memory):
     )
     assert [reused(buffer) for buffer in (inside, outside, inside, outside)] == [True, False, True, False]
     assert len(lookups) == 2
+
+
+def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_asked_for_it_yet(symmetric_memory):
+    """The engine's contexts do not nest."""
+    entered = nullcontext()
+    memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)
+    assert memory.for_an_output() is not entered
+    symmetric_memory.is_symmetric_memory_enabled = lambda: True
+    assert memory.for_an_output() is entered
+    symmetric_memory._active_symmetric_memory_context = object()
+    assert memory.for_an_output() is not entered
 
 
 def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
