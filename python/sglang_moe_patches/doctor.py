@@ -50,6 +50,7 @@ def _examine_here() -> dict[str, Any]:
     import torch
 
     from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.dead_input import look
 
     names = patch.selected(CHANGES)
     ours = [variable.name for _, variable in patch.variables(CHANGES)]
@@ -68,6 +69,7 @@ def _examine_here() -> dict[str, Any]:
         "gpus": gpus,
         "strict": patch.strict(),
         "changes": changes,
+        "out_of_place": look.out_of_place(),
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),
     }

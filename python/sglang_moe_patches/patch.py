@@ -156,11 +156,13 @@ class Layer:
     :param family: of its model, by the name in ``dead_input.FAMILIES``; ``""``: none of them.
     :param shared_experts: whether its shared experts run by themselves.
     :param part: the routed experts, as their runner's ``--moe-runner-backend``, or one of the two below.
+    :param out_of_place: whether the engine, by itself, has the routed experts leave their input alone.
     """
 
     family: str
     shared_experts: bool
     part: str
+    out_of_place: bool = False
 
 
 ANY_OTHER = "any other"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_moe_patches import engine as engine_code
-from sglang_moe_patches import patch, plugin
+from sglang_moe_patches import patch, plugin, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.dead_input import channel, families
 from sglang_moe_patches.dead_input import look as look_at
@@ -33,6 +33,7 @@ replaced it."""
 OFFERING = {
     *(name for family in families.FAMILIES for name in (family.layer, family.model[1])),
     channel.ENGINE_OFFER,
+    runners.IN_POOL,
 }
 """What offers dead inputs: a change may do without that of one family, or without any."""
 LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}

@@ -138,6 +138,13 @@ def reasons(found: dict[str, Any]) -> str:
     return "\n".join(lines) or "None."
 
 
+def _bounded(words: str, places: str) -> str:
+    """What holds on some releases, or on all."""
+    if places == "on all":
+        return words
+    return f"{places}: {words}" if ";" in words else f"{words} {places}"
+
+
 def families(found: dict[str, Any]) -> str:
     """A table with a line for each family of models, and a column for each part of its layers: what becomes of it.
 
@@ -148,15 +155,19 @@ def families(found: dict[str, Any]) -> str:
     from sglang_moe_patches.dead_input import families as known_families
 
     def cell(family: str, shared_experts: bool, part: str) -> str:
-        layer, facts = patch.Layer(family, shared_experts, part), []
+        layers = {
+            release: patch.Layer(family, shared_experts, part, shared_experts and family in told["out_of_place"])
+            for release, told in found.items()
+        }
+        facts: list[str] = []
         for change in stated.CHANGES:
             told = {release: facts["changes"].get(change.name, NOT_ASKED)[0] for release, facts in found.items()}
             said = {
-                release: change.does(layer, patch.Status(status)) if status in ("applied", "hardened") else ""
+                release: change.does(layers[release], patch.Status(status)) if status in ("applied", "hardened") else ""
                 for release, status in told.items()
             }
             where = [(words, span(names, list(found))) for words, names in runs(said) if words]
-            facts += [words if places == "on all" else f"{words} {places}" for words, places in where]
+            facts += [_bounded(words, places) for words, places in where]
         return "; ".join(facts) or "untouched"
 
     named = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE)

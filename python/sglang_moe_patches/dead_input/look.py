@@ -6,6 +6,8 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches import engine, runners
@@ -66,12 +68,12 @@ class Offers:
         patcher.add(sys.modules[__name__], "_installed", self)
         if self.way is not None:
             patcher.add(channel, "_channel", self.way)
-            for module in _holders(engine.module(ENGINE_MODULE), ENGINE_OFFER):
+            for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
-            # Its runner asks for every buffer that we offer, in layers too where it has none of its own.
+            # Its runner asks this of every buffer that we offer, in layers too where it has none of its own.
             pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
             asks = runners.remembering(getattr(pool, runners.IN_POOL))
-            for module in _holders(pool, runners.IN_POOL):
+            for module in _asking():
                 patcher.replace(module, runners.IN_POOL, asks)
         for known in self.known:
             how = {"residual_of": known.residual_of, "tensor_of": known.tensor_of}
@@ -85,6 +87,19 @@ class Offers:
 def engine_offers() -> bool:
     """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
+
+
+def out_of_place() -> list[str]:
+    """The families of which the engine, by itself, has the routed experts beside shared ones leave their input alone.
+
+    Found without importing them.
+    """
+    told = []
+    for family in FAMILIES:
+        spec = util.find_spec(_module_of(family)) if engine.has_module(_module_of(family)) else None
+        if spec and spec.origin and proofs.is_told_out_of_place(Path(spec.origin).read_text(encoding="utf-8")):
+            told.append(family.name)
+    return told
 
 
 def offers() -> Offers:
@@ -177,7 +192,8 @@ def _engines_channel() -> Channel:
     """
     base = engine.module(ENGINE_MODULE)
     engine.own(base, ENGINE_OFFER)
-    engine.own(engine.module(runners.SYMMETRIC_MEMORY_MODULE), runners.IN_POOL)
+    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_asking()):
+        engine.own(module, runners.IN_POOL)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
@@ -186,7 +202,12 @@ def _engines_channel() -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def _holders(home: Any, name: str) -> list[Any]:
-    """The modules in which a function of the engine's goes by its name: its ``home``, and those that imported it."""
-    function = getattr(home, name)
-    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is function]
+def _holders(engines_offer: Any) -> list[Any]:
+    """The modules in which the engine's offer goes by its name: its own, and those that imported it."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(ENGINE_OFFER) is engines_offer]
+
+
+def _asking() -> list[Any]:
+    """The engine's modules that ask whether a tensor lies in the pool of NCCL symmetric memory."""
+    engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
+    return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

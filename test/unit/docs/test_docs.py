@@ -180,7 +180,7 @@ def test_a_family_or_runner_that_is_not_listed_is_untouched():
     assert set(list(cells("any other").values())[1:]) == {"untouched", "columns"}
     for family in FAMILIES:
         for part in (", shared experts of its own", ", shared experts fused or none"):
-            line = cells(family.models + part * (family.name == DEEPSEEK))
+            line = cells(family.models + part * (family.name in (DEEPSEEK, "qwen2_moe")))
             assert line["any other"] == "untouched"
             assert all("output in the dead input (NVFP4)" in line[f"`{name}`"] for name in runners.TRTLLM)
 
@@ -194,6 +194,12 @@ def test_a_familys_line_says_what_its_layers_do():
     for other in ("DeepSeek-V2/V3, shared experts fused or none", "Qwen3-MoE", "GLM-4-MoE", "MiniMax-M2"):
         assert cells(other)["`triton`"] == "in place, the dead input is scratch; columns"
         assert cells(other)["`marlin`"] == "untouched"
+    # The engine has them out of place by itself: where is found in its code.
+    in_place, out_of_place = "in place, the dead input is scratch; columns", "output in the dead input; columns"
+    assert cells("Qwen2-MoE, shared experts of its own")["`triton`"] == (
+        f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"
+    )
+    assert cells("Qwen2-MoE, shared experts fused or none")["`triton`"] == in_place
 
 
 def test_another_family_has_its_line_and_another_runner_its_word(monkeypatch: pytest.MonkeyPatch):

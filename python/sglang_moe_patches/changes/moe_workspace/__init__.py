@@ -84,7 +84,8 @@ def _dead_input() -> tuple[Install | None, str]:
 def _does(layer: Layer, status: Status) -> str:
     if layer.part != "triton":
         return ""
-    waiting = layer.family == DEEPSEEK and layer.shared_experts  # they still read the runner's input
+    # They still read the runner's input.
+    waiting = layer.shared_experts and (layer.family == DEEPSEEK or layer.out_of_place)
     offered = "output in the dead input" if waiting else "in place, the dead input is scratch"
     return f"{offered}; columns" if layer.family else "columns"
 
