@@ -53,7 +53,8 @@ class InProcess:
         )
         self.bench = bench_module()
         self._publish()
-        ports = PortArgs.init_new(self.server_args)
+        given = self.server_args.nccl_port  # of several ranks, where they meet
+        ports = SimpleNamespace(nccl_port=given) if given else PortArgs.init_new(self.server_args)
         benchmarked, self.tokenizer = self.bench.load_model(self.server_args, ports, rank, rank)
         self.runner = benchmarked.torch_runner
         self._caches = {self._cached(self.runner.model.config): self.runner.token_to_kv_pool}
