@@ -9,7 +9,8 @@
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
 computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin AWQ (4 bits),
-on the engine's own kernels. What each server should need is written down first, from the sizes (common/prediction.py).
+on the engine's own kernels. What each server should need is written down first, from the sizes (the package's
+prediction/forward.py).
 
 Both are asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result
 (each server is asked twice: answers that a server itself does not repeat are named in that case). The second
@@ -28,13 +29,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, prediction, servers, timing, weights
+from common import machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.observers import events
+from sglang_moe_patches.prediction import forward as prediction
 from sglang_moe_patches.reference import environment
 
 MB = 1e6
 PROMPTS = 4
+#: Scratch memory of the reference kernel for NVFP4 on a GPU.
+REFERENCE_SCRATCH = 64 * 2**20
 #: Points of the line of one forward that a result keeps.
 LINE_POINTS = 150
 #: The engine's files whose line says for which part of the model something was allocated.
@@ -52,11 +56,11 @@ def by_sizes(
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
     return prediction.predicted(
         model,
-        model.per_rank(Layout(tp=tp)),
+        Layout(tp=tp),
         served.runner,
         tokens,
-        patched=server == "patched",
-        workspace=workspace_mb * 2**20,
+        prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock(),
+        workspace=workspace_mb * 2**20 + REFERENCE_SCRATCH,
         quantization=served.quantization,
     )
 

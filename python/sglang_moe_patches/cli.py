@@ -133,15 +133,40 @@ def serve(
     )
 
 
-@app.command()
+@app.command(context_settings=PASS_THROUGH)
 def doctor(
+    server_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments, after `--`.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder with config.json, that file, or a Hugging Face name in the local cache.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="With --model: h200, h100, b200 or a100; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Show the engine, the GPU, each change's status with its reason, and the variables in force.
 
     Exits with 1 if a selected change cannot be applied to this engine, with 2 if a variable has a value with which no
     server starts.
+
+    With --model: what a server of that model would run, without starting one.
+    Example: sglang-moe-patches doctor --model Qwen/Qwen3-30B-A3B-FP8 --gpu h100
+    -- --tp 2 --chunked-prefill-size 16384
+
+    Reads config.json alone: no weights, no GPU. The installed engine is asked
+    which runner and format it would choose on such a GPU. Shown are the changes
+    that act, the reason where one does not, the peak of a first prefill chunk,
+    stock and patched, term by term, and what is not known. docs/models.md has
+    this for models that people serve.
+
+    Exits with 2 where there is no config.json, the model has no routed experts,
+    or the engine refuses it or the arguments.
     """
+    if model is not None:
+        advise(model, server_args or [], gpu, json)
+        return
+    if server_args:
+        fail("SERVER_ARGS need --model: give --model before the `--`")
     from sglang_moe_patches import doctor
 
     require_engine()
@@ -156,6 +181,25 @@ def doctor(
     else:
         doctor.show(found)
     raise typer.Exit(1 if doctor.unsupported(found) else 0)
+
+
+def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
+    """``doctor --model``."""
+    from sglang_moe_patches import patch
+    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.prediction import advice
+
+    try:
+        patch.check_environment(CHANGES)
+        found = advice.examine(model, server_args, gpu)
+    except advice.CannotAsk as error:
+        fail(f"the engine refuses this server: {error}")
+    except ValueError as error:  # no config.json, arguments or variables
+        fail(str(error))
+    if json:
+        typer.echo(json_module.dumps(found, indent=2))
+    else:
+        advice.show(found)
 
 
 @app.command("make-model")
