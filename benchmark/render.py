@@ -23,6 +23,7 @@ from pathlib import Path
 import cutedsl_memory
 import engine_suite
 import launcher_cost
+import models
 import moe_workspace
 import mori_rows
 import overhead
@@ -54,11 +55,13 @@ class Section:
     :param results: names of files in ``benchmark/results/``; none where the tables are computed.
     :param tables: makes the tables from all of these results.
     :param headlines: in place of both: says what it says of whatever results it loads, without commands.
+    :param data: the folder of the results, from the page.
     """
 
     results: tuple[str, ...] = ()
     tables: Callable[[list[output.Result]], str] = lambda results: ""
     headlines: Callable[[Load], str] | None = None
+    data: str = DATA
 
 
 def one(name: str, tables: Callable[[output.Result], str]) -> Section:
@@ -107,6 +110,7 @@ SECTIONS = {
     "engine-suite": one("engine-suite/h200", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
+    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0]), data=DATA.removeprefix("../")),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
@@ -164,11 +168,11 @@ def section(name: str, load: Load = output.load) -> str:
     if len(lines) > MOST_COMMANDS:
         lines = [lines[0], f"# and {len(lines) - 1} like it, in the data"]
     typed = [" (typed in)" if result.get("transcribed") else "" for result in results]
-    folder = names[0].split("/")[0]
+    folder, data = names[0].split("/")[0], SECTIONS[name].data
     if len(names) > 2:
-        files = f"[{folder}]({DATA}/{folder}){max(typed)}"
+        files = f"[{folder}]({data}/{folder}){max(typed)}"
     else:
-        links = (f"[{name.split('/')[1]}.json]({DATA}/{name}.json)" for name in names)
+        links = (f"[{each.split('/')[1]}.json]({data}/{each}.json)" for each in names)
         files = ", ".join(map("".join, zip(links, typed, strict=True)))
     console = "\n".join(("```console", *lines, "```"))
     return f"\n{console}\n\n{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"

@@ -26,7 +26,7 @@ FLOORS = (
         "pages",
     },
     {"changes"},
-    {"observers"},
+    {"observers", "prediction"},
     {"servers"},
     {"regression", "planning"},
     {"doctor"},

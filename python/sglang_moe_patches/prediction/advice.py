@@ -225,6 +225,8 @@ def ask_engine(path: Path, arguments: list[str], gpu: str) -> dict[str, Any]:
     environ |= {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         shutil.copy(path, Path(folder) / "config.json")
+        if (beside := path.with_name("hf_quant_config.json")).is_file():  # how ModelOpt's checkpoints are quantized
+            shutil.copy(beside, folder)
         return ask(folder, arguments, gpu, environ)
 
 

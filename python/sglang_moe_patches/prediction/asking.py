@@ -1,8 +1,8 @@
 """What the engine would choose for a model on a GPU that is not there: asked of the engine itself.
 
 ``python -m sglang_moe_patches.prediction.asking`` reads one JSON object from standard input and answers with one on
-standard output. Its process is told of a GPU by what PyTorch answers, and the process groups are PyTorch's fake ones, of
-as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
+standard output. Its process is told of a GPU by what PyTorch answers, and the process groups are PyTorch's fake ones,
+of as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
 tensors, which have sizes and no memory. What it put there is what it would run.
 
 Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so.
@@ -112,8 +112,6 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
         layer = _layer(server_args, SimpleNamespace(**resolved), gpu)
     except Exception as error:
         unknown = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if os.environ.get("SGLANG_MOE_PATCHES_STRICT") == "1":
-            raise
     view = SimpleNamespace(**resolved)
     if layer is not None and layer["runner"]:
         view.moe_runner_backend = layer["runner"]
@@ -166,9 +164,13 @@ def _claim(gpu: Gpu) -> None:
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, type(name, (_Nothing,), {}))
-    from torch._subclasses import fake_tensor
+    from torch._subclasses import fake_impls, fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None
+    # A vision tower may read a number out of a tensor; the sizes of experts are never in one.
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = lambda mode, function, tensor: (
+        1.0 if tensor.dtype.is_floating_point else 1
+    )
     import sglang.srt.utils.common as common
 
     mib = gpu.memory / 2**20

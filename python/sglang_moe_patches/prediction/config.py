@@ -112,7 +112,7 @@ def read(config: Mapping[str, Any], source: str) -> Read:
         shared_experts=own,
         intermediate=size("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") if dense else 0,
         heads=heads,
-        kv_heads=first("num_key_value_heads") or heads,
+        kv_heads=first("num_key_value_heads", "num_attention_groups") or heads,
         q_lora_rank=first("q_lora_rank") if first("kv_lora_rank") else None,
         family=next((_FAMILIES[name] for name in architectures if name in _FAMILIES), ""),
         head_dim=first("head_dim") or hidden // heads,
@@ -138,6 +138,7 @@ def _attention(first: Any) -> str:
         (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),
         (("linear_num_value_heads", "linear_attn_config"), "has layers of linear attention"),
         (("swa_head_dim", "swa_v_head_dim"), "has heads of several sizes"),
+        (("mamba_num_heads", "hybrid_override_pattern"), "shares its layers with Mamba"),
     ):
         if any(first(key) is not None for key in keys):
             return why

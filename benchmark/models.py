@@ -1,0 +1,163 @@
+"""What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
+
+    python benchmark/models.py --json benchmark/results/models/0.5.23.json
+    python benchmark/models.py --only gpt-oss-120b
+
+Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with the sizes in models.json
+(each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
+quantization's list of exceptions are named by a pattern). The result keeps the engine's answers; what follows from them
+is computed when the page is made.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import output
+from common.shapes import MODELS, Layout
+from sglang_moe_patches import engine
+from sglang_moe_patches.prediction import advice, config, forward
+
+MB = 1e6
+TOKENS = 16384
+SERVED = Path(__file__).with_name("models.json")
+#: Of the resolved server arguments, what the formulas read.
+RESOLVED = (
+    *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
+    *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph"),
+)
+Sizes = tuple[int, int, int, int, str, str | None]
+
+
+def served() -> list[dict[str, Any]]:
+    """Models, the format and the hardware that they are served in, and their sizes."""
+    models: list[dict[str, Any]] = json.loads(SERVED.read_text(encoding="utf-8"))
+    return models
+
+
+def ask(model: dict[str, Any]) -> dict[str, Any]:
+    """What the engine says of a model, or why it says nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(model["config"]))
+        try:
+            asked = advice.ask_engine(path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"])
+        except advice.CannotAsk as error:
+            return {"refused": str(error)}
+    return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
+
+
+def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """What ``doctor --model`` says, from answers that were kept."""
+    return advice.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
+
+
+# --- What was measured -----------------------------------------------------------------------------------------------
+
+
+def measured() -> tuple[dict[Sizes, tuple[float, float]], dict[Sizes, tuple[float, float]]]:
+    """Peaks of whole forwards and of the runner alone, stock and patched, by the sizes of a rank's MoE layer."""
+    wholes, alone = {}, {}
+    for path in sorted((output.RESULTS / "peak-memory").glob("triton-*.json")):
+        found = output.load(f"peak-memory/{path.stem}")["figures"]
+        share = MODELS[found["model"]].shard(found["shard"])
+        key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], bool(found["served"].get("fp8")))
+        peaks = [found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")]
+        wholes[key] = (peaks[0], peaks[1])
+    for cell in _cells():
+        layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
+        key = _key(MODELS[cell["model"]], layout, "triton", cell["weights"] == "fp8")
+        alone[key] = (cell["stock_peak"], cell["peak"])
+    return wholes, alone
+
+
+def _cells() -> Iterator[dict[str, Any]]:
+    for name in ("h100", "h200-more", "h200"):  # of the same sizes the last counts
+        for cell in output.load(f"moe-workspace/{name}")["figures"]["cells"]:
+            if cell["tokens"] == TOKENS:
+                yield cell
+
+
+def _key(model: Any, layout: Layout, runner: str, fp8: bool) -> Sizes:
+    rank = forward.as_the_engine_runs(model, runner).per_rank(layout)
+    return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, forward.BLOCKS if fp8 else None
+
+
+# --- The page --------------------------------------------------------------------------------------------------------
+
+
+def in_mb(*sizes: float) -> str:
+    return " -> ".join(f"{size / MB:,.0f}" for size in sizes)
+
+
+def tables(result: output.Result) -> str:
+    """A row for each model."""
+    rows = []
+    wholes, alone = measured()
+    answers = {(each["source"], each["gpu"]): each for each in result["figures"]["models"]}
+    for model in served():
+        asked = answers[model["source"], model["gpu"]]["asked"]
+        name, on = f"{model['model']} {model['format']}", f"{_ranks(model)} x {model['gpu'].upper()}"
+        if "refused" in asked:
+            rows.append((name, on, "refused", "", "", asked["refused"]))
+            continue
+        found = advised(model, asked)
+        server, sizes = found["server"], found["sizes"]
+        key = (
+            *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
+            sizes["moe_intermediate"] * server["layout"]["ep"] // server["layout"]["tp"],
+            *(server["runner"], server["quantization"]),
+        )
+        seen = in_mb(*wholes[key]) if key in wholes else ""
+        if not seen and key in alone:
+            seen = f"runner alone {in_mb(*alone[key])}"
+        rows.append((name, on, server["runner"] or "not known", _peak(found), seen, _said(found)))
+    header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "why, and what is not predicted")
+    return output.table(header, rows, left=6)
+
+
+def _ranks(model: dict[str, Any]) -> int:
+    return int(model["arguments"][model["arguments"].index("--tp") + 1])
+
+
+def _peak(found: dict[str, Any]) -> str:
+    if not found["stock"]:
+        return "-"
+    open_ended = any("at least" in line or "on top" in line for line in found["unknown"])
+    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + (" +" if open_ended else "")
+
+
+def _said(found: dict[str, Any]) -> str:
+    """Where nothing acts, why; and what is not predicted of this model in particular."""
+    acts = {change["name"]: change for change in found["changes"]}
+    said = []
+    on_layers = ("moe-workspace", "deferred-shared-experts", "output-buffer")
+    if not any(acts[name]["acts"] for name in on_layers if name in acts):
+        said.append(f"nothing acts: {acts['moe-workspace']['reason']}")
+    return "; ".join([*said, *(line for line in found["unknown"] if line not in advice.ALWAYS_UNKNOWN)])
+
+
+def main() -> None:
+    parser = output.parser(__doc__)
+    parser.add_argument("--only", help="a model's name")
+    options = output.parse(parser)
+    asked: list[dict[str, Any]] = []
+    result = output.result("models", {"models": asked}, {"machine": "no GPU", "engine": engine.version()})
+    for model in served():
+        if options.only in (None, model["model"]):
+            answer = ask(model)
+            asked.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
+            layer = answer.get("layer")
+            said = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])
+            print(f"{model['model']} {model['format']}: {said}", flush=True)
+            if options.json:
+                output.write(options.json, result)
+    output.finish(options, result, "" if options.only else tables(result))
+
+
+if __name__ == "__main__":
+    main()
