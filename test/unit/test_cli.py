@@ -493,3 +493,19 @@ def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_sea
     assert any(words in changed["reason"] for words in (" takes (", "not known here"))
     assert {change["status"] for change in found.values()} == {"not selected"}
     assert facts["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "nobody/nothing-of-this-name"), "is not in the local cache"),
+        (("--model", "nobody/x", "--gpu", "h20"), "--gpu h20 is unknown; known: h200, h100, b200, a100"),
+        (("--", "--tp", "2"), "SERVER_ARGS need --model"),
+    ],
+    ids=["no config", "no such GPU", "no model"],
+)
+def test_doctor_of_a_model_refuses_in_one_line(arguments, said):
+    result = run("doctor", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -21,7 +21,9 @@ from sglang_moe_patches.prediction.config import Read
 from sglang_moe_patches.prediction.forward import Acting, Prediction
 from sglang_moe_patches.prediction.shapes import Layout, Model
 from sglang_moe_patches.reference.families import FAMILIES as FAMILY
+from sglang_moe_patches.variables import REFERENCE_KERNELS
 
+_OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
 INSTALLS = (str(Status.APPLIED), str(Status.HARDENED))
 
 
@@ -93,12 +95,15 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
         status, reason = one["status"], one["reason"]
         does = ""
         if status in INSTALLS:
-            parts = (server.runner or "", ATTENTION)
-            layers = [Layer(server.family, bool(model.shared_experts), part) for part in parts]
-            words = dict.fromkeys(filter(None, (change.does(layer, Status(status)) for layer in layers)))
-            does = "; ".join(words) if _speaks_of_layers(change) else change.summary
+            words = {
+                part: change.does(Layer(server.family, bool(model.shared_experts), part), Status(status))
+                for part in (server.runner or "", ATTENTION)
+            }
+            told_of = [f"{ATTENTION} {said}" if part == ATTENTION else said for part, said in words.items() if said]
+            does = "; ".join(told_of) if _speaks_of_layers(change) else change.summary
             if not does:
-                reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'these'} layers"
+                own = "" if model.shared_experts else " without shared experts of their own"
+                reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
         if change.name == "moe-workspace" and does and (whole := _whole(server, model)):
             does, reason = "", whole
         found.append({"name": change.name, "status": status, "acts": bool(does), "does": does, "reason": reason})
@@ -217,7 +222,8 @@ def ask_engine(path: Path, arguments: list[str], gpu: str) -> dict[str, Any]:
     """
     from sglang_moe_patches.reference import environment
 
-    environ = {**os.environ, "SGLANG_PLUGINS": ""}
+    # Without what makes the engine run on a CPU: there it chooses otherwise.
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU} | {"SGLANG_PLUGINS": ""}
     try:
         stub = environment.variables(environ)
     except environment.UnusableEnvironment as error:

@@ -87,6 +87,9 @@ def test_each_change_says_what_it_does_here_or_why_not():
     marlin = advise(layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"})
     idle = {change["name"]: change["reason"] for change in marlin["changes"] if not change["acts"]}
     assert idle["moe-workspace"] == "nothing for marlin in qwen3_moe layers"
+    fused = advise(layer=LAYER | {"shared_experts": False})
+    idle = {change["name"]: change["reason"] for change in fused["changes"] if not change["acts"]}
+    assert idle["deferred-shared-experts"].endswith("in deepseek_v2 layers without shared experts of their own")
     assert marlin["stock"] == marlin["patched"]
 
 
