@@ -143,9 +143,13 @@ def _said(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--only", help="a model's name")
+    parser.add_argument("--only", help="ask about this model alone, and keep the others' answers in --json")
     options = output.parse(parser)
     asked: list[dict[str, Any]] = []
+    if options.only and options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())["figures"]["models"]
+        mine = {(model["source"], model["gpu"]) for model in served() if model["model"] == options.only}
+        asked = [each for each in kept if (each["source"], each["gpu"]) not in mine]
     result = output.result("models", {"models": asked}, {"machine": "no GPU", "engine": engine.version()})
     for model in served():
         if options.only in (None, model["model"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -230,7 +231,8 @@ def ask_engine(path: Path, arguments: list[str], gpu: str) -> dict[str, Any]:
         raise CannotAsk(str(error)) from None
     environ |= {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        shutil.copy(path, Path(folder) / "config.json")
+        asked_of = json.dumps(config.language_model(config.load(path)))
+        (Path(folder) / "config.json").write_text(asked_of, encoding="utf-8")
         if (beside := path.with_name("hf_quant_config.json")).is_file():  # how ModelOpt's checkpoints are quantized
             shutil.copy(beside, folder)
         return ask(folder, arguments, gpu, environ)

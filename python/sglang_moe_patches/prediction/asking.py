@@ -53,6 +53,10 @@ _SHARED = ("shared_experts", "shared_expert")
 """What blocks of routed experts call shared ones that run by themselves."""
 
 
+LONGEST_S = 600
+"""Seconds that the engine may take: ten or twenty on an idle machine."""
+
+
 class CannotAsk(RuntimeError):
     """The engine gave no answer; the message says why."""
 
@@ -71,9 +75,17 @@ def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> 
     :raises CannotAsk: it refuses these arguments, or this model.
     """
     asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], input=json.dumps(asked), env=environ, capture_output=True, text=True
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(asked),
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise CannotAsk(said[-1] if said else "it ended without a word")
@@ -164,7 +176,7 @@ def _claim(gpu: Gpu) -> None:
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, type(name, (_Nothing,), {}))
-    from torch._subclasses import fake_impls, fake_tensor
+    from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None
     # A vision tower may read a number out of a tensor; the sizes of experts are never in one.

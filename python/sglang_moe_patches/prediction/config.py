@@ -74,6 +74,18 @@ def load(path: Path) -> dict[str, Any]:
     return config
 
 
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model with eyes or ears that has the experts, where it is a model of its own.
+
+    The towers beside it are none of the experts' business, and take an engine that builds them minutes.
+    """
+    text = next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), None)
+    if text is None or not text.get("architectures"):
+        return config
+    beside = ("quantization_config", "compression_config")
+    return {**text, **{name: config[name] for name in beside if name in config}}
+
+
 def read(config: Mapping[str, Any], source: str) -> Read:
     """The sizes, by the names that the public models use.
 

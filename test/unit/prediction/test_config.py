@@ -101,3 +101,11 @@ def test_a_file_that_says_too_little_is_refused(text, said, tmp_path):
     path.write_text(text)
     with pytest.raises(NoConfig, match=said):
         config.read(config.load(path), "this")
+
+
+def test_a_model_with_eyes_is_asked_about_by_its_language_model():
+    kimi = config.language_model(BY_SOURCE["nvidia/Kimi-K2.5-NVFP4"]["config"])
+    assert kimi["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert kimi["quantization_config"]["quant_algo"] == "NVFP4"
+    plain = BY_SOURCE["deepseek-ai/DeepSeek-R1"]["config"]
+    assert config.language_model(plain) is plain
