@@ -86,7 +86,7 @@ def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> 
         )
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
-    if done.returncode:
+    if done.returncode or not done.stdout:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise CannotAsk(said[-1] if said else "it ended without a word")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -179,10 +179,6 @@ def _claim(gpu: Gpu) -> None:
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None
-    # A vision tower may read a number out of a tensor; the sizes of experts are never in one.
-    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = lambda mode, function, tensor: (
-        1.0 if tensor.dtype.is_floating_point else 1
-    )
     import sglang.srt.utils.common as common
 
     mib = gpu.memory / 2**20
