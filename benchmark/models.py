@@ -100,6 +100,8 @@ def tables(result: output.Result) -> str:
     wholes, alone = measured()
     answers = {(each["source"], each["gpu"]): each for each in result["figures"]["models"]}
     for model in served():
+        if (model["source"], model["gpu"]) not in answers:
+            continue
         asked = answers[model["source"], model["gpu"]]["asked"]
         name, on = f"{model['model']} {model['format']}", f"{_ranks(model)} x {model['gpu'].upper()}"
         if "refused" in asked:
@@ -116,7 +118,7 @@ def tables(result: output.Result) -> str:
         if not seen and key in alone:
             seen = f"runner alone {in_mb(*alone[key])}"
         rows.append((name, on, server["runner"] or "not known", _peak(found), seen, _said(found)))
-    header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "why, and what is not predicted")
+    header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "what is not known")
     return output.table(header, rows, left=6)
 
 
@@ -127,18 +129,19 @@ def _ranks(model: dict[str, Any]) -> int:
 def _peak(found: dict[str, Any]) -> str:
     if not found["stock"]:
         return "-"
-    open_ended = any("at least" in line or "on top" in line for line in found["unknown"])
-    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + (" +" if open_ended else "")
+    more = any(advice.AT_LEAST in line or advice.OWN_WORKSPACE in line for line in found["unknown"])
+    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * more
 
 
 def _said(found: dict[str, Any]) -> str:
-    """Where nothing acts, why; and what is not predicted of this model in particular."""
-    acts = {change["name"]: change for change in found["changes"]}
+    """Why nothing acts, where nothing does; and what is not known of this model in particular, in few words."""
     said = []
-    on_layers = ("moe-workspace", "deferred-shared-experts", "output-buffer")
-    if not any(acts[name]["acts"] for name in on_layers if name in acts):
-        said.append(f"nothing acts: {acts['moe-workspace']['reason']}")
-    return "; ".join([*said, *(line for line in found["unknown"] if line not in advice.ALWAYS_UNKNOWN)])
+    if not any(change["acts"] for change in found["changes"]):
+        said.append(f"nothing acts behind {found['server']['runner'] or 'a runner that is not known'}")
+    for line in found["unknown"]:
+        if line not in advice.ALWAYS_UNKNOWN:
+            said.append(line.split(":")[0] if advice.AT_LEAST in line or advice.UNMEASURED in line else line)
+    return "; ".join(said)
 
 
 def main() -> None:

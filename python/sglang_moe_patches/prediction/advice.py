@@ -170,12 +170,12 @@ def predict(
     except ValueError as error:
         return None, [f"not predicted: {error}"]
     if server.runner in runners.TRTLLM:
-        unknown.append("what the vendor's kernel takes while it works comes on top of the routed experts' sum")
+        unknown.append(f"{OWN_WORKSPACE} comes on top of the routed experts' sum")
     if read.attention:
-        unknown.append(f"not predicted: attention, which {read.attention}; the peak is at least what is shown")
+        unknown.append(f"attention, which {read.attention}: the peak is {AT_LEAST}")
         both = [replace(one, elsewhere=_without(one.elsewhere, "attention")) for one in both]
     if not model.family:
-        unknown.append("this family was not measured: the formulas are those of the families that were")
+        unknown.append(f"{UNMEASURED}: the formulas are those of the families that were")
     if server.quantization == "rows":
         unknown.append("experts with a scale a row were not measured")
     return (both[0], both[1]), unknown
@@ -185,6 +185,9 @@ def _without(places: dict[str, int], name: str) -> dict[str, int]:
     return {place: size for place, size in places.items() if place != name}
 
 
+AT_LEAST = "at least what is shown"
+OWN_WORKSPACE = "what the vendor's kernel takes while it works"
+UNMEASURED = "this family was not measured"
 ALWAYS_UNKNOWN = (
     "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
     "what the allocator keeps beside tensors, graph pools, weights and KV cache",
