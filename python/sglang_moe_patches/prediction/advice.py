@@ -91,9 +91,11 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
     :param told: status and reason of each change.
     """
     found = []
+    known = {change.name: change for change in CHANGES}
     for one in told:
-        change = next(change for change in CHANGES if change.name == one["name"])
-        status, reason = one["status"], one["reason"]
+        if one["name"] not in known:  # an answer that was kept from before a change had another name
+            continue
+        change, status, reason = known[one["name"]], one["status"], one["reason"]
         does = ""
         if status in INSTALLS:
             words = {
@@ -332,7 +334,7 @@ def _server(
             tokens,
             graphs=not resolved.get("disable_cuda_graph"),
             engine_drops=asked.get("engine_drops", False),
-            float_logits=asked.get("float_logits", False),
+            float_logits=bool(layer) and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
         ),
         model,
     )

@@ -78,6 +78,14 @@ def test_what_the_engine_does_by_itself_is_stock():
     assert acting(nvfp4, True, hardened)[0] == Acting(True, True, True, False)
 
 
+def test_a_router_in_float32_is_deepseeks_alone():
+    newer = asked() | {"float_logits": True}
+    read = Read(MODELS["kimi-k2.5"])
+    assert advice.advise(read, newer, [])["server"]["float_logits"]
+    newer["layer"] = LAYER | {"family": "qwen3_moe"}
+    assert not advice.advise(read, newer, [])["server"]["float_logits"]
+
+
 def test_each_change_says_what_it_does_here_or_why_not():
     found = {change["name"]: change for change in advise()["changes"]}
     assert {name for name, change in found.items() if change["acts"]} >= {

@@ -47,7 +47,6 @@ def test_the_sizes_are_those_that_the_benchmarks_have(source, name):
         ("zai-org/GLM-5-FP8", "attends to keys that an indexer chooses"),
         ("Qwen/Qwen3-Next-80B-A3B-Thinking", "has layers of linear attention"),
         ("Qwen/Qwen3.5-397B-A17B", "has layers of linear attention"),
-        ("XiaomiMiMo/MiMo-V2-Flash", "has heads of several sizes"),
     ],
 )
 def test_attention_that_is_not_as_the_formulas_have_it_is_named(source, attention):
