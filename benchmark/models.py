@@ -140,7 +140,8 @@ def _said(found: dict[str, Any]) -> str:
         said.append(f"nothing acts behind {found['server']['runner'] or 'a runner that is not known'}")
     for line in found["unknown"]:
         if line not in advice.ALWAYS_UNKNOWN:
-            said.append(line.split(":")[0] if advice.AT_LEAST in line or advice.UNMEASURED in line else line)
+            brief = advice.OWN_WORKSPACE if advice.OWN_WORKSPACE in line else line.split(":")[0]
+            said.append(line if line.startswith("not predicted") else brief)
     return "; ".join(said)
 
 

@@ -319,7 +319,7 @@ def _server(
         model = replace(
             model,
             experts=layer["experts"],
-            top_k=layer["top_k"],
+            top_k=layer["top_k"] or model.top_k,  # some models hand it to their routers alone
             moe_intermediate=layer["intermediate"] * (tp // ep),
             shared_experts=int(layer["shared_experts"]),
             family=next((name for name, each in FAMILY.items() if each.layers == layer["family"]), ""),
