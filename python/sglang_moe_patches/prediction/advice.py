@@ -334,7 +334,7 @@ def _server(
             tokens,
             graphs=not resolved.get("disable_cuda_graph"),
             engine_drops=asked.get("engine_drops", False),
-            float_logits=bool(layer) and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
+            float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
         ),
         model,
     )
