@@ -24,6 +24,7 @@ WITH_MEMORY = ("peak-memory", "triton-server", "moe-workspace")
 #: The others, and why nothing in them can be compared with a prediction.
 WITHOUT = {
     "cutedsl-memory": "computed by FlashInfer's own wrapper, nothing was measured",
+    "engine-suite": "outcomes of SGLang's own tests",
     "launcher-cost": "times",
     "mori-rows": "rows and times",
     "overhead": "times",
@@ -31,6 +32,7 @@ WITHOUT = {
     "regress": "answers, accuracy and the whole server's memory",
     "residual-hole": "answers",
     "segments": "the largest of minutes of mixed batches behind prefixes",
+    "soak": "the largest of minutes of mixed batches, aborts and flushes",
     "weight-shuffle": "loading, not a forward",
 }
 #: Measurements in these that are not what the formulas are of, and why.
