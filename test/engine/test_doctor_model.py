@@ -21,7 +21,6 @@ def folder_of(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.every_release
 def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
     found = advice.examine(
         folder_of("Qwen/Qwen3-235B-A22B-FP8"), ["--tp", "4", "--chunked-prefill-size", "16384"], "h200"
