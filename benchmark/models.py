@@ -20,6 +20,7 @@ from typing import Any
 from common import output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches import engine
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.prediction import advice, config, forward
 
 MB = 1e6
@@ -136,7 +137,9 @@ def _peak(found: dict[str, Any]) -> str:
 def _said(found: dict[str, Any]) -> str:
     """Why nothing acts, where nothing does; and what is not known of this model in particular, in few words."""
     said = []
-    if not any(change["acts"] for change in found["changes"]):
+    if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
+        said.append("columns cost more than 2 %: on request")
+    elif not any(change["acts"] for change in found["changes"]):
         said.append(f"nothing acts behind {found['server']['runner'] or 'a runner that is not known'}")
     for line in found["unknown"]:
         if line not in advice.ALWAYS_UNKNOWN:

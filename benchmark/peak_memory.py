@@ -46,12 +46,20 @@ MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", 
 
 
 def by_sizes(
-    served: weights.Served, server: str, tokens: int, *, tp: int = 1, workspace_mb: int = 0, fusion: bool = True
+    served: weights.Served,
+    server: str,
+    tokens: int,
+    *,
+    tp: int = 1,
+    workspace_mb: int = 0,
+    fusion: bool = True,
+    at_any_cost: bool = False,
 ) -> prediction.Prediction:
     """What a server should need, by the sizes alone.
 
     :param server: ``stock`` or ``patched``.
     :param fusion: whether the engine may run shared experts as routed ones.
+    :param at_any_cost: columns as up to 0.2.0, by memory alone.
     """
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
     return prediction.predicted(
@@ -62,6 +70,7 @@ def by_sizes(
         prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock(),
         workspace=workspace_mb * 2**20 + REFERENCE_SCRATCH,
         quantization=served.quantization,
+        at_any_cost=at_any_cost,
     )
 
 
@@ -262,7 +271,10 @@ def of_result(result: output.Result, server: str) -> prediction.Prediction:
     served = weights.Served(
         MODELS[found["model"]].shard(found.get("shard", 1)), runner=runner, fp8=kept.get("fp8", False)
     )
-    return by_sizes(served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"])
+    # All results are from before slices had a price.
+    return by_sizes(
+        served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"], at_any_cost=True
+    )
 
 
 def against_sizes(results: list[output.Result]) -> str:

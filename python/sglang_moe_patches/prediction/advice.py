@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
 from sglang_moe_patches.patch import ATTENTION, Change, Layer, Status
 from sglang_moe_patches.prediction import config, forward
@@ -128,13 +129,23 @@ def _whole(server: Server, model: Model) -> str:
     """Why the Triton runner's tensor stays whole; "": it does not."""
     rank = model.per_rank(server.layout)
     scratch = bool(server.family) and not model.shared_experts
-    width = forward.columns_width(rank, server.tokens, scratch=scratch, quantization=server.quantization)
-    if width < model.hidden:
+    if server.quantization not in forward.TILES:
+        return ""
+
+    def width(tiles: Mapping[str, int] | None) -> int:
+        share = 1 / server.layout.ep
+        return forward.columns_width(
+            rank, server.tokens, scratch=scratch, quantization=server.quantization, share=share, tiles=tiles
+        )
+
+    if width(forward.TILES[server.quantization]) < model.hidden:
         return ""
     if model.top_k <= 2:
         return f"a top-k of {model.top_k} has no sum to cut"
-    size = 2 * server.tokens * model.top_k * model.hidden
-    return f"[tokens, top-k, hidden] is {size / 1e6:,.0f} MB here, too small to cut"
+    size = f"[tokens, top-k, hidden] is {2 * server.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
+    if width(None) < model.hidden:
+        return f"{size}, and cutting it costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name} asks for it"
+    return f"{size}, too small to cut"
 
 
 def predict(

@@ -15,6 +15,7 @@ peak is the most of what the places of a forward hold, each written down by itse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sglang_moe_patches import runners
@@ -27,6 +28,12 @@ BLOCKS = "fp8"
 """Weights in blocks of 128 x 128."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
 """How a GEMM's input is quantized to a byte an element, and how many columns share a scale; ``None``: a whole row."""
+TILES = {
+    None: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
+    BLOCKS: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
+    "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
+}
+"""Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
 DECODE_SPLITS = 256
 PARTS = {
@@ -123,6 +130,7 @@ def predicted(
     workspace: int = 0,
     quantization: str | None = None,
     width: int | None = None,
+    at_any_cost: bool = False,
     graphs: bool = False,
     float_logits: bool = False,
 ) -> Prediction:
@@ -140,6 +148,7 @@ def predicted(
     :param workspace: bytes that an NVFP4 kernel takes while it runs.
     :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
     :param width: columns of a range where Triton runs in columns; ``None``: as moe-workspace decides.
+    :param at_any_cost: as it decided up to 0.2.0, by memory alone.
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
         back.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
@@ -164,7 +173,14 @@ def predicted(
         if not acting.columns:
             width = size
         elif width is None:
-            width = columns_width(rank, tokens, scratch=scratch, quantization=quantization)
+            width = columns_width(
+                rank,
+                tokens,
+                scratch=scratch,
+                quantization=quantization,
+                share=1 / layout.ep,
+                tiles=None if at_any_cost else TILES[quantization],
+            )
         held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
     elif runner == "marlin":
         held = marlin_workspace(rank, tokens)
@@ -219,11 +235,23 @@ def quantized(rows: int, size: int, quantization: str | None) -> int:
     return rows * (size + 4 * -(-size // (SCALED[quantization] or size)))
 
 
-def columns_width(rank: Rank, tokens: int, *, scratch: bool, quantization: str | None) -> int:
-    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
+def columns_width(
+    rank: Rank,
+    tokens: int,
+    *,
+    scratch: bool,
+    quantization: str | None,
+    share: float = 1.0,
+    tiles: Mapping[str, int] | None = None,
+) -> int:
+    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole.
+
+    :param share: of the rows, those whose expert is on this rank.
+    :param tiles: of the second GEMM; ``None``: whatever slices cost.
+    """
     if not triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False):
         return rank.hidden
-    scales = {"scale_columns": FP8_GROUP, "scale_bytes": 4 * (rank.intermediate // FP8_GROUP)}
+    in_blocks = quantization == BLOCKS
     return columns.slice_width(
         tokens,
         rank.top_k,
@@ -232,7 +260,12 @@ def columns_width(rank: Rank, tokens: int, *, scratch: bool, quantization: str |
         2,
         activation_itemsize=1 if quantization else 2,
         activation_elsewhere=_in_dead_input(rank, tokens, scratch=scratch),
-        **(scales if quantization == BLOCKS else {}),
+        weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
+        share=share,
+        tiles=tiles,
+        scale_columns=FP8_GROUP if in_blocks else 1,
+        scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else columns.OPERAND_BYTES,
+        most_bytes=columns.most_bytes(),
     )
 
 
