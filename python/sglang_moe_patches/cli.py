@@ -143,6 +143,12 @@ def doctor(
     ] = None,
     gpu: Annotated[str, typer.Option(help="With --model: h200, h100, b200 or a100; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    kv: Annotated[
+        bool, typer.Option("--kv", help="List what kv-sizing has recorded, with what it is made of.")
+    ] = False,
+    forget: Annotated[
+        str, typer.Option(metavar="RECORD|all", help="With --kv: forget a record, by how its name begins, or all.")
+    ] = "",
 ) -> None:
     """Show the engine, the GPU, each change's status with its reason, and the variables in force.
 
@@ -169,6 +175,12 @@ def doctor(
         fail("SERVER_ARGS need --model: give --model before the `--`")
     from sglang_moe_patches import doctor
 
+    if kv or forget:
+        try:
+            typer.echo("\n".join(doctor.kv_records(forget)))
+        except ValueError as error:
+            fail(str(error))
+        return
     require_engine()
     try:
         found = doctor.examine()

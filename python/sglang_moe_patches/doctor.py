@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from sglang_moe_patches import __version__, engine, patch
+from sglang_moe_patches.changes.kv_sizing import decide, record
 
 
 class EngineUnusable(RuntimeError):
@@ -107,6 +108,33 @@ def show(found: dict[str, Any]) -> None:
         console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
     for line in found["unread"]:
         console.print(f"[bold yellow]{line}[/]", highlight=False, soft_wrap=True)
+
+
+def kv_records(forget: str = "") -> list[str]:
+    """What ``doctor --kv`` prints: the records of kv-sizing.
+
+    :param forget: the beginning of the fingerprints to forget, or ``all``; "": none.
+    :raises ValueError: the file cannot be read or written, or no record is called so.
+    """
+    path = decide.record_path(os.environ)
+    try:
+        records = record.read(path)
+        if forget == "all" and records:
+            path.unlink()
+            return [f"{path}: {len(records)} forgotten"]
+        gone = [key for key in records if forget and key.startswith(forget)]
+        if forget and not gone:
+            raise ValueError(f"{path} has no record {forget}; it has {', '.join(records) or 'none'}")
+        for key in gone:
+            record.change(path, key, lambda old: None)
+    except record.Unreadable as error:
+        raise ValueError(f"{path} {error}") from error
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    if gone:
+        return [f"{path}: {', '.join(gone)} forgotten"]
+    lines = [line for key, found in records.items() for line in record.described(key, found)]
+    return [f"{path}: {len(records)} records", *lines]
 
 
 if __name__ == "__main__":

@@ -334,7 +334,17 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 
     :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
     """
-    return {change.name: _apply_one(change, names, server_args) for change in changes}
+    plans = {change.name: _apply_one(change, names, server_args) for change in changes}
+    _in_force.update(plans)
+    return plans
+
+
+_in_force: dict[str, Plan] = {}
+
+
+def in_force() -> Mapping[str, Plan]:
+    """What became of each change in this process; of none before they were applied."""
+    return _in_force
 
 
 def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:

@@ -7,6 +7,7 @@ from sglang_moe_patches.changes import (
     activation_segments,
     cutedsl_sizing,
     deferred_shared_experts,
+    kv_sizing,
     moe_workspace,
     mori_input_truncation,
     nvfp4_weights,
@@ -21,4 +22,5 @@ CHANGES = (
     cutedsl_sizing.CHANGE,
     moe_workspace.CHANGE,
     activation_segments.CHANGE,
+    kv_sizing.CHANGE,
 )

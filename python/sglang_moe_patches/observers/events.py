@@ -16,6 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from sglang_moe_patches.changes.kv_sizing.script import Batch, ServerFacts
+
 R = TypeVar("R")
 
 
@@ -58,52 +60,6 @@ class Place:
     tp: int = 0
     pp: int = 0
     draft: bool = False
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What the engine's ``ForwardBatch`` says of itself.
-
-    :param mode: the engine's ``ForwardMode``.
-    :param tokens: rows of its input.
-    :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
-    :param logprobs: prompt tokens whose log-probabilities are asked for.
-    :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
-    """
-
-    mode: str
-    tokens: int
-    requests: int
-    prefix: int = 0
-    longest_prefix: int = 0
-    logprobs: int = 0
-    all_ranks: int = 0
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a model runner consists of, as far as its release tells.
-
-    :param kv_tokens: of the KV cache, ``page`` of them a page; ``kv_bytes``: of all of it on this rank.
-    :param table_bytes: of the request table, which has a row for each of ``table_requests``.
-    :param context: tokens of the model's context.
-    :param images: the model takes them.
-    :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
-    :param allocator: its configuration.
-    :param logprob_switch: the variable that has prompt log-probabilities computed in chunks; "": none, or it is on.
-    """
-
-    kv_bytes: int
-    kv_tokens: int
-    page: int
-    table_bytes: int
-    table_requests: int
-    context: int
-    vocabulary: int
-    images: bool = False
-    hybrid: str = ""
-    allocator: str = ""
-    logprob_switch: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.changes.kv_sizing.facts import GIB, batch_facts, server_facts
 from sglang_moe_patches.observers import events
-from sglang_moe_patches.observers.events import Batch, Device, Place, ServerFacts
-from sglang_moe_patches.observers.observer import (
-    GIB,
-    Observing,
-    hybrid,
-    observe_forwards,
-    pool_bytes,
-    pools,
-    said_of,
-)
+from sglang_moe_patches.observers.events import Device, Place
+from sglang_moe_patches.observers.observer import Observing, observe_forwards, said_of
 from sglang_moe_patches.patch import Plan
 
 STAGES = (
@@ -38,8 +31,6 @@ STAGES = (
     "init_prefill_cuda_graph",
 )
 """Methods of ``ModelRunner``, of all releases; those that a release has are recorded."""
-LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK")
-"""Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
 
 
 def read_device() -> Device:
@@ -80,58 +71,6 @@ def read_pools() -> dict[str, int]:
         name = ".".join(map(str, segment.get("segment_pool_id", (0, 0))))
         found[name] = found.get(name, 0) + segment["total_size"]
     return found
-
-
-def batch_facts(batch: Any) -> Batch:
-    """What the engine's ``ForwardBatch`` says of itself."""
-    prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
-    lengths = _numbers(getattr(batch, "extend_seq_lens_cpu", None))
-    starts = _numbers(getattr(batch, "extend_logprob_start_lens_cpu", None))
-    asked = 0
-    if getattr(batch, "return_logprob", False) and starts:
-        asked = sum(max(0, length - start) for length, start in zip(lengths, starts, strict=False))
-    gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
-    return Batch(
-        mode=batch.forward_mode.name,
-        tokens=0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
-        requests=int(batch.batch_size),
-        prefix=sum(prefixes),
-        longest_prefix=max(prefixes, default=0),
-        logprobs=asked,
-        all_ranks=sum(gathered),
-    )
-
-
-def _numbers(values: Any) -> list[int]:
-    return [] if values is None else [int(value) for value in values]
-
-
-def server_facts(runner: Any) -> ServerFacts:
-    """What a model runner consists of, as far as this release tells."""
-    pool, table = pools(runner)
-    config = runner.model_config
-    rows = getattr(table, "req_to_token", None)
-    return ServerFacts(
-        kv_bytes=pool_bytes(pool),
-        kv_tokens=int(runner.max_total_num_tokens),
-        page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
-        table_bytes=0 if rows is None else rows.numel() * rows.element_size(),
-        table_requests=int(getattr(table, "size", 0) or 0),
-        context=int(config.context_len),
-        vocabulary=int(config.vocab_size),
-        images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
-        hybrid=hybrid(pool, table),
-        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
-        logprob_switch=_logprob_switch(),
-    )
-
-
-def _logprob_switch() -> str:
-    """The variable that has prompt log-probabilities computed in chunks, where this release has one and it is off."""
-    from sglang.srt.environ import envs
-
-    switches = [name for name in LOGPROB_SWITCHES if hasattr(envs, name)]
-    return switches[0] if switches and not getattr(envs, switches[0]).get() else ""
 
 
 class Observer(Observing):

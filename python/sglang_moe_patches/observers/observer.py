@@ -9,11 +9,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_moe_patches.changes.kv_sizing.facts import hybrid, pool_bytes, pools
 from sglang_moe_patches.log import logger
 from sglang_moe_patches.observers.events import ChangeStatus
 from sglang_moe_patches.patch import Plan
-
-GIB = 1 << 30
 
 
 class Observing:
@@ -67,24 +66,6 @@ def observe_forwards(observer: Observing, starts: Callable[[Any, Any], None], en
         return result
 
     ModelRunner.forward = run
-
-
-def pools(runner: Any) -> tuple[Any, Any]:
-    """A model runner's KV cache and its request table; ``None`` for one that it has not."""
-    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
-
-
-def pool_bytes(pool: Any) -> int:
-    """Bytes of a KV cache, by its own word."""
-    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
-
-
-def hybrid(pool: Any, table: Any) -> str:
-    """The kind of pool that is more than one KV cache, or "" for none."""
-    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
-    if any("SWA" in kind for kind in kinds):
-        return "sliding-window"
-    return "Mamba" if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
 
 
 def cache_token_bytes(runner: Any) -> float | None:

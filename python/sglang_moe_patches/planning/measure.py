@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from sglang_moe_patches.changes.kv_sizing.script import Batch, PhaseKind
 from sglang_moe_patches.observers.events import (
-    Batch,
     ChangeStatus,
     Device,
     Event,
@@ -21,22 +20,6 @@ from sglang_moe_patches.observers.events import (
     of_kind,
 )
 from sglang_moe_patches.planning.need import Trial
-
-
-class PhaseKind(StrEnum):
-    """The kinds of largest forwards that are driven; people read a label of each."""
-
-    PREFILL = "prefill"
-    TOGETHER = "together"
-    """Several prompts in one forward."""
-    BEHIND_PREFIX = "behind prefix"
-    SHARED_PREFIX = "shared prefix"
-    MIXED = "mixed"
-    CAPTURED_DECODE = "captured decode"
-    EAGER_DECODE = "eager decode"
-    VARIED = "varied"
-    LOGPROBS = "logprobs"
-
 
 START_UP = "start-up"
 """Where a server ran out of memory that was never ready."""

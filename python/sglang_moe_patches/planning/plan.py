@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import engine, patch
+from sglang_moe_patches.changes.kv_sizing import script
+from sglang_moe_patches.changes.kv_sizing.script import PhaseKind
 from sglang_moe_patches.observers.events import Event, Ready, Watch, of_kind
 from sglang_moe_patches.planning import load, measure, need, report, rule, verify
-from sglang_moe_patches.planning.measure import START_UP, Measured, PhaseKind, Verified
+from sglang_moe_patches.planning.measure import START_UP, Measured, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 from sglang_moe_patches.reference import environment as machine
 from sglang_moe_patches.servers import gpu, refusals
@@ -259,8 +261,8 @@ class Session:
         everyone = [event.server for events in processes.values() for event in of_kind(events, Ready)]
         if hybrid := next((facts.hybrid for facts in everyone if facts.hybrid), ""):
             raise CannotPlan(f"the model has {hybrid} pools beside its KV cache; {_OTHER_POOLS}")
-        limits = load.configuration(info, first)
-        derived = load.derive(limits, logprobs=logprobs)
+        limits = script.configuration(info, first)
+        derived = script.derive(limits, logprobs=logprobs)
         driver = load.Driver(client, watch, set(ready), limits, watching)
         found = Measured(
             server=name,
@@ -351,7 +353,7 @@ class Session:
             with self.serving(name, fraction) as (server, watch):
                 watching = partial(self._check, server)
                 info, processes, ready = _introduced(server, Client(server.url), watch, watching)
-                limits = load.configuration(info, next(iter(ready.values())).server)
+                limits = script.configuration(info, next(iter(ready.values())).server)
                 return self._verify(server, watch, processes, limits, fraction, logprobs)
         except ServerFailed as error:
             log = self.log.read_text(errors="replace")
@@ -366,7 +368,7 @@ class Session:
         server: Server,
         watch: Watch,
         processes: dict[str, list[Event]],
-        limits: load.Configuration,
+        limits: script.Configuration,
         fraction: float,
         logprobs: bool,
     ) -> Verified:

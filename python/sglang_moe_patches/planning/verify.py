@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from sglang_moe_patches.changes.kv_sizing.script import SAMPLED, Configuration, Tokens, rising
 from sglang_moe_patches.observers.events import Event, Forward, Watch, of_kind
 from sglang_moe_patches.planning import measure
-from sglang_moe_patches.planning.load import ABORTING_S, SAMPLED, Configuration, Tokens, rising
+from sglang_moe_patches.planning.load import ABORTING_S
 from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.servers.server import Server

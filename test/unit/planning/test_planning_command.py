@@ -19,8 +19,9 @@ from planning_events import GB, process
 from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
+from sglang_moe_patches.changes.kv_sizing.script import PhaseKind
 from sglang_moe_patches.planning import measure, plan, report, rule, survive
-from sglang_moe_patches.planning.measure import Measured, PhaseKind, PhaseNeed, Verified
+from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
 
 SLOW = ROOT / "test/standins/engine_that_is_slow"

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_events import FACTS, GB, TOTAL, changed, forward, memory, process
 from rich.console import Console
+from sglang_moe_patches.changes.kv_sizing import script
+from sglang_moe_patches.changes.kv_sizing.script import Batch, Bound, Configuration, PhaseKind
 from sglang_moe_patches.observers import memory as observed
 from sglang_moe_patches.observers import observer
 from sglang_moe_patches.observers.events import (
-    Batch,
     Event,
     Failure,
     Forward,
@@ -29,8 +30,7 @@ from sglang_moe_patches.observers.events import (
     to_json,
 )
 from sglang_moe_patches.planning import load, measure, need, plan, verify
-from sglang_moe_patches.planning.load import Bound, Configuration
-from sglang_moe_patches.planning.measure import Measured, PhaseKind, PhaseNeed, Verified
+from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
 from sglang_moe_patches.planning.result import MB, Recommendation
 from sglang_moe_patches.servers.client import Unanswered, watched
 
@@ -188,7 +188,7 @@ def test_pools_that_are_more_than_one_kv_cache_are_told_apart(pool: str, table: 
 
 
 def names(**changed: Any) -> list[str]:
-    return [phase.name for phase in load.derive(configured(**changed), logprobs=True).phases]
+    return [phase.name for phase in script.derive(configured(**changed), logprobs=True).phases]
 
 
 def configured(**changed: Any) -> Configuration:
@@ -211,22 +211,22 @@ def test_the_phases_follow_from_the_configuration() -> None:
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100)])
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page: int, context: int) -> None:
     c = configured(page=page, input_tokens=context)
-    phase = load.derive(c, logprobs=False).phases[1]
-    prefix, prompt = phase.prompts(load.Tokens("x", c.vocabulary))
+    phase = script.derive(c, logprobs=False).phases[1]
+    prefix, prompt = phase.prompts(script.Tokens("x", c.vocabulary))
     assert prompt[: len(prefix)] == prefix
     assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
     assert context - page < len(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
-    (alone,) = load.derive(configured(radix_cache=False), logprobs=False).phases[1].prompts(load.Tokens("x", 5000))
+    (alone,) = script.derive(configured(radix_cache=False), logprobs=False).phases[1].prompts(script.Tokens("x", 5000))
     assert len(alone) == 9 * c.chunk
 
 
 def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
     # The engine puts off the request with which a forward would reach them.
-    phase = load.derive(configured(prefill_tokens=CONFIGURATION.chunk), logprobs=False).phases[2]
-    before = phase.bound.prefix // load.SHARING
-    new = [len(prompt) - before for prompt in phase.prompts(load.Tokens("x", 1000))[1:]]
-    assert len(new) == load.SHARING == phase.bound.requests
+    phase = script.derive(configured(prefill_tokens=CONFIGURATION.chunk), logprobs=False).phases[2]
+    before = phase.bound.prefix // script.SHARING
+    new = [len(prompt) - before for prompt in phase.prompts(script.Tokens("x", 1000))[1:]]
+    assert len(new) == script.SHARING == phase.bound.requests
     assert sum(new) == phase.bound.tokens < CONFIGURATION.chunk
 
 
@@ -251,13 +251,13 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
     changed: dict[str, Any], count: int, packed: int
 ) -> None:
     c = configured(**changed)
-    phases = {phase.name: phase for phase in load.derive(c, logprobs=True).phases}
+    phases = {phase.name: phase for phase in script.derive(c, logprobs=True).phases}
     (logprobs,) = (phase for phase in phases.values() if phase.kind is PhaseKind.LOGPROBS)
     assert logprobs.bound.logprobs == packed
     several = phases.get(f"{count} of the longest prompts")
     assert (several is None) == (count == 1)
     for phase in (logprobs, several or logprobs):
-        prompts = phase.prompts(load.Tokens("x", c.vocabulary))
+        prompts = phase.prompts(script.Tokens("x", c.vocabulary))
         # One more that they wait for: all arrive while it runs.
         assert [len(prompt) for prompt in prompts] == [c.largest] * (count + (count > 1))
     if several is not None:
@@ -265,11 +265,11 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
 
 
 def test_what_cannot_be_driven_is_said() -> None:
-    assert load.derive(CONFIGURATION, logprobs=False).not_driven == ()
-    assert "request is a chunk" in load.derive(configured(input_tokens=1000), logprobs=False).not_driven[0]
-    assert "no radix cache" in load.derive(configured(radix_cache=False), logprobs=False).not_driven[0]
-    assert "one rank" in load.derive(configured(all_to_all=True), logprobs=False).not_driven[0]
-    assert "chunked prefill is off" in load.derive(configured(chunk=None), logprobs=False).not_driven[0]
+    assert script.derive(CONFIGURATION, logprobs=False).not_driven == ()
+    assert "request is a chunk" in script.derive(configured(input_tokens=1000), logprobs=False).not_driven[0]
+    assert "no radix cache" in script.derive(configured(radix_cache=False), logprobs=False).not_driven[0]
+    assert "one rank" in script.derive(configured(all_to_all=True), logprobs=False).not_driven[0]
+    assert "chunked prefill is off" in script.derive(configured(chunk=None), logprobs=False).not_driven[0]
 
 
 @given(
@@ -287,8 +287,8 @@ def test_what_cannot_be_driven_is_said() -> None:
 )
 def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configuration) -> None:
     c = Configuration(**{**vars(c), "input_tokens": min(c.input_tokens, c.cache_tokens - 6)})
-    for phase in load.derive(c, logprobs=True).phases:
-        prompts = phase.prompts(load.Tokens("x", c.vocabulary))
+    for phase in script.derive(c, logprobs=True).phases:
+        prompts = phase.prompts(script.Tokens("x", c.vocabulary))
         assert prompts
         assert all(0 < len(prompt) <= c.input_tokens for prompt in prompts)
         # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
@@ -298,10 +298,10 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configu
 
 @given(st.integers(2, 200_000), st.integers(1, 50))
 def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary: int, count: int) -> None:
-    found = load.Tokens("seed", vocabulary).some(count)
+    found = script.Tokens("seed", vocabulary).some(count)
     assert len(found) == count
     assert all(0 < token < vocabulary for token in found)
-    assert found == load.Tokens("seed", vocabulary).some(count)
+    assert found == script.Tokens("seed", vocabulary).some(count)
 
 
 @given(st.integers(1, 64), st.integers(0, 7), st.booleans())
@@ -315,11 +315,11 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int
 
 
 def test_captured_decodes_are_read_from_every_release_s_words() -> None:
-    assert load._captured({"cuda_graph_max_bs": 256}) == 256
-    assert load._captured({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}) == 0
-    assert load._captured({"cuda_graph_max_bs": 160, "device": "cpu"}) == 0
-    assert load._captured({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}) == 48
-    assert load._captured({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}) == 0
+    assert script._captured({"cuda_graph_max_bs": 256}) == 256
+    assert script._captured({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}) == 0
+    assert script._captured({"cuda_graph_max_bs": 160, "device": "cpu"}) == 0
+    assert script._captured({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}) == 48
+    assert script._captured({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}) == 0
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def driven(client: Deaf) -> load.Outcome:
     seen = forward(memory(20), memory(19), tokens=CONFIGURATION.chunk)
     watch = SimpleNamespace(new=lambda: {"1": [seen]})
     driver = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None)
-    return driver.drive(load.derive(CONFIGURATION, logprobs=False).phases[0])
+    return driver.drive(script.derive(CONFIGURATION, logprobs=False).phases[0])
 
 
 @pytest.mark.parametrize(("refused", "answered"), [(0, 8), (3, 2)])
@@ -462,21 +462,21 @@ def test_prompts_of_a_chunk_come_one_after_the_other_each_longer(refused: int, a
     c = configured(ranks=2)
     client = SimpleNamespace(generate=generate, abort_all=lambda: None)
     driver = load.Driver(client, SimpleNamespace(new=dict), {"1"}, c, lambda: None)
-    outcome = load.Outcome(load.derive(c, logprobs=False).phases[0])
-    driver._attempt(outcome, load.Tokens("x", 1000))
+    outcome = load.Outcome(script.derive(c, logprobs=False).phases[0])
+    driver._attempt(outcome, script.Tokens("x", 1000))
     *turns, last = asked
     assert len(turns) == answered + (refused > 0)
     assert turns == [[128 * turn] * 2 for turn in range(1, len(turns) + 1)]
-    assert last == [load.SHORT_PROMPT] * 2
+    assert last == [script.SHORT_PROMPT] * 2
     assert outcome.said == ("HTTP 400" if refused else "")
 
 
 def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> None:
     found = []
     for tokens in (50_000, 5_000_000):
-        phases = load.derive(configured(cache_tokens=tokens), logprobs=False).phases
+        phases = script.derive(configured(cache_tokens=tokens), logprobs=False).phases
         (phase,) = (each for each in phases if each.kind is PhaseKind.VARIED)
-        found.append([len(prompt) for prompt in phase.prompts(load.Tokens("x", 1000))])
+        found.append([len(prompt) for prompt in phase.prompts(script.Tokens("x", 1000))])
     assert found[0] == found[1]
     assert sum(found[0]) > 20 * CONFIGURATION.chunk
 
@@ -492,7 +492,7 @@ def test_requests_that_decode_without_the_one_that_is_missing_are_not_waited_for
     client = Deaf(hears=1)
     fewer = forward(memory(20), memory(19), mode="DECODE", tokens=63, requests=63, graph=True)
     watch = SimpleNamespace(new=lambda: {"1": [fewer] * 30})
-    phase = load.derive(configured(requests=64), logprobs=False).phases[3]
+    phase = script.derive(configured(requests=64), logprobs=False).phases[3]
     outcome = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None).drive(phase)
     assert (phase.name, outcome.seen) == ("captured decode of 64 requests", False)
 

@@ -1,0 +1,400 @@
+"""Where the engine is told, and asked: its sizing of the KV cache, the begin of its event loop, its word on itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches import engine, patch
+from sglang_moe_patches.changes.kv_sizing import decide, memory, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing.facts import GIB, pool_bytes, pools, server_facts
+from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
+from sglang_moe_patches.changes.kv_sizing.record import Record
+from sglang_moe_patches.changes.kv_sizing.watch import Watch
+from sglang_moe_patches.log import logger
+from sglang_moe_patches.patch import Install, Patcher
+
+SAYS = "sglang-moe-patches: kv-sizing: "
+
+
+@dataclass
+class State:
+    """Of one process: from its sizing to its end.
+
+    :param first: it is the world's first rank, which reads, writes and speaks.
+    :param start: of all ranks; ``None``: this server stays with the rule, and nothing is recorded of it.
+    """
+
+    path: Path
+    first: bool = False
+    gpu: int = 0
+    key: str = ""
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    start: size.Start | None = None
+    known: Record | None = None
+    decision: size.Decision = field(default_factory=size.Decision)
+    fraction: float | None = None
+
+    def say(self, message: str, *arguments: Any) -> None:
+        if self.first:
+            logger.info(SAYS + message, *arguments)
+
+    def warn(self, message: str, *arguments: Any) -> None:
+        if self.first:
+            logger.warning(SAYS + message, *arguments)
+
+
+# --- What is there ---------------------------------------------------------------------------------------------------
+
+
+def look() -> Install:
+    """How the seams are wrapped.
+
+    :raises engine.Unsupported: the engine is not as expected.
+    """
+    runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    name = "init_memory_pool" if hasattr(runner, "init_memory_pool") else "alloc_memory_pool"
+    owner = runner
+    if not hasattr(owner, "_profile_available_bytes"):
+        owner = engine.own(engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator")
+    profile = engine.own(owner, "_profile_available_bytes")
+    engine.require_mentions(profile, "mem_fraction_static", "pre_model_load_memory")
+    engine.own(runner, name)
+    in_context = engine.mentions(profile, "get_schedule")
+    if in_context:
+        context = engine.module("sglang.srt.runtime_context")
+        engine.require_parameters(engine.own(engine.own(context, "RuntimeContext"), "override"), ("self", "source"))
+    scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
+    engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
+    engine.own(scheduler, "process_input_requests")
+    engine.own(scheduler, "is_fully_idle")
+    if engine.has_module(rehearse.RECEIVER):
+        receiver = engine.own(engine.module(rehearse.RECEIVER), "SchedulerRequestReceiver")
+        engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
+    else:
+        engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
+
+    def install(patcher: Patcher) -> None:
+        state = State(decide.record_path(os.environ))
+        patcher.wrap(runner, name, lambda original: _make_pool(original, state, in_context))
+        patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
+        patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
+
+    return install
+
+
+# --- Ranks -----------------------------------------------------------------------------------------------------------
+
+
+def agree(told: Any) -> list[Any]:
+    """What every rank tells, in the order of the world's ranks; every rank must ask at the same place."""
+    import torch
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [told]
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, told, group=group.cpu_group)
+    return found
+
+
+# --- Sizing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank knows before its pools are made; ``failure``: why it does not."""
+
+    failure: str = ""
+    start: size.Start | None = None
+    key: str = ""
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    known: Record | None = None
+    unreadable: str = ""
+
+
+def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "is_draft_worker", False) or state.start is not None:
+            return original(self, *args, **kwargs)
+        given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
+        _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
+        result = original(self, *args, **kwargs)
+        if state.fraction is not None:
+            assert state.start is not None
+            assert state.known is not None
+            state.say(
+                "%.4f instead of the rule's %.4f: %s tokens instead of %s; %s MB of margin, measured %s ago%s",
+                state.fraction,
+                state.start.fraction,
+                f"{int(self.max_total_num_tokens):,}",
+                f"{state.known.rule_tokens:,}",
+                f"{state.decision.margin / 1e6:,.0f}",
+                record.age(state.known, time.time()),
+                "; rehearses once more" if state.decision.rehearse else "",
+            )
+        return result
+
+    return make_pool
+
+
+def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> None:
+    """Decide with all ranks, and tell the engine."""
+    arguments = decide.arguments_of(runner.server_args)
+    fraction = float(runner.mem_fraction_static)
+    if given_by_the_user(runner.server_args):
+        state.first = _is_first(runner)
+        state.say("--mem-fraction-static %.4f is given and stands", fraction)
+        return
+    try:
+        told = _look_around(state, runner, before_gib, fraction, arguments)
+    except Exception as error:
+        told = Told(f"{type(error).__name__}: {error}")
+    everybody: list[Told] = agree(told)
+    state.first, state.gpu = _is_first(runner), int(runner.gpu_id)
+    failure = next((each.failure for each in everybody if each.failure), "")
+    if not failure and len({each.key for each in everybody}) > 1:
+        failure = "the ranks' GPUs or arguments differ"
+    if failure:
+        state.warn("the engine's rule, %.4f: %s", fraction, failure)
+        return
+    starts = [each.start for each in everybody if each.start is not None]
+    first = everybody[0]
+    # The engine divides by what the rank with the least has.
+    state.start = replace(starts[0], before=min(each.before for each in starts))
+    state.key, state.made_of, state.known = first.key, first.made_of, first.known
+    state.decision = size.decide(state.start, first.known, first.unreadable)
+    if state.decision.fraction is None:
+        say = state.warn if first.unreadable else state.say
+        also = "; this start rehearses" if state.decision.rehearse else ""
+        say("the engine's rule, %.4f: %s%s", fraction, state.decision.why, also)
+        return
+    state.fraction = state.decision.fraction
+    runner.mem_fraction_static = state.fraction
+    if in_context:
+        from sglang.srt.runtime_context import get_context
+
+        get_context().override("sglang-moe-patches: kv-sizing", mem_fraction_static=state.fraction)
+    else:
+        runner.server_args.mem_fraction_static = state.fraction
+
+
+def _is_first(runner: Any) -> bool:
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    return bool(get_world_group().rank_in_group == 0)
+
+
+def _look_around(state: State, runner: Any, before_gib: float, fraction: float, arguments: Mapping[str, Any]) -> Told:
+    for has, what in (
+        (getattr(runner, "is_multimodal", False), "images"),
+        (getattr(runner, "is_hybrid_swa", False), "sliding-window pools"),
+        (getattr(runner, "mambaish_config", None) is not None, "Mamba pools"),
+    ):
+        if has:
+            return Told(f"{what} are not rehearsed yet")
+    now = memory.read(int(runner.gpu_id))
+    made_of = _made_of(runner, arguments, now.total)
+    key = record.fingerprint(made_of)
+    start = size.Start(int(before_gib * GIB), now.total, fraction)
+    if not _is_first(runner):
+        return Told("", start, key)
+    known, unreadable = None, ""
+    try:
+        known = record.read(state.path).get(key)
+    except record.Unreadable as error:
+        unreadable = f"{state.path} {error}"
+    return Told("", start, key, made_of, known, unreadable)
+
+
+def _made_of(runner: Any, arguments: Mapping[str, Any], total: int) -> dict[str, Any]:
+    """What the fingerprint of this server is made of."""
+    import torch
+
+    from sglang_moe_patches import __version__
+
+    config = runner.model_config.hf_config
+    return {
+        "package": __version__,
+        "engine": engine.version(),
+        "torch": torch.__version__,
+        "driver": memory.driver(),
+        "device": memory.device(int(runner.gpu_id)),
+        "bytes": total,
+        "devices": int(arguments.get("tp_size") or 1),
+        "model": str(arguments.get("model_path")),
+        "config": record.fingerprint({"config": config.to_json_string(use_diff=False)}),
+        "arguments": decide.lasting(arguments, decide.defaults_of(runner.server_args)),
+        "variables": decide.variables_of(os.environ),
+        "changes": {name: str(plan.status) for name, plan in patch.in_force().items()},
+    }
+
+
+# --- Serving ---------------------------------------------------------------------------------------------------------
+
+
+def _make_init_info(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_init_info(self: Any) -> Any:
+        info = original(self)
+        # What the launcher was told stands in its own arguments: this is what is in force.
+        return info if state.fraction is None else {**info, "mem_fraction_static": state.fraction}
+
+    return get_init_info
+
+
+def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.start is None:
+            return original(self, *args, **kwargs)
+        serving = Serving(state, self)
+        serving.begin()
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            serving.end(ran_out=type(error).__name__ == "OutOfMemoryError")
+            raise
+        finally:
+            serving.end()
+
+    return run_event_loop
+
+
+class Serving:
+    """A scheduler's event loop: a rehearsal where there is to be one, and then the watch."""
+
+    def __init__(self, state: State, scheduler: Any) -> None:
+        self.state, self.scheduler = state, scheduler
+        self._watch: Watch | None = None
+        self._rehearsing = False
+
+    def begin(self) -> None:
+        """Called on every rank, in front of the loop."""
+        if not self.state.decision.rehearse:
+            self._begin_to_watch()
+            return
+        state, problem = self.state, ""
+        rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed)
+        try:
+            if state.first:
+                record.change(state.path, state.key, lambda old: record.begun(replace(old, made_of=state.made_of)))
+            rehearsal.begin()
+        except Exception as error:
+            problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
+        problem = next(filter(None, agree(problem)), "")
+        if problem:
+            rehearsal.end()
+            state.warn("no rehearsal: %s", problem)
+            self._begin_to_watch()
+            return
+        self._rehearsing = True
+        state.say("rehearses the largest forwards before the first request, at most %.0f s", rehearse.LIMIT_S)
+
+    def _rehearsed(self, result: rehearse.Result) -> None:
+        """Called on every rank, at the same place of the loop."""
+        state, results = self.state, agree(result)
+        self._rehearsing = False
+        failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(results) if each.failure]
+        if failures:
+            state.warn("the rehearsal failed, and nothing is recorded: %s", "; ".join(failures))
+        elif state.first:
+            try:
+                self._write(results)
+            except Exception as error:
+                state.warn("what was measured is lost: %s", error)
+        self._begin_to_watch()
+
+    def _write(self, results: list[rehearse.Result]) -> None:
+        state, runner = self.state, self.scheduler.tp_worker.model_runner
+        start, first = state.start, results[0]
+        assert start is not None
+        fraction = start.fraction if state.fraction is None else state.fraction
+        reserve = int(start.before * (1 - fraction))
+        needs = tuple(max(0, reserve - each.lowest) for each in results)
+        if not max(needs):
+            state.warn("more memory was free than was set aside, so nothing is recorded: others gave it back")
+            return
+        stopped = any(each.stopped for each in results)
+        facts = server_facts(runner)
+        new = Record(
+            made_of=state.made_of,
+            measured=time.time(),
+            total=start.total,
+            before=start.before,
+            rule_fraction=start.fraction,
+            rule_tokens=facts.kv_tokens if state.fraction is None else 0,
+            fraction=fraction,
+            tokens=facts.kv_tokens,
+            kv_bytes=pool_bytes(pools(runner)[0]),
+            table_bytes=facts.table_bytes,
+            # What a forward that did not run would have taken is not known: as much again as was left.
+            need=max(needs) + (rehearse.LEAST_FREE if stopped else 0),
+            ranks=needs,
+            driven=first.driven,
+            missed=first.missed,
+            left_out=first.left_out,
+            proven=state.fraction is not None and not stopped and not first.missed,
+        )
+        became = record.change(state.path, state.key, lambda old: record.rehearsed(old, new, stopped=stopped))
+        assert became is not None
+        state.say(
+            "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
+            first.seconds,
+            f"{max(needs) / 1e6:,.0f}",
+            f"{reserve / 1e6:,.0f}",
+            f"; not brought about: {', '.join(became.missed)}" if became.missed else "",
+            "; ended early, before memory ran out" if stopped else "",
+            state.path,
+        )
+
+    def _begin_to_watch(self) -> None:
+        """From here on the loop's every turn looks at the clock."""
+        state = self.state
+        if state.known is None and not state.decision.rehearse:
+            return
+        try:
+            self._watch = watch = Watch(lambda: memory.read(state.gpu), self._save)
+        except Exception as error:
+            state.warn("free memory is not watched: %s", error)
+            return
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
+            watch.look()
+            return original(*args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+
+    def _save(self, lowest: int, ran_out: bool) -> None:
+        state = self.state
+        assert state.start is not None
+        fraction = state.start.fraction if state.fraction is None else state.fraction
+        reserve = int(state.start.before * (1 - fraction))
+
+        def served(old: Record) -> Record | None:
+            if not old.need:  # forgotten meanwhile, or not measured
+                return old if old.made_of else None
+            seen = record.served(old, reserve, lowest)
+            return record.ran_out(seen) if ran_out else seen
+
+        record.change(state.path, state.key, served)
+
+    def end(self, ran_out: bool = False) -> None:
+        """The loop has ended."""
+        state = self.state
+        if ran_out and self._rehearsing:
+            with suppress(OSError):
+                record.change(state.path, state.key, lambda old: record.ran_out(old) if old.need else old)
+        if self._watch is not None:
+            self._watch.end(ran_out)
+            self._watch = None

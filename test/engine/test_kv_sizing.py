@@ -1,0 +1,220 @@
+"""kv-sizing in real servers on the CPU: what is measured is a stand-in's, all else is the engine's.
+
+A plugin says how much memory is free before loading, after it and at the worst moment. What the second start makes of
+it is the engine's own KV cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from common import plugins
+from conftest import DEFAULT_ENGINE_ONLY
+from servers import PATIENCE, Server, answers, on_path, server, started
+from sglang_moe_patches.changes.kv_sizing import record, size
+
+STAND_INS = """
+import os
+import wrapt
+
+GIB = 1 << 30
+BEFORE = 100 * GIB
+CACHE = 100_000_000  # what the rule leaves to the KV cache
+FREE = 300_000_000  # at the worst moment
+rule = [float(os.environ.get("GIVEN", "0"))]
+
+def register():
+    here = "sglang_moe_patches.changes.kv_sizing."
+    hooks = {here + "decide": allow, here + "memory": measure, here + "seams": learn_the_rule}
+    hooks |= {here + "script": shorten, here + "rehearse": be_patient, here + "size": be_content}
+    for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
+        hooks["sglang.srt." + module] = tell_the_rule
+    for module in ("model_executor.model_runner", "distributed.bootstrap"):
+        hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
+    for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
+        hooks["sglang.srt." + module] = telling(lambda: (BEFORE * (1 - rule[0]) + CACHE) / GIB)
+    for module, hook in hooks.items():
+        wrapt.register_post_import_hook(hook, module)
+
+def shorten(script):
+    script.RISING, script.VARIED = 3, 6
+
+def be_patient(rehearse):
+    rehearse.LIMIT_S = 1e6  # however slow the machine is
+    rehearse.LEAST_FREE = FREE // 2
+
+def be_content(size):
+    size.MARGIN = 200_000_000
+
+def tell_the_rule(module):
+    if hasattr(module, "get_device_memory_capacity"):
+        module.get_device_memory_capacity = lambda *args, **kwargs: BEFORE >> 20
+
+def telling(told):
+    def tell(module):
+        if hasattr(module, "get_available_gpu_memory"):
+            module.get_available_gpu_memory = lambda *args, **kwargs: told()
+    return tell
+
+def learn_the_rule(seams):
+    original = seams._look_around
+
+    def look_around(state, runner, before, fraction, arguments):
+        rule[0] = fraction
+        return original(state, runner, before, fraction, arguments)
+
+    seams._look_around = look_around
+
+def allow(decide):
+    original = decide.stands_back
+
+    def stands_back(asked, arguments, environ):
+        return original(asked, {**arguments, "device": "cuda"}, environ)
+
+    decide.stands_back = stands_back
+
+def measure(memory):
+    reads = [0]
+
+    def read(gpu):
+        import torch
+        reads[0] += 1
+        if reads[0] > 3 and os.environ.get("FAILS_ON_RANK") == str(torch.distributed.get_rank()):
+            raise RuntimeError("the driver does not answer")
+        return memory.Memory(FREE if reads[0] > 3 else FREE + 1_000_000_000, BEFORE)
+
+    memory.read = read
+"""
+FREE, MARGIN = 300_000_000, 200_000_000
+SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
+PROMPTS = [[7, 8, 9], list(range(3, 203))]
+SAYS = "sglang-moe-patches: kv-sizing: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("kv")
+    plugins.write_module(made / "plugin", "tells_memory", STAND_INS)
+    return made
+
+
+def sized(name: str, model: Path, folder: Path, *arguments: str, **variables: str) -> Server:
+    """A server that sizes its KV cache, with the stand-ins; its records are in ``folder``."""
+    given = {"SGLANG_MOE_PATCHES_KV_SIZING": "auto", "SGLANG_MOE_PATCHES_KV_RECORD": str(folder / "records.json")}
+    path = {"PYTHONPATH": on_path(str(folder.parent / "plugin"))}
+    return server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
+
+
+def info(running: Server) -> dict[str, Any]:
+    return httpx.get(f"{running.url}/get_server_info", timeout=PATIENCE).raise_for_status().json()
+
+
+def said(running: Server) -> list[str]:
+    """What kv-sizing has said."""
+    return [line.partition(SAYS)[2] for line in running.log_text().splitlines() if SAYS in line]
+
+
+def the_record(folder: Path) -> record.Record:
+    (found,) = record.read(folder / "records.json").values()
+    return found
+
+
+def sure(running: Server) -> dict[str, float]:
+    """The fraction and the tokens in force."""
+    found = info(running)
+    return {name: found[name] for name in ("mem_fraction_static", "max_total_num_tokens")}
+
+
+@pytest.mark.every_release
+@pytest.mark.compatibility
+def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, checkpoint):
+    place = folder / "twice"
+    place.mkdir()
+    first = sized("first", checkpoint(), place)
+    stock = server("stock", checkpoint(), place, *SMALL, SGLANG_MOE_PATCHES="none")
+    with started(first, stock):
+        assert "rehearsed in" in said(first)[-1]  # it is ready, and was not before
+        assert answers(first, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
+        rule = sure(first)
+    log = first.log_text()
+    assert log.index("rehearsed in") < log.index("The server is fired up")
+    measured = the_record(place)
+    assert (measured.missed, measured.proven, measured.attempts) == ((), False, 0)
+    assert {"prefill chunk", "prompts of many lengths"} <= set(measured.driven)
+    assert any("penalties" in name for name in measured.driven)
+    assert measured.rule_fraction == rule["mem_fraction_static"]
+    assert measured.rule_tokens == measured.tokens == rule["max_total_num_tokens"]
+    reserve = measured.before * (1 - measured.rule_fraction)
+    assert measured.need == pytest.approx(reserve - FREE, abs=1)
+
+    second = sized("second", checkpoint(), place)
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
+        larger = sure(second)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert larger["mem_fraction_static"] == pytest.approx(
+        1 - (measured.need + MARGIN) / measured.before, abs=2 * size.ENDS
+    )
+    told = said(second)[0]
+    for part in (
+        f"{larger['mem_fraction_static']:.4f} instead of the rule's {rule['mem_fraction_static']:.4f}",
+        f"{larger['max_total_num_tokens']:,} tokens instead of {rule['max_total_num_tokens']:,}",
+        "200 MB of margin, measured",
+        "rehearses once more",
+    ):
+        assert part in told
+    proven = the_record(place)
+    assert proven.proven
+    assert proven.need == measured.need
+    assert proven.lowest_serving == FREE
+
+
+@DEFAULT_ENGINE_ONLY
+def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(folder: Path, checkpoint):
+    place, other = folder / "ranks", folder / "a rank fails"
+    place.mkdir()
+    other.mkdir()
+    good = sized("good", checkpoint(), place, "--tp", "2")
+    bad = sized("bad", checkpoint(), other, "--tp", "2", FAILS_ON_RANK="1")
+    with started(good, bad):
+        assert answers(good, prompts=PROMPTS) == answers(bad, prompts=PROMPTS)
+        assert sure(good) == sure(bad)
+    assert "rehearsed in" in said(good)[-1]
+    measured = the_record(place)
+    assert len(measured.ranks) == 2
+    assert measured.missed == ()
+    assert said(bad)[-1] == (
+        "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    )
+    failed = the_record(other)
+    assert (failed.need, failed.attempts) == (0, 1)
+
+
+@DEFAULT_ENGINE_ONLY
+def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_why(folder: Path, checkpoint):
+    half, closed, given = (folder / name for name in ("half", "closed", "given"))
+    for place in (half, closed, given):
+        place.mkdir()
+    (half / "records.json").write_text('{"format": 1, "records": {"a')
+    (closed / "file").write_text("no folder")
+    nowhere = str(closed / "file" / "records.json")
+    servers = [
+        sized("half", checkpoint(), half),
+        sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
+        sized("given", checkpoint(), given, "--mem-fraction-static", "0.9", GIVEN="0.9"),
+    ]
+    with started(*servers):
+        first, *others = answers(*servers, prompts=PROMPTS)
+        assert all(other == first for other in others)
+        fractions = [sure(each)["mem_fraction_static"] for each in servers]
+    assert fractions[0] == fractions[1] != fractions[2] == 0.9
+    told = [said(each) for each in servers]
+    assert f"{half / 'records.json'} is not whole JSON; this start rehearses" in told[0][0]
+    assert the_record(half).need
+    assert (half / "records.json.unreadable").exists()
+    assert told[1][-1] == f"no rehearsal: {nowhere} cannot be written (Not a directory)"
+    assert told[2] == ["--mem-fraction-static 0.9000 is given and stands"]
+    assert not (given / "records.json").exists()

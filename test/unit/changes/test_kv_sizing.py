@@ -1,0 +1,636 @@
+"""kv-sizing: which servers, what a record gives, what becomes of a file of records, and when which request is put."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_moe_patches import cli, doctor, patch
+from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.changes.kv_sizing import decide, launcher, record, rehearse, script, size
+from sglang_moe_patches.changes.kv_sizing.conduct import ATTEMPTS, Conductor
+from sglang_moe_patches.changes.kv_sizing.memory import Memory
+from sglang_moe_patches.changes.kv_sizing.record import Record
+from sglang_moe_patches.changes.kv_sizing.script import Batch, Configuration, PhaseKind
+from sglang_moe_patches.changes.kv_sizing.size import Start
+from sglang_moe_patches.changes.kv_sizing.watch import EVERY_S, SAVED_EVERY_S, Watch
+from sglang_moe_patches.patch import Patcher
+from typer.testing import CliRunner
+
+GB = 1_000_000_000
+KEY = "0123456789abcdef"
+
+# --- Which servers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "asked"), [("", False), ("off", False), ("auto", True), (" auto ", True)])
+def test_what_is_asked(text, asked):
+    assert decide.KV_SIZING.read({decide.KV_SIZING.name: text}) is asked
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("now", "now is not there yet; expected off or auto"), ("1", "expected off or auto, got '1'")],
+)
+def test_anything_else_is_one_line_that_names_the_variable(text, why):
+    with pytest.raises(ValueError, match=f"^{decide.KV_SIZING.name}: {why}$"):
+        patch.check_environment(CHANGES, {decide.KV_SIZING.name: text})
+
+
+def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
+    assert decide.record_path({decide.KV_RECORD.name: "/x/kv.json"}) == Path("/x/kv.json")
+    assert decide.record_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/sglang-moe-patches") / decide.FILE
+
+
+ARGUMENTS = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8, "disaggregation_mode": "null"}
+WITH = {
+    "--nnodes": {"nnodes": 2},
+    "--pp-size": {"pp_size": 2},
+    "--dp-size": {"dp_size": 2},
+    "--attn-cp-size": {"attn_cp_size": 2},
+    "--disaggregation-mode": {"disaggregation_mode": "decode"},
+    "--enable-lora": {"lora_paths": ["x"]},
+}
+
+
+def test_a_plain_server_is_sized_where_it_is_asked_for():
+    assert decide.stands_back(True, ARGUMENTS, {}) is None
+    assert decide.stands_back(False, ARGUMENTS, {}) == "SGLANG_MOE_PATCHES_KV_SIZING=auto turns it on"
+    assert decide.stands_back(True, {**ARGUMENTS, "device": "cpu"}, {}) == "--device is cpu"
+
+
+@pytest.mark.parametrize("name", decide.NEVER)
+def test_what_is_not_driven_stays_with_the_rule_and_is_named(name):
+    given = WITH.get(name, {name.removeprefix("--").replace("-", "_"): "EAGLE"})
+    assert f"of {name}, " in str(decide.stands_back(True, {**ARGUMENTS, **given}, {}))
+
+
+@pytest.mark.parametrize("name", decide.IN_THE_ENGINE)
+def test_where_the_engine_does_it_otherwise_it_stays_with_the_rule(name):
+    assert decide.stands_back(True, ARGUMENTS, {name: "1"}) == f"{name} is set"
+    assert decide.stands_back(True, ARGUMENTS, {name: "0"}) is None
+
+
+def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
+    arguments = type("ServerArgs", (), {"__post_init__": lambda self: None})
+    before = vars(arguments)["__post_init__"]
+    monkeypatch.delenv(decide.KV_SIZING.name, raising=False)
+    launcher.hook_server_args(SimpleNamespace(ServerArgs=arguments), Patcher())
+    assert vars(arguments)["__post_init__"] is before
+    change = next(each for each in CHANGES if each.name == "kv-sizing")
+    assert "turns it on" in str(change.unneeded(SimpleNamespace(**ARGUMENTS)))
+
+
+class Resolving:
+    """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
+
+    def __init__(self, fraction=None):
+        self.mem_fraction_static = fraction
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.mem_fraction_static = self.mem_fraction_static or 0.88
+
+
+def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    early, patcher = Resolving(), Patcher()
+    launcher.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
+    try:
+        assert not launcher.given_by_the_user(Resolving())
+        assert launcher.given_by_the_user(Resolving(0.88))
+        assert launcher.given_by_the_user(early)  # it arrived resolved
+    finally:
+        patcher.undo()
+    assert launcher.given_by_the_user(SimpleNamespace(_raw_input={"mem_fraction_static": 0.9}))
+    assert not launcher.given_by_the_user(SimpleNamespace(_raw_input={"mem_fraction_static": None}))
+
+
+# --- The fingerprint -------------------------------------------------------------------------------------------------
+
+
+def test_what_listens_elsewhere_is_the_same_server_and_what_runs_otherwise_is_not():
+    def key(**arguments):
+        return record.fingerprint({"arguments": decide.lasting({**ARGUMENTS, **arguments})})
+
+    assert key(port=1, host="a", log_level="error", mem_fraction_static=0.9) == key(port=2, mem_fraction_static=0.8)
+    assert key(some_new_flag=False) == key()
+    assert len({key(), key(chunked_prefill_size=8192), key(tp_size=4), key(some_new_flag=True)}) == 4
+
+
+def test_what_a_release_has_by_itself_is_not_said():
+    @dataclass
+    class Arguments:
+        model_path: str
+        tp_size: int = 1
+        page_size: int | None = None
+
+    struct = type("Struct", (), {"__struct_fields__": ("a", "b"), "__struct_defaults__": (5,)})
+    given = Arguments("m", 2, 64)
+    assert decide.defaults_of(given) == {"tp_size": 1, "page_size": None}
+    assert decide.defaults_of(struct()) == {"b": 5}
+    assert decide.lasting(vars(given), decide.defaults_of(given)) == {"model_path": "m", "tp_size": 2, "page_size": 64}
+    assert decide.lasting({"tp_size": 1}, decide.defaults_of(given)) == {}
+
+
+def test_no_secret_gets_into_a_file():
+    told = decide.lasting({"api_key": "x", "ssl_keyfile": "x", "some_password": "x", "max_total_tokens": 5})
+    assert told == {"max_total_tokens": 5}
+    assert decide.variables_of({"SGLANG_AUTH_TOKEN": "x", "SGLANG_X": "1", "HOME": "/"}) == {"SGLANG_X": "1"}
+
+
+def test_variables_of_changes_count_and_those_of_this_one_and_of_commands_do_not():
+    environ = {"SGLANG_MOE_PATCHES_SEGMENTS": "on", "SGLANG_MOE_PATCHES_PLAN": "/tmp", decide.KV_SIZING.name: "auto"}
+    assert decide.variables_of(environ) == {"SGLANG_MOE_PATCHES_SEGMENTS": "on"}
+
+
+# --- What a record gives ---------------------------------------------------------------------------------------------
+
+START = Start(before=140 * GB, total=141 * GB, fraction=0.8)
+MEASURED = Record(
+    measured=1000.0,
+    total=141 * GB,
+    before=140 * GB,
+    rule_fraction=0.8,
+    rule_tokens=382_206,
+    fraction=0.8,
+    tokens=382_206,
+    kv_bytes=20 * GB,
+    need=8 * GB,
+    ranks=(8 * GB, 7 * GB),
+    driven=("prefill chunk",),
+)
+
+
+def test_what_was_not_needed_goes_to_the_kv_cache_but_for_the_margin():
+    found = size.decide(START, MEASURED)
+    assert found.fraction == pytest.approx(1 - (8 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    assert found.reserve >= 8 * GB + size.MARGIN
+    assert found.rehearse
+    assert not size.decide(START, replace(MEASURED, proven=True)).rehearse
+
+
+@pytest.mark.parametrize(
+    ("known", "why", "rehearses"),
+    [
+        (None, "nothing is recorded", True),
+        (Record(attempts=1), "nothing is recorded", True),
+        (Record(attempts=2), "2 rehearsals have begun and not ended", False),
+        (replace(MEASURED, attempts=2), "2 rehearsals have begun and not ended", False),
+        (replace(MEASURED, missed=("mixed chunk",)), "did not bring about: mixed chunk", False),
+        (replace(MEASURED, ooms=2), "2 servers ran out of memory", False),
+        (replace(MEASURED, before=130 * GB), "1,000 MB of the GPU are others', 11,000 MB when it was measured", False),
+        (replace(MEASURED, need=26 * GB), "0.0 % more KV cache", False),
+        (replace(MEASURED, need=27 * GB), "more KV cache, less than 2%", False),
+        (replace(MEASURED, serving_need=26 * GB), "less than 2%", False),
+    ],
+)
+def test_the_rule_stands_with_a_reason(known, why, rehearses):
+    found = size.decide(START, known)
+    assert found.fraction is None
+    assert why in found.why
+    assert found.rehearse is rehearses
+    assert found.reserve == START.reserve
+
+
+def test_where_no_memory_is_free_nothing_is_divided():
+    assert size.decide(Start(0, GB, 0.9), MEASURED).why == "no memory is free"
+
+
+def test_a_file_that_cannot_be_read_is_the_reason():
+    found = size.decide(START, None, "x.json is not whole JSON")
+    assert (found.fraction, found.why, found.rehearse) == (None, "x.json is not whole JSON", True)
+
+
+def test_after_an_out_of_memory_a_server_takes_less():
+    assert size.decide(START, replace(MEASURED, ooms=1)).reserve >= 8 * GB + 2 * size.MARGIN
+
+
+def test_a_request_table_that_grows_with_the_kv_cache_is_paid_for():
+    larger = size.decide(START, replace(MEASURED, table_bytes=2 * GB))
+    plain = size.decide(START, MEASURED)
+    grows = (20 * GB + 28 * GB - plain.reserve) / (20 * GB) - 1
+    assert larger.reserve == pytest.approx(plain.reserve + grows * 2 * GB, abs=0.03 * GB)
+
+
+amounts = st.integers(0, 200 * GB)
+
+
+@given(amounts, amounts, amounts, amounts, amounts, st.floats(0, 1), st.floats(0, 0.99), st.integers(0, 3))
+def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving, table, kv, before, f, rule, ooms):
+    start = Start(before=max(1, before), total=max(1, before), fraction=rule)
+    known = Record(
+        need=need,
+        serving_need=serving,
+        table_bytes=table,
+        kv_bytes=kv,
+        before=before,
+        total=start.total,
+        fraction=f,
+        ooms=ooms,
+    )
+    found = size.decide(start, known)
+    if found.fraction is not None:
+        assert rule < found.fraction < 1
+        assert start.before * (1 - found.fraction) >= max(need, serving) + size.MARGIN - 1
+    else:
+        assert found.why
+
+
+def test_memory_that_others_gave_back_meanwhile_is_not_taken_for_ours():
+    assert size.lowest(seen=20 * GB, began=25 * GB, reserved_growth=4 * GB) == 20 * GB
+    assert size.lowest(seen=24 * GB, began=25 * GB, reserved_growth=4 * GB) == 21 * GB
+
+
+# --- The file --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "kv.json"
+    known = replace(MEASURED, made_of={"model": "m", "arguments": {"tp_size": 2}}, lowest_serving=5, proven=True)
+    record.change(path, KEY, lambda old: known)
+    assert record.read(path) == {KEY: known}
+    assert record.read(tmp_path / "none.json") == {}
+
+
+def test_other_records_stay_and_one_can_be_forgotten(tmp_path):
+    path = tmp_path / "kv.json"
+    record.change(path, "a", lambda old: MEASURED)
+    record.change(path, "b", lambda old: record.begun(old))
+    record.change(path, "a", lambda old: None)
+    assert record.read(path) == {"b": Record(attempts=1)}
+
+
+BROKEN = {
+    "empty": ("", "is not whole JSON"),
+    "half": ('{"format": 1, "records": {"a": {"need": 12', "is not whole JSON"),
+    "a list": ("[]", "is no file of records"),
+    "another format": ('{"format": 2, "records": {}}', "has format 2, this version reads 1"),
+    "a number": ('{"format": 1, "records": {"a": 5}}', "has a record that is none"),
+    "text for bytes": ('{"format": 1, "records": {"a": {"need": "many"}}}', "whose need is 'many'"),
+    "a bool for bytes": ('{"format": 1, "records": {"a": {"need": true}}}', "whose need is True"),
+    "less than nothing": ('{"format": 1, "records": {"a": {"need": -1}}}', "whose need is -1"),
+    "no number": ('{"format": 1, "records": {"a": {"fraction": NaN}}}', "whose fraction is nan"),
+    "ranks": ('{"format": 1, "records": {"a": {"ranks": [1, null]}}}', "whose ranks is None"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_a_reason_and_is_put_aside_when_the_next_record_is_written(tmp_path, name):
+    text, why = BROKEN[name]
+    path = tmp_path / "kv.json"
+    path.write_text(text)
+    with pytest.raises(record.Unreadable, match=why):
+        record.read(path)
+    record.change(path, KEY, lambda old: MEASURED)
+    assert record.read(path) == {KEY: MEASURED}
+    assert (tmp_path / "kv.json.unreadable").read_text() == text
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60))
+def test_whatever_a_file_has_it_is_read_or_a_reason(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("any") / "kv.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    with suppress(record.Unreadable):
+        assert record.read(path) == {}
+
+
+def test_fields_that_a_newer_version_has_are_left_out(tmp_path):
+    path = tmp_path / "kv.json"
+    path.write_text('{"format": 1, "records": {"a": {"need": 5, "of_the_future": 1}}}')
+    assert record.read(path) == {"a": Record(need=5)}
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
+        record.change(tmp_path / "file" / "kv.json", KEY, lambda old: MEASURED)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_one_line(tmp_path):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
+        record.change(tmp_path / "kv.json", KEY, lambda old: MEASURED)
+
+
+def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: MEASURED)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record.os, "fsync", fail)
+    with pytest.raises(record.Unwritable, match="No space left on device"):
+        record.change(path, KEY, lambda old: None)
+    monkeypatch.undo()
+    assert record.read(path) == {KEY: MEASURED}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kv.json", "kv.json.lock"]
+
+
+def _count(path: str, times: int) -> None:
+    for _ in range(times):
+        record.change(Path(path), KEY, record.ran_out)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    path, context = tmp_path / "kv.json", multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_count, args=(str(path), 20)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert record.read(path)[KEY].ooms == 40
+
+
+# --- What becomes of a record ----------------------------------------------------------------------------------------
+
+
+def test_a_first_rehearsal_is_the_record_and_a_second_one_proves_it_or_makes_it_larger():
+    first = record.rehearsed(record.begun(Record()), MEASURED)
+    assert (first.attempts, first.need, first.proven) == (0, 8 * GB, False)
+    second = replace(MEASURED, need=9 * GB, fraction=0.9, rule_tokens=0, proven=True)
+    became = record.rehearsed(record.begun(first), second)
+    assert (became.need, became.proven, became.rule_tokens, became.fraction) == (9 * GB, True, 382_206, 0.9)
+    assert record.rehearsed(first, replace(second, need=GB)).need == 8 * GB
+
+
+def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_is_no_proof():
+    stopped = replace(MEASURED, need=12 * GB, driven=(), missed=("mixed chunk",), fraction=0.9)
+    became = record.rehearsed(MEASURED, stopped, stopped=True)
+    assert (became.need, became.proven, became.missed, became.driven) == (12 * GB, False, (), MEASURED.driven)
+    assert size.decide(START, became).reserve >= 12 * GB + size.MARGIN - 1
+
+
+def test_what_is_seen_while_serving_counts_from_then_on():
+    seen = record.served(record.served(MEASURED, 12 * GB, 5 * GB), 12 * GB, 2 * GB)
+    assert (seen.serving_need, seen.lowest_serving) == (10 * GB, 2 * GB)
+    assert record.served(seen, 12 * GB, 6 * GB) == seen
+    assert size.decide(START, seen).reserve >= 10 * GB + size.MARGIN - 1
+    again = record.rehearsed(seen, MEASURED)
+    assert (again.serving_need, again.lowest_serving) == (10 * GB, 2 * GB)
+
+
+def test_a_record_is_told_to_people():
+    made = {"model": "m", "device": "H200", "devices": 2, "engine": "0.5", "torch": "2", "driver": "x"}
+    known = replace(MEASURED, made_of={**made, "arguments": {"tp_size": 2}, "changes": {"moe-workspace": "applied"}})
+    text = "\n".join(record.described(KEY, replace(known, lowest_serving=3 * GB, ooms=1, left_out=("y: z",))))
+    for part in (KEY, "m on 2 x H200", "8,000 MB needed", "8,000, 7,000 by rank", "382,206 tokens", "prefill chunk"):
+        assert part in text
+    for part in (
+        "rehearses once more",
+        "3,000 MB free",
+        "out of memory while serving: 1",
+        "moe-workspace: applied",
+        "y: z",
+    ):
+        assert part in text
+    assert "not driven: y: z" in text
+    assert "1 rehearsals have begun and not ended" in "\n".join(record.described(KEY, Record(attempts=1)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(5, "less than a minute"), (60, "1 minute"), (7200, "2 hours"), (260_000, "3 days")]
+)
+def test_an_age_in_words(seconds, words):
+    assert record.age(Record(measured=1000.0), 1000.0 + seconds) == words
+
+
+def test_doctor_lists_and_forgets(tmp_path, monkeypatch):
+    path = tmp_path / "kv.json"
+    monkeypatch.setenv(decide.KV_RECORD.name, str(path))
+    assert doctor.kv_records() == [f"{path}: 0 records"]
+    for name in ("abc", "abd", "xyz"):
+        record.change(path, name, lambda old: MEASURED)
+    assert doctor.kv_records()[0] == f"{path}: 3 records"
+    assert doctor.kv_records("ab") == [f"{path}: abc, abd forgotten"]
+    with pytest.raises(ValueError, match="has no record q; it has xyz"):
+        doctor.kv_records("q")
+    assert doctor.kv_records("all") == [f"{path}: 1 forgotten"]
+    said = CliRunner().invoke(cli.app, ["doctor", "--kv"])
+    assert (said.exit_code, said.output) == (0, f"{path}: 0 records\n")
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not whole JSON"):
+        doctor.kv_records()
+    refused = CliRunner().invoke(cli.app, ["doctor", "--forget", "x"])
+    assert refused.exit_code == 2
+
+
+# --- The script ------------------------------------------------------------------------------------------------------
+
+LIMITS = Configuration(
+    chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
+)
+
+
+def test_a_rehearsal_drives_what_plan_drives_and_more():
+    planned = [phase.name for phase in script.derive(LIMITS, logprobs=False).phases]
+    phases = {phase.name: phase for phase in script.rehearsed(LIMITS).phases}
+    assert set(planned) <= set(phases)
+    kinds = {phase.kind: phase for phase in phases.values()}
+    assert kinds[PhaseKind.PENALTIES].sampling.keys() >= {"presence_penalty", "frequency_penalty", "logit_bias"}
+    prompts = kinds[PhaseKind.LONG_AMONG_SHORT].prompts(script.Tokens("x", 5000))
+    assert len(prompts) == LIMITS.requests
+    assert len(prompts[0]) > 0.9 * LIMITS.input_tokens
+    assert {len(prompt) for prompt in prompts[1:]} == {script.SHORT_PROMPT}
+
+
+@given(
+    st.integers(16, 4096),
+    st.integers(20, 5000),
+    st.integers(200, 50_000),
+    st.integers(1, 300),
+    st.sampled_from([1, 64]),
+)
+def test_every_request_of_a_rehearsal_is_admitted(chunk, longest, cache, requests, page):
+    c = replace(LIMITS, chunk=chunk, input_tokens=longest, cache_tokens=cache, requests=requests, captured=0, page=page)
+    for phase in script.rehearsed(c).phases:
+        if phase.kind in (PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+            for prompt in phase.prompts(script.Tokens("x", 5000)):
+                assert len(prompt) <= max(longest, script.SHORT_PROMPT)
+                assert phase.new_tokens >= 2
+
+
+def batch(mode="EXTEND", tokens=0, requests=1, **more):
+    return rehearse.Forward(Batch(mode, tokens, requests, **more), graph=False)
+
+
+class Server:
+    """In the place of a scheduler: answers every request with one forward of all tokens that were put at once."""
+
+    def __init__(self, limits=LIMITS, refuses=(), loses=(), late=lambda: False):
+        self.put, self.aborts = [], 0
+        self.refuses, self.loses = refuses, loses
+        load = script.rehearsed(limits)
+        self.conductor = Conductor(load, limits, self.make, lambda: "abort", late)
+
+    def make(self, name, prompt, new, sampling):
+        return SimpleNamespace(name=name, prompt=prompt, new=new, sampling=sampling)
+
+    def step(self, idle=False):
+        got = self.conductor.put(idle)
+        self.aborts += got.count("abort")
+        new = [each for each in got if each != "abort"]
+        self.put += new
+        return new
+
+    def serve(self, requests):
+        bounds = self.conductor._phase.bound
+        wide = dict.fromkeys(script.LEAST, 10**9)
+        if self.conductor._phase.name not in self.refuses:
+            self.conductor.saw(rehearse.Forward(Batch(bounds.modes[0], **wide), graph=bool(bounds.graph)))
+        for each in requests:
+            if self.conductor._phase.name not in self.loses:
+                self.conductor.answered(each.name)
+
+
+def run(server, most=5000):
+    for _ in range(most):
+        got = server.step(idle=True)
+        if server.conductor.over:
+            return server.conductor
+        if got:
+            server.serve(got)
+    raise AssertionError("it never ends")
+
+
+def test_every_phase_is_brought_about_in_turn():
+    server = Server()
+    conductor = run(server)
+    assert conductor.driven == [phase.name for phase in conductor.load.phases]
+    assert conductor.missed == []
+    rising = [len(each.prompt) for each in server.put[: script.RISING]]
+    assert rising == sorted(rising)
+    assert rising[-1] == LIMITS.chunk
+    assert len({each.name for each in server.put}) == len(server.put)
+
+
+def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():
+    server = Server(refuses=("prefill chunk",))
+    conductor = run(server)
+    assert conductor.missed == ["prefill chunk"]
+    assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS
+
+
+def test_requests_that_a_server_loses_are_not_waited_for():
+    assert run(Server(loses=("prefill chunk",))).over
+
+
+def test_what_decodes_on_when_its_batch_was_seen_is_aborted():
+    server = Server()
+    (decode,) = [each for each in server.conductor.load.phases if each.kind is PhaseKind.EAGER_DECODE]
+    server.conductor.load = replace(server.conductor.load, phases=(decode,))
+    first = server.step()
+    assert len(first) == LIMITS.requests
+    assert server.step() == []
+    assert server.aborts == 0
+    server.conductor.saw(batch("DECODE", requests=LIMITS.requests, tokens=LIMITS.requests))
+    server.step()
+    assert server.aborts == 1
+    for each in first:
+        server.conductor.answered(each.name)
+    server.step()
+    assert server.conductor.over
+    assert server.conductor.driven == [decode.name]
+
+
+def test_when_time_or_memory_runs_short_nothing_further_begins():
+    server = Server()
+    server.serve(server.step())
+    server.conductor.end()
+    conductor = run(server)
+    assert conductor.missed
+    assert len(conductor.missed) + len(conductor.driven) == len(conductor.load.phases)
+    assert run(Server(late=lambda: True)).driven == []
+
+
+# --- Inbox and outbox ------------------------------------------------------------------------------------------------
+
+
+def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_more():
+    zmq = pytest.importorskip("zmq")
+    polls = iter([["a", "b"], [], ["c"]])
+    inbox = rehearse.Inbox(SimpleNamespace(fileno=7), lambda: next(polls))
+
+    def drained():
+        found = []
+        while True:
+            try:
+                found.append(inbox.recv_pyobj(zmq.NOBLOCK))
+            except zmq.ZMQError:
+                return found
+
+    assert [drained(), drained(), drained()] == [["a", "b"], [], ["c"]]
+    assert inbox.fileno == 7
+
+
+# --- The watch -------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def watched(readings):
+    saved, clock, left = [], Clock(), iter(readings)
+    watch = Watch(lambda: next(left), lambda lowest, ran_out: saved.append((lowest, ran_out)), clock)
+    return watch, clock, saved
+
+
+def test_the_lowest_is_saved_now_and_then_and_at_the_end():
+    watch, clock, saved = watched([Memory(9 * GB), Memory(8 * GB), Memory(5 * GB), Memory(7 * GB), Memory(6 * GB)])
+    watch.look()
+    assert saved == [(8 * GB, False)]
+    for _ in range(3):
+        clock.now += EVERY_S
+        watch.look()
+        watch.look()  # too early: nothing is read
+    assert saved == [(8 * GB, False)]
+    watch.end()
+    assert saved == [(8 * GB, False), (5 * GB, False)]
+
+
+def test_what_hardly_fell_is_not_written_again():
+    watch, clock, saved = watched([Memory(9 * GB), Memory(9 * GB), Memory(9 * GB - 5), Memory(8 * GB)])
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    assert saved == [(9 * GB, False), (8 * GB, False)]
+
+
+def test_an_allocator_that_gave_up_is_remembered_once():
+    watch, clock, saved = watched([Memory(9 * GB, ooms=1)] + [Memory(9 * GB, ooms=2)] * 3)
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    watch.end()
+    assert [ran_out for _, ran_out in saved] == [True]
+
+
+def test_a_server_that_ends_for_want_of_memory_says_so():
+    watch, _, saved = watched([Memory(GB)])
+    watch.end(ran_out=True)
+    assert saved == [(GB, True)]
+
+
+def test_a_watch_that_fails_says_it_once_and_ends_no_server(caplog):
+    watch, clock, saved = watched([Memory(GB)])
+    watch.look()
+    clock.now += EVERY_S
+    watch.look()
+    watch.end()
+    assert saved == []
+    assert caplog.text.count("free memory is not watched any more") == 1
