@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import stat
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -571,6 +572,165 @@ def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_mo
 
     assert [drained(), drained(), drained()] == [["a", "b"], [], ["c"]]
     assert inbox.fileno == 7
+
+
+SMALL = replace(LIMITS, chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0)
+
+
+class FlushCacheReqOutput:
+    """As the engine's; it is known by its name."""
+
+    def __init__(self, success):
+        self.success = success
+
+
+class Outbox:
+    def __init__(self):
+        self.sent = []
+
+    def send_output(self, output, recv_obj=None):
+        self.sent.append(output)
+
+
+class Scheduler:
+    """One rank, as far as a rehearsal touches it: every request that is put is a forward, then an answer."""
+
+    def __init__(self, monkeypatch, reads=True, free=lambda forwards: 9 * GB, flushes=True):
+        import zmq
+
+        self.zmq, self.flushes, self.forwards, self.drawn = zmq, flushes, 0, []
+        self.real = SimpleNamespace(recv_pyobj=self._nothing)
+        self.recv_from_tokenizer = self.real if reads else None
+        self.send_to_tokenizer, self.send_to_detokenizer = Outbox(), Outbox()
+        self.enable_metrics, self.forward_ct = True, 7
+        self.tp_worker = SimpleNamespace(
+            model_runner=type("Runner", (), {"forward": lambda runner, batch: self._forward(runner)})()
+        )
+        self.tp_worker.model_runner.forward_pass_id = 11
+        monkeypatch.setattr(rehearse.memory, "read", lambda gpu: Memory(free(self.forwards), 10 * GB))
+        monkeypatch.setattr(rehearse, "server_facts", lambda runner: SimpleNamespace(hybrid=""))
+        monkeypatch.setattr(rehearse, "limits_of", lambda scheduler, facts: SMALL)
+        monkeypatch.setattr(rehearse, "batch_facts", lambda batch: batch)
+        monkeypatch.setattr(rehearse, "make_abort", lambda: "abort")
+        monkeypatch.setattr(rehearse, "make_flush", lambda: "flush")
+        monkeypatch.setattr(rehearse, "make_request", lambda name, prompt, *more: SimpleNamespace(name=name))
+
+    def _nothing(self, *flags):
+        raise self.zmq.Again()
+
+    def _forward(self, runner):
+        import torch
+
+        assert not self.enable_metrics
+        self.forwards += 1
+        self.forward_ct += 1
+        runner.forward_pass_id += 1
+        random.random()
+        torch.rand(1)
+        return SimpleNamespace(can_run_graph=False)
+
+    def is_fully_idle(self):
+        return True
+
+    def turn(self, bound):
+        """One turn of its loop."""
+        read = []
+        while True:
+            try:
+                read.append(self.recv_from_tokenizer.recv_pyobj(self.zmq.NOBLOCK))
+            except self.zmq.ZMQError:
+                break
+        for each in read:
+            if each == "flush":
+                self.send_to_tokenizer.send_output(FlushCacheReqOutput(self.flushes))
+            elif each != "abort":
+                wide = dict.fromkeys(script.LEAST, 10**9)
+                self.tp_worker.model_runner.forward(Batch((bound() or script.Bound(("EXTEND",))).modes[0], **wide))
+                answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
+                self.send_to_detokenizer.send_output(answer)
+        return read
+
+
+def rehearse_it(scheduler, turns=3000):
+    """:returns: its result, and what of it is left in the scheduler."""
+    results: list[rehearse.Result] = []
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append)
+    before = state_of(scheduler)
+    rehearsal.begin()
+    conductor = rehearsal._conductor
+    for _ in range(turns):
+        scheduler.turn(lambda: conductor._phase and conductor._phase.bound)
+        if results:
+            assert state_of(scheduler) == before
+            return results[0]
+    raise AssertionError("it never ends")
+
+
+def state_of(scheduler):
+    import torch
+
+    runner = scheduler.tp_worker.model_runner
+    plain = {name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn")}
+    return (
+        plain,
+        dict(vars(runner)),
+        [dict(vars(box)) for box in (scheduler.send_to_tokenizer, scheduler.send_to_detokenizer)],
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
+    scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB - forwards * 1_000_000)
+    result = rehearse_it(scheduler)
+    assert result.driven == tuple(phase.name for phase in script.rehearsed(SMALL).phases)
+    assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
+    assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
+    assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
+
+
+def test_a_rehearsal_ends_before_memory_does(monkeypatch):
+    scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB if forwards < 5 else rehearse.LEAST_FREE - 1)
+    result = rehearse_it(scheduler)
+    assert result.stopped
+    assert result.missed
+    assert scheduler.forwards < 10
+
+
+def test_a_cache_that_is_not_flushed_is_a_failure(monkeypatch):
+    assert rehearse_it(Scheduler(monkeypatch, flushes=False)).failure == "requests were left"
+
+
+def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(monkeypatch):
+    def free(forwards):
+        if forwards > 3:
+            raise RuntimeError("no answer")
+        return 9 * GB
+
+    assert rehearse_it(Scheduler(monkeypatch, free=free)).failure == "RuntimeError: no answer"
+
+
+def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
+    scheduler = Scheduler(monkeypatch, reads=False, free=lambda forwards: (9 - forwards) * GB)
+    results: list[rehearse.Result] = []
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append)
+    before = state_of(scheduler)
+    rehearsal.begin()
+    for _ in range(2):
+        scheduler.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    scheduler.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
+    assert state_of(scheduler) == before
+    assert [(each.lowest, each.failure, each.driven) for each in results] == [(7 * GB, "", ())]
+
+
+def test_pools_of_several_kinds_are_not_rehearsed(monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    monkeypatch.setattr(rehearse, "server_facts", lambda runner: SimpleNamespace(hybrid="Mamba"))
+    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print), state_of(scheduler)
+    with pytest.raises(RuntimeError, match="Mamba pools are not rehearsed yet"):
+        rehearsal.begin()
+    rehearsal.end()
+    assert state_of(scheduler) == before
 
 
 # --- The watch -------------------------------------------------------------------------------------------------------
