@@ -124,7 +124,7 @@ class Told:
 def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "is_draft_worker", False) or state.start is not None:
+        if not decide.KV_SIZING.read() or getattr(self, "is_draft_worker", False) or state.start is not None:
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
