@@ -204,17 +204,17 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
     servers = [
         sized("half", checkpoint(), half),
         sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
-        sized("given", checkpoint(), given, "--mem-fraction-static", "0.9", GIVEN="0.9"),
+        sized("given", checkpoint(), given, "--mem-fraction-static", "0.91", GIVEN="0.91"),
     ]
     with started(*servers):
         first, *others = answers(*servers, prompts=PROMPTS)
         assert all(other == first for other in others)
         fractions = [sure(each)["mem_fraction_static"] for each in servers]
-    assert fractions[0] == fractions[1] != fractions[2] == 0.9
+    assert fractions[0] == fractions[1] != fractions[2] == 0.91
     told = [said(each) for each in servers]
     assert f"{half / 'records.json'} is not whole JSON; this start rehearses" in told[0][0]
     assert the_record(half).need
     assert (half / "records.json.unreadable").exists()
-    assert told[1][-1] == f"no rehearsal: {nowhere} cannot be written (Not a directory)"
-    assert told[2] == ["--mem-fraction-static 0.9000 is given and stands"]
+    assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
+    assert told[2] == ["--mem-fraction-static 0.9100 is given and stands"]
     assert not (given / "records.json").exists()
