@@ -295,7 +295,8 @@ class Serving:
         if problem:
             rehearsal.end()
             state.warn("no rehearsal: %s", problem)
-            self._begin_to_watch()
+            if state.known is not None:
+                self._begin_to_watch()
             return
         self._rehearsing = True
         state.say("rehearses the largest forwards before the first request, at most %.0f s", rehearse.LIMIT_S)
