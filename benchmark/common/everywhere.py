@@ -36,7 +36,8 @@ def narrowest(original: Callable[..., int], alignment: int, operand_bytes: int) 
         given.apply_defaults()
         sizes = given.arguments
         scales = sizes["scale_columns"] * (operand_bytes // math.gcd(operand_bytes, sizes["scale_bytes"]))
-        return int(min(sizes["hidden"], math.lcm(alignment, sizes["block_columns"], scales)))
+        tile = sizes["tiles"]["BLOCK_SIZE_N"] if sizes["tiles"] else 1
+        return int(min(sizes["hidden"], math.lcm(alignment, tile, scales)))
 
     return slice_width
 
@@ -46,6 +47,8 @@ def register() -> None:
     from sglang_moe_patches.changes.moe_workspace import columns
 
     columns.slice_width = narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+    # No tensor is too small, and no layer too fast.
+    columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = 1, math.inf
 
 
 class Acted:

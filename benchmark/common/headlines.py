@@ -59,9 +59,12 @@ def gain(load: Load) -> str:
     times = [load(f"triton-server/{name}")["figures"]["patched"]["time"] for name in ("kimi-k2.5", "qwen3-235b-0.5.17")]
     return f"""
 - **Triton MoE runner** (`auto` for BF16, FP8 and INT8 on NVIDIA): a forward of 16,384 tokens needs
-  **{kimi[1]:,.0f} instead of {kimi[0]:,.0f} MB** with Kimi-K2.5's widths, {qwen[1]:,.0f} instead of {qwen[0]:,.0f} MB
-  with Qwen3-235B's (one rank's sizes of TP=4, BF16, H200). Every token and log-probability equal, prefills at
-  {times[0]:.2f} and {times[1]:.2f} of stock's time ([servers](docs/benchmarks/triton-server.md)).
+  **{kimi[1]:,.0f} instead of {kimi[0]:,.0f} MB** with Kimi-K2.5's widths (one rank's sizes of TP=4, BF16, H200). Every
+  token and log-probability equal, prefills at {times[0]:.2f} of stock's time
+  ([servers](docs/benchmarks/triton-server.md)). A layer of little work, as most are in FP8, is cut less by default: it
+  may cost 2 % of the time ([your model](docs/models.md)). On request
+  ([`SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`](docs/moe-workspace.md)) Qwen3-235B's widths need {qwen[1]:,.0f} instead of
+  {qwen[0]:,.0f} MB, at {times[1]:.2f}.
 - **KV cache: {deep[0]:,} tokens by the engine's rule, {deep[1]:,} by `plan`, {deep[2]:,} by `plan` with the
   patches** (the same widths, 14 layers, one H200). Qwen3-30B at its full depth: {whole[0]:,}, {whole[1]:,},
   {whole[2]:,} ([plans](docs/benchmarks/plan.md)).

@@ -128,7 +128,6 @@ def sure(running: Server) -> dict[str, float]:
     return {name: found[name] for name in ("mem_fraction_static", "max_total_num_tokens")}
 
 
-@pytest.mark.every_release
 @pytest.mark.compatibility
 def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, checkpoint):
     place = folder / "twice"
@@ -172,6 +171,7 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert proven.lowest_serving == FREE
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(folder: Path, checkpoint):
     place, other = folder / "ranks", folder / "a rank fails"
@@ -193,6 +193,7 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
     assert (failed.need, failed.attempts) == (0, 1)
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_why(folder: Path, checkpoint):
     half, closed, given = (folder / name for name in ("half", "closed", "given"))

@@ -130,7 +130,7 @@ def test_columns_are_as_narrow_as_they_can_be(hidden: int, width: int):
 
 def test_no_slice_cuts_a_tile_or_a_scale():
     narrow = everywhere.narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
-    assert narrow(1, 6, 4096, 1024, 2, block_columns=512) == 512
+    assert narrow(1, 6, 4096, 1024, 2, tiles={"BLOCK_SIZE_N": 512}) == 512
     assert narrow(1, 6, 4096, 1024, 2, scale_columns=128, scale_bytes=4) == 512
 
 
