@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 PLUGIN_MODULE = "sglang.srt.plugins"
@@ -60,6 +60,11 @@ def require(condition: object, reason: str) -> None:
     """:raises Unsupported: with ``reason``, where the condition does not hold."""
     if not condition:
         raise Unsupported(reason)
+
+
+def resolved(server_args: Any) -> Any:
+    """A server's arguments as the engine resolved them: from 0.5.20 on its own object holds what was given."""
+    return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
 
 def has_module(name: str) -> bool:

@@ -351,7 +351,7 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
-        unneeded = None if server_args is None else change.unneeded(server_args)
+        unneeded = None if server_args is None else change.unneeded(engine.resolved(server_args))
     except Exception as error:
         return Plan.unsupported(f"what this server needs is not known here: {said(error)}")
     if unneeded:

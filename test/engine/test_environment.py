@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY
+from sglang_moe_patches.patch import Change, apply
 
 
 # On 0.5.23 (PyTorch 2.14) an answer depends on its batch on some machines, with this package's first version as well:
@@ -47,3 +48,16 @@ def test_an_answer_does_not_depend_on_how_its_prefill_is_chunked(engine, checkpo
         prompt = [rng.randrange(3, 700) for _ in range(length)]
         _, whole = engine.generate(model, [prompt], 0)
         assert torch.equal(engine.prefill_in_two(model, prompt, cut), whole[0]), (length, cut)
+
+
+@pytest.mark.every_release
+@pytest.mark.usefixtures("engine")
+def test_a_change_is_asked_by_what_the_engine_made_of_the_arguments(checkpoint):
+    """From 0.5.20 on ``ServerArgs`` holds what was given, and without ``--device`` no device."""
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+    asking = Change("a", "", pytest.fail, unneeded=lambda server_args: f"it is on a {server_args.device}")
+    assert apply([asking], {"a"}, arguments)["a"].reason == "it is on a cpu"

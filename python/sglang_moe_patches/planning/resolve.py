@@ -18,6 +18,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from sglang_moe_patches import engine
+
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
@@ -91,7 +93,7 @@ def _resolved(prepare: Callable[[list[str]], Any], arguments: list[str], *, capa
     server_args = prepare(arguments)
     if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
         server_args.resolve_once()
-    found = server_args.resolved_dict() if hasattr(server_args, "resolved_dict") else vars(server_args)
+    found = vars(engine.resolved(server_args))
     plain = {name: value for name, value in found.items() if isinstance(value, int | float | str | bool | None)}
     return {"resolved": plain, "gpu_memory_mib": capacity(found["device"])}
 

@@ -117,14 +117,14 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
     server_args = prepare_server_args(arguments)
     if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
         server_args.resolve_once()
-    resolved = server_args.resolved_dict() if hasattr(server_args, "resolved_dict") else vars(server_args)
+    view = engine.resolved(server_args)
+    resolved = vars(view)
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
     layer, unknown = None, ""
     try:
-        layer = _layer(server_args, SimpleNamespace(**resolved), gpu)
+        layer = _layer(server_args, view, gpu)
     except Exception as error:
         unknown = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    view = SimpleNamespace(**resolved)
     if layer is not None and layer["runner"]:
         view.moe_runner_backend = layer["runner"]
     return {

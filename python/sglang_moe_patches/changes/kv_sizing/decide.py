@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglang_moe_patches import engine
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference.environment import cache_folder
 from sglang_moe_patches.variables import OWN, Variable
@@ -68,9 +69,7 @@ IN_THE_ENGINE = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER")
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
     """A server's arguments, as resolved."""
-    if hasattr(server_args, "resolved_dict"):  # from 0.5.2x on the object has what was given
-        return dict(server_args.resolved_dict())
-    return dict(vars(server_args))
+    return dict(vars(engine.resolved(server_args)))
 
 
 def stands_back(asked: bool, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
