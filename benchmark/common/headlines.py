@@ -52,10 +52,15 @@ def buffers(result: Result) -> tuple[float, float]:
 
 
 def gain(load: Load) -> str:
-    """The README's three lines."""
+    """The README's lines."""
     kimi, qwen = (peaks(load(PEAKS[name])) for name in ("Kimi-K2.5", "Qwen3-235B"))
     deep, whole = (tokens(load(name)) for name in ("plan/kimi-k2.5-16384", "plan/qwen3-30b-8192"))
     layer, (before, after) = shuffled(load("weight-shuffle/h200")), buffers(load("cutedsl-memory/layouts"))
+    kept = [
+        load(f"segments/{model}")["figures"]["servers"][server]["slack"] / 1e6
+        for model, servers in (("kimi-k2.5", ("patched", "patched-off")), ("qwen3-30b", ("stock-segments", "stock")))
+        for server in servers
+    ]
     times = [load(f"triton-server/{name}")["figures"]["patched"]["time"] for name in ("kimi-k2.5", "qwen3-235b-0.5.17")]
     return f"""
 - **Triton MoE runner** (`auto` for BF16, FP8 and INT8 on NVIDIA): a forward of 16,384 tokens needs
@@ -68,6 +73,9 @@ def gain(load: Load) -> str:
 - **KV cache: {deep[0]:,} tokens by the engine's rule, {deep[1]:,} by `plan`, {deep[2]:,} by `plan` with the
   patches** (the same widths, 14 layers, one H200). Qwen3-30B at its full depth: {whole[0]:,}, {whole[1]:,},
   {whole[2]:,} ([plans](docs/benchmarks/plan.md)).
+- **What PyTorch's allocator keeps** after prompts of many lengths, MoE or not: {kept[0]:,.0f} instead of
+  {kept[1]:,.0f} MB with all changes (the same widths), {kept[2]:,.0f} instead of {kept[3]:,.0f} MB with Qwen3-30B at
+  its full depth, with PyTorch 2.11 by itself ([segments](docs/benchmarks/segments.md)).
 - **NVFP4 experts (Blackwell):** weights prepared {layer["speedup"]:.0f} times as fast with
   {layer["ours"]["peak_bytes"] / 1e6:.2f} MB beyond the layer instead of {layer["engine"]["peak_bytes"] / 1e9:.1f} GB
   (measured on an H200), CuteDSL buffers of {after * 1e3:.0f} MB instead of {before:.1f} GB (computed), and right
