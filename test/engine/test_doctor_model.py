@@ -6,6 +6,7 @@ import json
 
 import models
 import pytest
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.prediction import advice
 
 
@@ -28,7 +29,9 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
     server = found["server"]
     assert (server["runner"], server["format"], server["family"]) == ("triton", "FP8 in blocks", "qwen3_moe")
     assert server["layout"] == {"tp": 4, "ep": 1, "dp": 1}
-    assert {change["name"] for change in found["changes"] if change["acts"]} == {"moe-workspace"}
+    columns = next(change for change in found["changes"] if change["name"] == "moe-workspace")
+    assert not columns["acts"]
+    assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name} asks for it" in columns["reason"]
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
 
 
