@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 from common import output
 from hypothesis import given
 from hypothesis import strategies as st
+from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import columns, token_slices
 from sglang_moe_patches.changes.moe_workspace.columns import ranges, slice_width
@@ -363,6 +365,10 @@ def test_the_sum_compiles_and_moves_16_bytes_at_a_time(capability, dtype, tmp_pa
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
 
 
+BITS = "bits or whatever_the_sequence or inside_the_first_gemm or full_size"
+"""Of the tests in the interpreter, those that a release's own sequence decides. The default release runs all."""
+
+
 @pytest.mark.parametrize(
     ("marks", "passed"), [("not product", 58), pytest.param("product", 10, marks=pytest.mark.product)]
 )
@@ -370,8 +376,9 @@ def test_the_engines_sequence_in_the_interpreter(marks: str, passed: int) -> Non
     """On the CPU a server never runs this sequence: here the engine's CUDA branch is taken, its kernels interpreted."""
     pytest.importorskip("triton")
     test = Path(__file__).parents[2] / "gpu" / "test_moe_workspace_cuda.py"
+    some = metadata.version("sglang") != DEFAULT and marks == "not product"
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, str(test)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, str(test)] + some * ["-k", BITS],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -380,6 +387,6 @@ def test_the_engines_sequence_in_the_interpreter(marks: str, passed: int) -> Non
     )
     assert result.returncode == 0, result.stdout + result.stderr
     ran = re.search(r"\b(\d+) passed", result.stdout)
-    # Not skipped; one is about releases from 0.5.20 on.
     assert ran is not None, result.stdout
-    assert int(ran[1]) in (passed, passed + (marks == "not product")), result.stdout
+    # Not skipped; one is about releases from 0.5.20 on.
+    assert int(ran[1]) >= 20 if some else int(ran[1]) in (passed, passed + (marks == "not product")), result.stdout
