@@ -9,16 +9,19 @@
 
 Three real servers at the same time on the same GPUs, stock, patched and stock again: a few layers of the model's widths
 at one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures
-are of one forward: of --tokens tokens, of one token, and of a batch of --batch requests; the second stock server shows
-how much two processes differ that run the same. Each server's first two rounds do not count, they pay for libraries'
+are of one forward: of --tokens tokens, of one token, and of a batch of --batch requests; with --mixed also of so many
+requests of many lengths at once, from the first to the last answer. The second stock server shows how much two
+processes differ that run the same. Each server's first two rounds do not count, they pay for libraries'
 workspaces. Answers must be equal, token by token and log-probability by log-probability, or the result says which are
 not; the batch's are not compared, because servers may batch otherwise.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,19 @@ def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
     }
     httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
+
+
+def mixed_s(server: Any, options: Any, seed: int) -> float:
+    """Seconds until --mixed requests of many lengths are answered."""
+    draw = random.Random(f"mixed/{seed}")
+    lengths = [draw.randrange(options.tokens // 48 + 1, options.tokens * 3 // 4) for _ in range(options.mixed)]
+    body = {
+        "input_ids": [servers.prompt(length, seed + at) for at, length in enumerate(lengths)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": options.new_tokens, "ignore_eos": True},
+    }
+    begun = time.perf_counter()
+    httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
+    return time.perf_counter() - begun
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
@@ -84,6 +100,11 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             for round_, names in rounds:
                 for name in names:
                     ask_batch(running[name], options.batch, options.new_tokens, round_)
+            asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
+            mixed: dict[str, list[float]] = {name: [] for name in running}
+            for round_, names in rounds if options.mixed else []:
+                for name in names:
+                    mixed[name].append(mixed_s(running[name], options, round_))
             logs = {name: server.log_text().splitlines() for name, server in running.items()}
     finally:
         output.keep_logs(options, work)
@@ -93,11 +114,13 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
 
     def figures(name: str) -> dict[str, Any]:
         ranks: dict[int, list[Forward]] = {}
-        for one in forwards.read(work / f"{name}.jsonl"):
+        for one in asked[name]:
             ranks.setdefault(one.rank, []).append(one)
         if sorted(ranks) != list(range(options.tp)):
             raise SystemExit(f"triton_server: forwards of ranks {sorted(ranks)} were seen, of {options.tp}")
-        wholes = [[one for one in ranks[rank] if one.tokens == options.tokens][WARM_UP:] for rank in sorted(ranks)]
+        wholes = [[one for one in ranks[rank] if one.tokens == options.tokens] for rank in sorted(ranks)]
+        first = wholes[0][0]
+        wholes = [each[WARM_UP:] for each in wholes]
         lines, whole = ranks[0], wholes[0]
         decode = [one for one in lines if one.decode and one.tokens == 1]
         batch = [one for one in lines if one.decode and one.tokens == options.batch]
@@ -106,6 +129,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "peak": max(one.peak for whole in wholes for one in whole),
             "reserved": whole[-1].reserved,
             "before": whole[-1].before,
+            "first_ms": round(first.ms, 1),
             "ms": median_ms(whole),
             "all_ms": [round(one.ms, 2) for one in whole],
             # The first rounds warm.
@@ -114,6 +138,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "slices": whole[-1].slices,
             "outputs": whole[-1].outputs,
             "scratch": whole[-1].scratch,
+            "mixed_s": [round(seconds, 3) for seconds in mixed[name][WARM_UP:]],
             "captured_outputs": sum(one.outputs for one in lines if one.tokens is None),
             "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
@@ -123,6 +148,9 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         found[name]["equal"] = list(map(servers.same, answers["stock"], answers[name]))
         pairs = zip(found["stock"]["all_ms"], found[name]["all_ms"], strict=True)
         found[name]["time"] = statistics.median(other / stock for stock, other in pairs)
+        if options.mixed:
+            pairs = zip(found["stock"]["mixed_s"], found[name]["mixed_s"], strict=True)
+            found[name]["mixed_s_ratio"] = statistics.median(other / stock for stock, other in pairs)
         for key in ("decode_ms", "batch_ms"):
             if found["stock"][key] and found[name][key]:
                 found[name][f"{key}_ratio"] = found[name][key] / found["stock"][key]
@@ -146,17 +174,19 @@ def tables(results: list[output.Result]) -> str:
                     f"{one['peak'] / MB:,.0f}",
                     f"{one['before'] / MB:,.0f}",
                     f"{one['reserved'] / MB:,.0f}",
+                    f"{one['first_ms']:.0f}" if "first_ms" in one else "",
                     f"{one['ms']:.1f}",
                     f"{one['time']:.3f}" if "time" in one else "",
                     step(one, "decode_ms"),
                     step(one, "batch_ms"),
+                    step(one | {"mixed_s": statistics.median(one["mixed_s"])} if one.get("mixed_s") else {}, "mixed_s"),
                     ", ".join(map(str, one["slices"])) or "-",
                     f"{sum(one['equal'])} of {len(one['equal'])}" if "equal" in one else "",
                 ]
             )
     header = (
-        *("server", "peak MB", "held before MB", "reserved MB", "prefill ms", "time", "decode ms", "batch ms"),
-        *("slices", "equal answers"),
+        *("server", "peak MB", "held before MB", "reserved MB", "first ms", "prefill ms", "time", "decode ms"),
+        *("batch ms", "mixed s", "slices", "equal answers"),
     )
     return output.table(header, rows)
 
@@ -212,7 +242,7 @@ def run_of(result: output.Result) -> str:
 
 
 def main() -> None:
-    parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1, "batch": 2}, logs=True)
+    parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1, "batch": 2, "mixed": 4}, logs=True)
     parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
@@ -224,6 +254,7 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, default=1)
     parser.add_argument("--moe-layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--mixed", type=int, default=0, help="requests of many lengths at once, in each round")
     parser.add_argument("--copies", type=int, default=1, help="of each server: decode steps differ between processes")
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
