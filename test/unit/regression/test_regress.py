@@ -160,8 +160,17 @@ def at(stage: str, given: Given) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("stage", ["starting", "evaluating", "ending"])
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        ("starting", signal.SIGTERM),
+        ("evaluating", signal.SIGINT),
+        ("ending", signal.SIGTERM),
+        pytest.param("starting", signal.SIGINT, marks=pytest.mark.product),
+        pytest.param("evaluating", signal.SIGTERM, marks=pytest.mark.product),
+        pytest.param("ending", signal.SIGINT, marks=pytest.mark.product),
+    ],
+)
 def test_two_signals_leave_no_process_and_no_report(given, stage, number):
     process = at(stage, given)
     others = [other for other in given.processes() if other.pid != process.pid]
@@ -176,14 +185,6 @@ def test_two_signals_leave_no_process_and_no_report(given, stage, number):
     assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
     assert given.processes() == []
     assert not given.output.exists()
-
-
-@pytest.mark.parametrize("stage", ["starting", "evaluating"])
-def test_a_killed_regress_takes_its_server_with_it(given, stage):
-    process = at(stage, given)
-    process.kill()
-    process.communicate()
-    wait_until(lambda: given.processes() == [])
 
 
 def test_a_server_is_asked_to_end_and_leaves_nothing(given):
