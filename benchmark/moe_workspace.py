@@ -649,6 +649,34 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
+def by_default(result: output.Result) -> str:
+    """Every batch as the rule has it, a line for each layer; and what it costs at the most."""
+    cells = [one for one in result["figures"]["cells"] if one["asked_mb"] is None and one["asked_slices"] is None]
+    batches = sorted({one["tokens"] for one in cells})
+    layers: dict[str, dict[int, str]] = {}
+    for one in cells:
+        low, high = one["interval"]
+        cut = one["slices"] > 1
+        memory = f"{one['stock_peak'] / MB:,.0f} -> {one['peak'] / MB:,.0f}, {one['slices']}" if cut else "whole"
+        name = f"{one['model']} TP={one['layout'][2:]} {one['weights'].upper()}"
+        layers.setdefault(name, {})[one["tokens"]] = f"{memory}: {one['slowdown']:.3f} ({low:.3f}-{high:.3f})"
+    lines = [(name, *(batch.get(tokens, "") for tokens in batches)) for name, batch in layers.items()]
+
+    def together(name: str, some: list[dict[str, Any]]) -> tuple[str, ...]:
+        lowest = [one["interval"][0] for one in some]
+        same = f"{sum(one['same'] for one in some)} of {len(some)}"
+        times = [spread([one[key] for one in some]) for key in ("slowdown", "control")]
+        return (name, same, *times, f"{max(lowest):.3f}")
+
+    header = ("MB, slices: time", *(f"{tokens:,} tokens" for tokens in batches))
+    rows = [
+        together("in slices", [one for one in cells if one["slices"] > 1]),
+        together("whole", [one for one in cells if one["slices"] < 2]),
+    ]
+    of_all = ("layers and batches", "same bits", "time: median (range)", "control", "highest lower end")
+    return f"{output.table(header, lines)}\n{output.table(of_all, rows)}"
+
+
 def tuned(result: output.Result) -> str:
     """The best tiles that were found."""
     header = ("layer", "tiles: M x N x K, group, warps, stages", "tokens", "of", "own, ms", "ms")

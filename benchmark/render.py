@@ -106,6 +106,8 @@ SECTIONS = {
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "segments": Section(under("segments", "kimi-k2.5", "qwen3-30b"), segments.tables),
+    "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
+    "segments-times": one("triton-server/kimi-k2.5-segments", lambda result: triton_server.tables([result])),
     "soak": one("soak/qwen3-30b", soak.tables),
     "engine-suite": one("engine-suite/h200", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
@@ -126,6 +128,7 @@ SECTIONS = {
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
+    "moe-workspace-default": one("moe-workspace/h200-default", moe_workspace.by_default),
     "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
     "moe-workspace-captured": Section(
         under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)

@@ -35,11 +35,13 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
 
 
+@pytest.mark.product
 def test_deepseeks_shared_expert_is_a_routed_one_there(folder_of):
     found = advice.examine(folder_of("deepseek-ai/DeepSeek-R1"), ["--tp", "8"], "h200")
     assert (found["sizes"]["experts"], found["sizes"]["top_k"], found["sizes"]["shared_experts"]) == (257, 9, 0)
 
 
+@pytest.mark.product
 def test_what_the_engine_refuses_is_quoted_in_one_line(folder_of):
     with pytest.raises(advice.CannotAsk, match="invalid int value: 'two'") as caught:
         advice.examine(folder_of("Qwen/Qwen3-30B-A3B-FP8"), ["--tp", "two"], "h200")

@@ -120,7 +120,7 @@ def shared_by(processes: list[psutil.Process]) -> set[Path]:
 
 
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.product)])
 def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
     """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed."""
     output = tmp_path / "report"
