@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import installed
 from sglang_moe_patches.changes import nvfp4_weights
+from sglang_moe_patches.patch import Plan
 
 pytestmark = pytest.mark.every_release
 
@@ -93,3 +96,91 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
     assert stock in ([scales] * 3, [0] * 3)  # none from 0.5.13 on
     with installed(nvfp4_weights.CHANGE):
         assert bytes_of_placeholders() == ([2 * 8] * 3 if stock[0] else [0] * 3)
+
+
+@pytest.fixture
+def marlin(engine, monkeypatch):
+    """The engine builds and loads as on Hopper; its repacking kernel, which needs a GPU, only reshapes."""
+    from sglang.srt.layers.quantization import marlin_utils_fp4, modelopt_quant
+
+    if not hasattr(marlin_utils_fp4, "prepare_moe_nvfp4_layer_for_marlin"):
+        pytest.skip("this release runs no NVFP4 experts by Marlin")
+
+    def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
+        assert b_q_weight.shape == (size_k // 8, size_n)
+        return b_q_weight.reshape(size_k // 16, size_n * 2)
+
+    monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", repack, raising=False)
+    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+    return modelopt_quant
+
+
+def placeholder_bytes(model):
+    """How many bytes each layer's swizzled block scales take."""
+    experts = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    found = [[getattr(each, name) for name in PLACEHOLDERS] for each in experts]
+    return [sum(0 if one is None else one.nbytes for one in pair) for pair in found]
+
+
+@pytest.mark.parametrize("backend", ["auto", "marlin"])
+def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, marlin, backend):
+    def load_then_update():
+        with engine.arguments(moe_runner_backend=backend):
+            model = engine.load(checkpoint())
+            state = parameters(model), placeholder_bytes(model)
+            try:
+                update(engine, model, checkpoint(seed=1))
+                outcome = "updated"
+            except Exception as error:  # parameters made anew know no weight loader
+                outcome = f"{type(error).__name__}: {error}"
+        return *state, outcome, parameters(model)
+
+    stock = load_then_update()
+    assert stock[1] == [8 * (256 * 16 + 256 * 8)] * 3  # kept for good: here they would be given up
+    with installed(nvfp4_weights.CHANGE):
+        patched = load_then_update()
+    assert patched[1] == [2 * 8] * 3
+    assert_same(stock[0], patched[0])
+    assert stock[2] == patched[2]
+    assert_same(stock[3], patched[3])
+
+
+def test_what_another_kernel_reads_stays(engine, checkpoint, marlin, monkeypatch):
+    """On the same GPU with other kernels asked for: the engine's own choice for the layer counts, not the machine."""
+    seen = []
+    method = marlin.ModelOptNvFp4FusedMoEMethod
+    process = method.process_weights_after_loading
+
+    def watched(self, layer):
+        seen.append(sum(getattr(layer, name).nbytes for name in PLACEHOLDERS))
+        return process(self, layer)
+
+    monkeypatch.setattr(method, "process_weights_after_loading", watched)
+    with installed(nvfp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
+        engine.load(checkpoint())
+    assert seen == [8 * (256 * 16 + 256 * 8)] * 3
+
+
+def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch):
+    """By the engine's own look at the platform."""
+    from sglang.srt.layers.quantization import modelopt_quant
+    from sglang_moe_patches.patch import Patcher, Status
+
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    assert nvfp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
+    if hasattr(modelopt_quant, "get_platform"):
+        monkeypatch.setattr(modelopt_quant, "get_platform", lambda: SimpleNamespace(is_blackwell=False))
+    else:
+        monkeypatch.setattr(modelopt_quant, "is_blackwell_supported", lambda: False)
+    plan = nvfp4_weights.CHANGE.plan()
+    if not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
+        assert plan == Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
+        return
+    assert plan.status is Status.APPLIED
+    patcher = Patcher()
+    plan.install(patcher)
+    touched = [name for _, name, _ in patcher._originals]
+    patcher.undo()
+    assert touched == ["create_moe_runner"]

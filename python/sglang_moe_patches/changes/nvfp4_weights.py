@@ -1,10 +1,13 @@
-"""nvfp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, without a second copy of the layer.
+"""nvfp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
 
 Why
     After loading, the engine permutes every expert's NVFP4 weights and block scales into the layout that the TRT-LLM
     MoE kernel reads, expert by expert, through lists and ``torch.stack``: thousands of allocations a layer, which
     fragment the memory pool, and for a moment more than a second copy of the layer. And ``create_weights`` allocates
     swizzled block scales for every layer that only other backends ever read (264 MB a layer for Kimi-K2.5 at TP=4).
+
+    On Hopper and Ampere, from 0.5.13 on, Marlin serves these checkpoints. It never reads the swizzled block scales
+    either, and there they stay for good (132 MB a layer, 7.9 GB a rank for Kimi-K2.5 at TP=8).
 
 How
     * ``prepare_static_weights_for_trtllm_fp4_moe`` is replaced, in ``quantization.utils`` and where it was imported by
@@ -21,15 +24,21 @@ How
       aliases both attributes to the block scales after loading; in 0.5.11 they stay as they are, unread. Where the
       engine allocates none for TRT-LLM itself (from 0.5.13 on), this part has nothing to do.
 
+    * After ``create_moe_runner``, in which the engine decides for each layer, by its own look at the platform, whether
+      Marlin runs it, such a placeholder replaces the swizzled block scales of those that it runs. The engine calls it
+      right after ``create_weights``: one layer's are allocated at a time, and the next layer's take their place.
+
     A reload writes raw weights into the same parameters and prepares them again, as with the engine's own function.
     ``create_weights`` does not run again.
 
 Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
-    the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on.
+    the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
+    Marlin it keeps them in all releases (#38092, open).
 
 Remove when
-    the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM.
+    the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
+    keeps them for Marlin.
 """
 
 from __future__ import annotations
@@ -40,7 +49,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches import engine, runners
-from sglang_moe_patches.patch import Change, Count, Install, Patcher, Plan
+from sglang_moe_patches.patch import Change, Count, Install, Patcher, Plan, left_alone_if_it_fails
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -59,7 +68,12 @@ _FUNCTION_PARAMETERS = (
     "is_gated",
 )
 _METHOD = "ModelOptNvFp4FusedMoEMethod"
+_MARLIN_UTILS = "sglang.srt.layers.quantization.marlin_utils_fp4"
+_PREPARE_FOR_MARLIN = "prepare_moe_nvfp4_layer_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
+_SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+_MARLIN = ("marlin", "lora_marlin")
+"""Values of the engine's ``MoeRunnerBackend`` for a layer that Marlin runs. The second is in newer releases."""
 
 # Set while create_weights runs for a backend whose swizzled block scales nobody reads. A ContextVar, so that another
 # thread that swizzles block scales at the same moment gets real ones.
@@ -86,6 +100,43 @@ def trtllm_replaces_swizzled_scales(
     )
 
 
+def _placeholder(scale: Any) -> Any:
+    """What stands for swizzled block scales that nobody reads: a byte for each expert."""
+    return scale.detach().new_zeros((scale.shape[0], 1, 1))
+
+
+def give_up_swizzled_scales(layer: Any) -> int:
+    """Put placeholders where a layer has swizzled block scales.
+
+    What is no parameter (``None``, where the engine makes none) is left as it is.
+
+    :param layer: a ``FusedMoE`` layer whose weights were created.
+    :returns: bytes that were given up.
+    """
+    import torch
+
+    given_up = 0
+    for name in _SWIZZLED:
+        found = layer._parameters.get(name)
+        if found is not None:
+            placeholder = torch.nn.Parameter(_placeholder(found), requires_grad=False)
+            setattr(layer, name, placeholder)
+            given_up += found.nbytes - placeholder.nbytes
+    return given_up
+
+
+def _make_create_moe_runner(engine_create_moe_runner: Any) -> Any:
+    @functools.wraps(engine_create_moe_runner)
+    def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = engine_create_moe_runner(self, layer, *args, **kwargs)
+        with left_alone_if_it_fails("the block scales of a layer that Marlin runs"):
+            if self._moe_runner_backend.value in _MARLIN:
+                give_up_swizzled_scales(layer)
+        return result
+
+    return create_moe_runner
+
+
 def _make_prepare(engine_function: Any) -> Any:
     from sglang_moe_patches.kernels import nvfp4_shuffle
 
@@ -100,7 +151,7 @@ def _make_swizzle(engine_swizzle: Any) -> Any:
     @functools.wraps(engine_swizzle)
     def swizzle_blockscale(scale: Any) -> Any:
         if _no_swizzled_scales.get():
-            return scale.detach().new_zeros((scale.shape[0], 1, 1))
+            return _placeholder(scale)
         return engine_swizzle(scale)
 
     return swizzle_blockscale
@@ -182,31 +233,82 @@ def _look_at_placeholders() -> Install:
     return install
 
 
+def _look_at_marlin() -> Install | None:
+    """:returns: ``None`` where the engine runs no NVFP4 experts by Marlin.
+
+    :raises engine.Unsupported: what Marlin reads, or where the engine decides for it, is not known.
+    """
+    method = engine.own(engine.module(_MODELOPT), _METHOD)
+    process = engine.own(method, "process_weights_after_loading")
+    if not engine.mentions(process, _PREPARE_FOR_MARLIN):
+        return None
+    create_moe_runner = engine.own(method, "create_moe_runner")
+    engine.require_parameters(create_moe_runner, ["self", "layer", "moe_runner_config"], exactly=True)
+    engine.require(
+        engine.sets(create_moe_runner, "_moe_runner_backend") and "_moe_runner_backend" in engine.source(process),
+        "create_moe_runner does not decide by which kernels a layer runs",
+    )
+    read = [engine.own(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
+    if hasattr(method, "get_marlin_quant_info"):
+        read.append(engine.own(method, "get_marlin_quant_info"))
+    for function in read:
+        for name in _SWIZZLED:
+            engine.require(not engine.mentions(function, name), f"{function.__name__} reads {name}")
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(method, "create_moe_runner", _make_create_moe_runner)
+
+    return install
+
+
+def _serves_by_marlin_alone() -> bool:
+    """Whether this is a GPU on which the engine, asked itself, has no other kernels for NVFP4."""
+    modelopt = engine.module(_MODELOPT)
+    if not engine.get(modelopt, "is_cuda")():
+        return False
+    if hasattr(modelopt, "get_platform"):
+        return not modelopt.get_platform().is_blackwell
+    return not engine.get(modelopt, "is_blackwell_supported")()
+
+
 def _plan() -> Plan:
     if absent := runners.without_flashinfer():
         return absent
-    shuffle, placeholders = _look_at_shuffle(), _look_at_placeholders()
+    marlin = _look_at_marlin()
+    if _serves_by_marlin_alone():
+        if marlin is None:
+            return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
+        return Plan.applied(marlin)
+    installs = [_look_at_shuffle(), _look_at_placeholders(), *([marlin] if marlin else [])]
 
     def install(patcher: Patcher) -> None:
-        shuffle(patcher)
-        placeholders(patcher)
+        for one in installs:
+            one(patcher)
 
     return Plan.applied(install)
 
 
 CHANGE = Change(
     name="nvfp4-weights",
-    summary="NVFP4 expert weights are shuffled in place, without a second copy of the layer",
+    summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
     plan=_plan,
-    unneeded=runners.unneeded_without(*runners.TRTLLM),
+    unneeded=runners.unneeded_without(*runners.TRTLLM, *_MARLIN),
     looks_at=(
         (
             f"`layers/quantization/utils.py` (`{_FUNCTION}`), `moe_runner/flashinfer_trtllm.py` "
-            "(`align_fp4_moe_weights_…`), `quantization/modelopt_quant.py` (`create_weights`)",
-            "same parameters? looked up when called? `copy_or_rebind_param`? placeholders?",
+            "(`align_fp4_moe_weights_…`), `quantization/modelopt_quant.py` (`create_weights`, `create_moe_runner`)",
+            "same parameters? looked up when called? `copy_or_rebind_param`? placeholders? does Marlin read them?",
         ),
     ),
     counts=(
         Count("shuffled", "shuffled a layer's weights in place", "sglang_moe_patches.kernels.nvfp4_shuffle", _FUNCTION),
+        Count(
+            "given up",
+            "gave up block scales that Marlin never reads,",
+            __name__,
+            "give_up_swizzled_scales",
+            of=lambda result, *args, **kwargs: int(result),
+            unit="bytes",
+        ),
     ),
 )
