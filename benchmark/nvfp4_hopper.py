@@ -12,7 +12,8 @@ figure is said as soon as it is there.
 
 Predicted before it was measured (Kimi-K2.5 at one rank's sizes of TP=8): 384 experts x (512 x 448 + 7,168 x 16) bytes a
 layer, less 768 for the placeholders: 132,119,808 bytes, 264.2 MB for 2 layers, 7.93 GB for 60. Answers as equal as
-stock's to itself; the update the same on both, and refused, since Marlin's parameters know no weight loader.
+stock's to itself. The update ends both servers: Marlin's parameters know no weight loader (AttributeError), and the
+engine's rolling back fails alike.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def dead_scales(rank: Model, moe_layers: int) -> int:
 def update(server: Any, folder: Path) -> str:
     """What a weight update comes to, in the engine's words."""
     try:
-        response = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=300)
+        response = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=60)
         answer = response.json()
         return f"{'done' if answer['success'] else 'refused'}: {answer['message'].splitlines()[0][:200]}"
     except (httpx.HTTPError, ValueError, KeyError) as error:

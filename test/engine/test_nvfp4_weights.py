@@ -157,8 +157,8 @@ def test_what_another_kernel_reads_stays(engine, checkpoint, marlin, monkeypatch
         seen.append(sum(getattr(layer, name).nbytes for name in PLACEHOLDERS))
         return process(self, layer)
 
-    monkeypatch.setattr(method, "process_weights_after_loading", watched)
     with installed(nvfp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
+        monkeypatch.setattr(method, "process_weights_after_loading", watched)
         engine.load(checkpoint())
     assert seen == [8 * (256 * 16 + 256 * 8)] * 3
 
