@@ -1,0 +1,377 @@
+"""Tokens per second of servers as they come, patched, and sized by their record: the engine's own `bench_serving`.
+
+    python benchmark/serving.py --work serving --json serving.json                  # Kimi-K2.5's widths, 14 layers
+    python benchmark/serving.py --work serving --json serving.json --servers stock  # one of them; the others later
+    python benchmark/serving.py --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
+    python benchmark/serving.py --quick                                             # a tiny model, CPU: does it run?
+
+Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
+are asked the same requests at once. `stock`: SGLANG_MOE_PATCHES=none. `patched`: all changes. `stock-sized` and `sized`
+have kv-sizing besides, and a record: `stock-first` and `sized-first` are the starts that make it, by the rule; they
+rehearse and are asked nothing. What is known is written to --json after each server; with the same --work and --json a
+later run adds its servers to those.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import plan
+from common import machine, output, weights
+from common.shapes import TINY
+from sglang_moe_patches.changes.kv_sizing import record
+from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.reference import environment
+from sglang_moe_patches.servers.client import Client
+from sglang_moe_patches.servers.server import Server
+
+MB = 1e6
+SAYS = "sglang-moe-patches: kv-sizing: "
+#: SGLANG_MOE_PATCHES, and whose record it has; "": none.
+SERVERS = {
+    "stock": ("none", ""),
+    "patched": ("all", ""),
+    "stock-first": ("kv-sizing", "stock"),
+    "stock-sized": ("kv-sizing", "stock"),
+    "sized-first": ("all", "sized"),
+    "sized": ("all", "sized"),
+}
+DEFAULT = ("stock", "patched", "sized-first", "sized")
+#: Of the engine's own result.
+KEPT = (
+    *("duration", "completed", "total_input_tokens", "total_output_tokens", "total_throughput", "output_throughput"),
+    *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
+    *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
+)
+#: Written before the first run: total tokens/s of Kimi-K2.5's widths at TP=4's shard sizes, 14 layers, chunks of
+#: 16,384, 200 requests of 3,000 to 9,000 tokens in and 768 out. A prototype in the engine's own process, without HTTP,
+#: had 25,476, 31,943 (stock) and 37,304 (patched, without activation-segments, 1 GB of margin).
+PREDICTED = {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000}
+STREAMED = 16
+"""Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
+RETRACTED = "KV cache pool is full. Retract"
+REHEARSED = re.compile(r"rehearsed in (\d+) s")
+
+
+class Failed(RuntimeError):
+    """A server was not measured; the message says why."""
+
+
+def tokenizer_json(vocabulary: int) -> str:
+    """A word for each token, so that every token is text: the engine's client counts none else."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    made = Tokenizer(WordLevel({f"{token:x}": token for token in range(vocabulary)}, unk_token="0"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return str(made.to_str())
+
+
+def write_model(folder: Path, options: Any) -> Path:
+    """The model's folder, as it was left where it is there: a record is of one folder."""
+    if folder.exists():
+        return folder
+    partial = folder.with_name(f"{folder.name}.partial")
+    if options.quick:
+        weights.write_model(partial, weights.Served(TINY, runner="triton"))
+    else:
+        plan.write_model(partial, options.model, options.shard, options.layers, options.context)
+    vocabulary = json.loads((partial / "config.json").read_text())["vocab_size"]
+    (partial / "tokenizer.json").write_text(tokenizer_json(vocabulary))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1"}
+    (partial / "tokenizer_config.json").write_text(json.dumps(named))
+    partial.rename(folder)
+    return folder
+
+
+def server_arguments(options: Any, model: Path) -> list[str]:
+    given = [each for each in plan.server_arguments(options) if each != "--skip-tokenizer-init"]
+    given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
+    if options.quick:
+        given += ["--context-length", str(options.context)]
+        for name in ("--attention-backend", "--sampling-backend"):
+            at = given.index(name)
+            del given[at : at + 2]
+    return environment.server_arguments(given)
+
+
+# --- The load --------------------------------------------------------------------------------------------------------
+
+
+def bench_module() -> str:
+    """The engine's client, under its name in this release."""
+    engine = importlib.util.find_spec("sglang")
+    assert engine is not None
+    root = Path(str(engine.origin)).parent
+    return "sglang.benchmark.serving" if (root / "benchmark" / "serving.py").exists() else "sglang.bench_serving"
+
+
+def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
+    """The engine's client: token ids from a seed, nothing to download."""
+    low, high = options.input[0], options.input[-1]
+    # Its range of lengths is that of the answers as well: these are all to be as long as is said.
+    sampling = {"temperature": 0.0, "max_new_tokens": options.output, "ignore_eos": True}
+    return [
+        *(sys.executable, "-m", bench_module(), "--backend", "sglang", "--base-url", url),
+        *("--model", str(model), "--tokenizer", str(model)),
+        *("--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", str(options.prompts)),
+        *("--random-input-len", str(high), "--random-output-len", str(options.output)),
+        *("--random-range-ratio", str(low / high), "--seed", "3"),
+        *("--extra-request-body", json.dumps({"sampling_params": sampling})),
+        *("--warmup-requests", "0", "--disable-tqdm", "--output-file", str(into)),
+    ]
+
+
+def stand_ins(folder: Path) -> list[str]:
+    """A folder for PYTHONPATH where the engine's client imports what only a download needs, and it is not installed."""
+    if importlib.util.find_spec("datasets") is not None:
+        return []
+    folder.mkdir(exist_ok=True)
+    (folder / "datasets.py").write_text("def load_dataset(*args, **kwargs):\n    raise NotImplementedError\n")
+    return [str(folder)]
+
+
+@contextmanager
+def free_memory() -> Iterator[list[int]]:
+    """MiB free on each visible GPU, every quarter of a second within the block; nothing where nobody can tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--loop-ms=250"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
+    seen: list[int] = []
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield seen
+        return
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with suppress(ValueError):
+                seen.append(int(line))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield seen
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+def warm(client: Client, options: Any, vocabulary: int) -> None:
+    """What a first request pays for: kernels of a whole chunk, of a small one, and of a decode of all."""
+    draw = random.Random(5)
+    together = min(options.requests, options.prompts)
+    for count, tokens in ((1, options.chunk * 15 // 16), (2, options.input[0]), (together, 8)):
+        prompts = [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
+        if said := client.generate(prompts, 8):
+            raise Failed(said)
+
+
+def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
+    """What the engine's client says of the load, and the lowest free memory meanwhile."""
+    into, said = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
+    into.unlink(missing_ok=True)
+    paths = [*stand_ins(work / "stand-ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
+    own |= {} if environment.has_gpu() else environment.variables(own)
+    before = len(server.log_text())
+    with free_memory() as free, said.open("w") as log:
+        command = bench_command(options, model, server.url, into)
+        code = subprocess.run(command, env=own, stdout=log, stderr=subprocess.STDOUT, timeout=1800).returncode
+    server.check()
+    if code or not into.exists():
+        raise Failed(f"bench_serving: exit code {code}: {said.read_text()[-2000:]}")
+    found = json.loads(into.read_text().splitlines()[-1])
+    kept = {name: found[name] for name in KEPT if name in found}
+    if kept["completed"] != options.prompts:
+        raise Failed(f"{options.prompts - kept['completed']} requests failed: {said.read_text()[-2000:]}")
+    return kept | {
+        "lowest_free": min(free) << 20 if free else None,
+        "retractions": server.log_text()[before:].count(RETRACTED),
+    }
+
+
+# --- One server ------------------------------------------------------------------------------------------------------
+
+
+def variables(name: str, work: Path) -> dict[str, str]:
+    """The environment of a server."""
+    select, recorded = SERVERS[name]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {SELECT_VARIABLE: select}
+    if recorded:
+        own |= {KV_SIZING.name: "auto", KV_RECORD.name: str(work / f"{recorded}.records.json")}
+    return own
+
+
+def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
+    """One server, from start to end.
+
+    :raises Failed: it was not measured.
+    """
+    own = variables(name, work)
+    first = name.endswith("-first")
+    records = Path(own.get(KV_RECORD.name) or work / "none")
+    if first:
+        records.unlink(missing_ok=True)
+    elif KV_SIZING.name in own and not records.exists() and not options.quick:
+        raise Failed(
+            f"nothing is recorded in {records}: start {SERVERS[name][1]}-first before it, with the same --work"
+        )
+
+    def progress(seconds: float, line: str) -> None:
+        if round(seconds * 2) % 40 == 0:
+            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
+
+    log = work / f"{name}.log"
+    server = Server(name, server_arguments(options, model), own, log, timeout=560, progress=progress)
+    with server:
+        client = Client(server.url)
+        info = client.info()
+        found: dict[str, Any] = {
+            "startup_s": round(server.startup_s, 1),
+            "fraction": info["mem_fraction_static"],
+            "tokens": info["max_total_num_tokens"],
+        }
+        print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
+        if not first:
+            warm(client, options, json.loads((model / "config.json").read_text())["vocab_size"])
+            found |= loaded(server, options, model, work)
+    said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
+    found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
+    if records.exists():
+        found["record"] = list(json.loads(records.read_text())["records"].values())
+        record.read(records)
+    return found
+
+
+def summary(found: dict[str, Any]) -> str:
+    rehearsed = f", rehearsed in {found['rehearsed_s']} s" if found["rehearsed_s"] else ""
+    line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
+    if "total_throughput" not in found:
+        return line
+    free = "" if found["lowest_free"] is None else f", lowest free {found['lowest_free'] / MB:,.0f} MB"
+    return f"{line}: {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{free}"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def predicted(figures: dict[str, Any], name: str) -> str:
+    """Total tokens a second, where that was said before."""
+    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "chunk", "tp", "prompts", "output"))
+    known = sizes == ("kimi-k2.5", 4, 14, 16384, 1, 200, 768) and list(figures["input"]) == [3000, 9000]
+    return f"{PREDICTED[name]:,}" if known and name in PREDICTED else ""
+
+
+def tables(results: Sequence[output.Result]) -> str:
+    """A row for each server."""
+    header = (
+        *("server", "requests", "KV tokens", "tokens/s", "predicted", "at once", "ms a token", "first token s"),
+        *("retractions", "lowest free MB", "start s", "rehearsal s"),
+    )
+    rows = []
+    for result in results:
+        figures = result["figures"]
+        lengths = " to ".join(f"{each:,}" for each in figures["input"])
+        load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
+        stock = figures["servers"].get("stock", {}).get("total_throughput")
+        for name, one in figures["servers"].items():
+            cells = [f"{name}, {plan.described(figures)}", load, f"{one['tokens']:,}"]
+            if "total_throughput" in one:
+                gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
+                free = one["lowest_free"]
+                cells += [f"{one['total_throughput']:,.0f}{gain}", predicted(figures, name)]
+                cells += [f"{one['concurrency']:.0f}", f"{one['median_tpot_ms']:.1f}"]
+                cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}"]
+                cells.append("" if free is None else f"{free / MB:,.0f}")
+            else:
+                cells += [""] * 7
+            rehearsed = one.get("rehearsed_s")
+            rows.append((*cells, f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"))
+    return output.table(header, rows, left=2)
+
+
+def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
+    """The servers of an earlier run with the same description."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())["figures"]
+    described = json.loads(json.dumps({name: value for name, value in figures.items() if name != "servers"}))
+    if {name: value for name, value in found.items() if name != "servers"} != described:
+        raise SystemExit(f"serving: {path} is of another configuration; name another --json")
+    return dict(found["servers"])
+
+
+def main() -> None:
+    quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
+    parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "sized-first", "sized"]}, logs=True)
+    parser.add_argument("--model", choices=plan.VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=16_384)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+    parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
+    parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
+    parser.add_argument("--output", type=int, default=768, help="new tokens of each")
+    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep model and records there, for later runs")
+    parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
+    options = output.parse(parser)
+    if not options.quick:
+        machine.require_gpu("serving", "--quick runs without one")
+    described_by = (
+        *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
+        "arguments",
+    )
+    figures = {name: getattr(options, name) for name in described_by}
+    if options.quick:
+        figures |= {"model": "tiny", "shard": 1, "layers": TINY.layers}
+    figures["servers"] = earlier(options.json, figures)
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="serving-") as folder:
+        work = (options.work or Path(folder)).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        model = write_model(work / "model", options)
+        try:
+            for name in options.servers:
+                try:
+                    figures["servers"][name] = found = serve(name, options, work, model)
+                except Exception as error:  # what the other servers were seen to do is worth keeping
+                    print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    failed.append(name)
+                    continue
+                print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line}" for line in found["said"]), flush=True)
+                if options.json:
+                    output.write(options.json, output.result("serving", figures))
+        finally:
+            output.keep_logs(options, work)
+    if figures["servers"]:
+        result = output.result("serving", figures)
+        output.finish(options, result, tables([result]))
+    if failed:
+        raise SystemExit(f"serving: not measured: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
