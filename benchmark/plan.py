@@ -1,14 +1,12 @@
-"""The `plan` command on real layer shapes: the engine's own fraction against the planned one, each verified.
+"""The `plan` command on real layer shapes: the rule's KV cache, and the one by the record, verified.
 
     python benchmark/plan.py --model kimi-k2.5 --shard 4 --layers 12 --json kimi.json
     python benchmark/plan.py --model qwen3-30b --json qwen.json --gpus "0;1"  # the stock server's plan beside the other
     python benchmark/plan.py --model kimi-k2.5 --tp 2 --layers 4 --gpus 0,1
-    python benchmark/plan.py --model kimi-k2.5 --shard 4 --layers 12 --survive 0.95,0.96 --gpus "0;1"
 
 Servers have random weights (`--load-format dummy`), the model's own widths and vocabulary, and its prefill graphs; what
 they cannot have without other libraries (a tokenizer, FlashInfer's kernels) is left out. Each group of `--gpus` has one
-server at a time. With --survive, no plan is made: each fraction is tried with the verification's load, as many at once
-as there are groups; what a plan before its margin is judged by.
+server at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ from typing import Any
 from common import output, weights
 from common.shapes import MODELS, Model
 from common.weights import Served
+from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment
 
 GB, MB = 1e9, 1e6
 SERVERS = ("stock", "patched")
 VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
 LIMIT_S = 3600.0
-"""Seconds that a plan, or one fraction's trial, may take."""
+"""Seconds that a plan may take."""
 
 
 def write_model(folder: Path, name: str, shard: int, layers: int, context: int) -> Path:
@@ -68,14 +67,15 @@ class Groups:
         for name in self.names:
             self._free.put(name)
 
-    def run(self, command: Sequence[str], log: Path) -> int:
+    def run(self, command: Sequence[str], log: Path, **variables: str) -> int:
         """The exit code of a command that sees one group."""
         group = self._free.get()
         seen = {"CUDA_VISIBLE_DEVICES": group} if group else {}
+        own = {**os.environ, **seen, **variables}
         try:
             with log.open("wb") as out:
                 return subprocess.run(
-                    command, env={**os.environ, **seen}, stdout=out, stderr=subprocess.STDOUT, timeout=LIMIT_S
+                    command, env=own, stdout=out, stderr=subprocess.STDOUT, timeout=LIMIT_S
                 ).returncode
         finally:
             self._free.put(group)
@@ -93,11 +93,11 @@ def plans(options: argparse.Namespace, model: Path, work: Path) -> dict[str, Any
 
     def plan(server: str) -> None:
         folder = work / server
-        command = [sys.executable, "-m", "sglang_moe_patches.cli", "plan", "--model", str(model), "--only", server]
-        command += ["--output", str(folder), "--margin", str(options.margin)]
-        command += [] if options.logprobs else ["--no-prompt-logprobs"]
-        command += ["--verify", "--verify-seconds", str(options.verify_seconds)] if options.verify_seconds else []
-        code = groups.run([*command, "--", *server_arguments(options)], work / f"{server}.txt")
+        command = [sys.executable, "-m", "sglang_moe_patches.cli", "plan", "--model", str(model)]
+        command += ["--output", str(folder), "--verify-seconds", str(options.verify_seconds)]
+        command += ["--prompt-logprobs"] if options.logprobs else []
+        changes = {SELECT_VARIABLE: "none" if server == "stock" else "all"}
+        code = groups.run([*command, "--", *server_arguments(options)], work / f"{server}.txt", **changes)
         said = (work / f"{server}.txt").read_text()
         print(f"--- {server}: exit code {code}\n{said}", flush=True)
         if (folder / "plan.json").exists():
@@ -122,28 +122,14 @@ def rule(found: dict[str, Any]) -> dict[str, Any]:
 def of_server(plan: dict[str, Any]) -> dict[str, Any]:
     """What a result keeps of one server's plan: all that was measured, and what it serves by."""
     (server,) = plan["servers"]
-    for trial in server["trials"]:
-        for rank in trial["ranks"]:
+    for started in filter(None, (server["first"], server["second"])):
+        for rank in started["ranks"]:
             rank.pop("pools")
-    return {**server, "verdict": plan["verdict"], "exit_code": plan["exit_code"]}
-
-
-def survivals(options: argparse.Namespace, model: Path, work: Path) -> list[dict[str, Any]]:
-    """What came of each fraction."""
-    groups = Groups(options.gpus)
-
-    def survives(fraction: float) -> dict[str, Any]:
-        log = work / f"{fraction:.3f}.txt"
-        command = [sys.executable, "-m", "sglang_moe_patches.planning.survive", "--model", str(model)]
-        command += ["--fraction", f"{fraction:.3f}", "--only", options.only[-1], "--output", str(work / f"{fraction}")]
-        command += ["--seconds", str(options.verify_seconds), "--", *server_arguments(options)]
-        code = groups.run(command, log)
-        lines = log.read_text().splitlines()
-        found = json.loads(lines[-1]) if code in (0, 1) and lines and lines[-1].startswith("{") else {}
-        print(f"{fraction:.3f}: {'held' if code == 0 else found.get('reasons', lines[-3:])}", flush=True)
-        return {"fraction": fraction, "held": {0: True, 1: False}.get(code), **found}
-
-    return at_once(survives, options.survive)
+        started["said"] = [line.partition("; recorded in ")[0] for line in started["said"]]
+    if server["record"]:
+        server["record"]["made_of"] = {}  # it has folders of this machine in it, as the command
+    server.pop("command")
+    return {**server, "exit_code": plan["exit_code"]}
 
 
 def keep(folder: Path | None, work: Path) -> None:
@@ -168,34 +154,39 @@ def described(figures: dict[str, Any]) -> str:
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """Default and planned value of each server, and what the survival tests say of it."""
+    """Both starts of each server, and what became of the second."""
     header = (
-        *("", "chunk", "server", "set aside by the rule", "needed", "fraction", "planned", "without its margin"),
-        *("KV tokens", "then"),
+        *("", "chunk", "server", "set aside by the rule", "needed", "KV tokens by the rule", "by the record"),
+        *("verdict", "lowest free"),
     )
     rows = []
     for result in results:
         figures = result["figures"]
-        for name, server in figures.get("servers", {}).items():
-            first, value = server["trials"][0], server["recommendations"][0]
-            gain = f"{value['tokens']:,} ({100 * (value['tokens'] / first['cache_tokens'] - 1):+.0f} %)"
-            reserve = figures["rule"]["reserve_mib"] * 1.048576e-3
+        for name, server in figures["servers"].items():
+            first, second, found = (server[each] for each in ("first", "second", "verified"))
+            need = (server["record"] or {}).get("need", 0)
+            sized = ""
+            if first and second:
+                gain = 100 * (second["tokens"] / first["tokens"] - 1)
+                sized = f"{second['fraction']:.4f}: {second['tokens']:,} ({gain:+.0f} %)"
+            free = min(found["lowest_free"].values(), default=0) / MB if found else None
             rows.append(
                 (
                     described(figures),
                     f"{figures['chunk']:,}",
                     name,
-                    f"{reserve:.1f} GB",
-                    f"{needed(server) / GB:.1f} GB",
-                    f"{first['fraction']:.3f}",
-                    f"{value['fraction']:.3f}",
-                    f"{value['before_margin']:.3f}",
-                    f"{first['cache_tokens']:,}",
-                    gain,
+                    f"{figures['rule']['reserve_mib'] * 1.048576e-3:.1f} GB",
+                    f"{need / GB:.1f} GB" if need else "",
+                    f"{first['fraction']:.4f}: {first['tokens']:,}" if first else "",
+                    sized,
+                    "; ".join([server["verdict"], *server["reasons"]]),
+                    "" if free is None else f"{free:,.0f} MB",
                 )
             )
-    made = output.table(header, rows, left=3) if rows else ""
-    return "\n".join(filter(None, [made, verified(results), survived(results)]))
+    return output.table(header, rows, left=3)
+
+
+# --- Plans of a version that searched from outside --------------------------------------------------------------------
 
 
 def in_short(results: Sequence[output.Result]) -> str:
@@ -243,27 +234,6 @@ def needed(server: dict[str, Any]) -> int:
     return int(worst["after_cache"] + worst["forwards"])
 
 
-def verified(results: Sequence[output.Result]) -> str:
-    """What each verification brought about, and the least that it left free."""
-    header = ("verified", "chunk", "server", "fraction", "held", "lowest free", "answered", "aborted", "retractions")
-    rows = []
-    for result in results:
-        figures = result["figures"]
-        for name, server in figures.get("servers", {}).items():
-            for value in server["recommendations"]:
-                found = value["verified"]
-                if found is None:
-                    continue
-                least = min(found["lowest_free"].values(), default=0)
-                held = "yes" if found["held"] else f"no: {'; '.join(found['reasons'])}"
-                if found["not_seen"]:
-                    held += f" (not seen: {', '.join(found['not_seen'])})"
-                counts = (f"{found[each]:,}" for each in ("requests", "aborted", "retractions"))
-                cells = (described(figures), f"{figures['chunk']:,}", name, f"{found['fraction']:.3f}", held)
-                rows.append((*cells, f"{least / MB:,.0f} MB", *counts))
-    return output.table(header, rows, left=3) if rows else ""
-
-
 def survived(results: Sequence[output.Result]) -> str:
     """Each fraction that was tried, in the order in which they were."""
     rows = []
@@ -286,11 +256,9 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=16_384)
     parser.add_argument("--requests", type=int, default=256, help="--max-running-requests; 0: the engine's own")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--margin", type=int, default=1000, help="MB")
-    parser.add_argument("--logprobs", action="store_true", help="plan for prompt log-probabilities, too")
+    parser.add_argument("--logprobs", action="store_true", help="requests ask for prompt log-probabilities")
     parser.add_argument("--verify-seconds", type=float, default=120)
     parser.add_argument("--only", type=output.choice_of(SERVERS), default=list(SERVERS), help="stock or patched")
-    parser.add_argument("--survive", type=lambda text: [float(each) for each in text.split(",")], metavar="F,F,...")
     parser.add_argument("--gpus", default="", help="groups, as 0;1 or 0,1;2,3. Default: all that are visible")
     parser.add_argument("--model-only", type=Path, metavar="FOLDER", help="write the model there and serve nothing")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
@@ -305,16 +273,13 @@ def main() -> int:
     if options.gpus:
         # What this process asks of the GPUs in the end, it asks of its own: others may be measured meanwhile.
         os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus.replace(";", ",")
-    described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "margin", "verify_seconds")
+    described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "verify_seconds")
     figures = {name: getattr(options, name) for name in described_by} | {"only": ",".join(options.only)}
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         work = Path(folder)
         model = write_model(work / "model", options.model, options.shard, options.layers, options.context)
         try:
-            if options.survive:
-                figures["survivals"] = survivals(options, model, work)
-            else:
-                figures |= plans(options, model, work)
+            figures |= plans(options, model, work)
         finally:
             keep(options.logs, work)
     found = output.result("plan", figures)

@@ -25,6 +25,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +257,11 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             warm(client, options, json.loads((model / "config.json").read_text())["vocab_size"])
             found |= loaded(server, options, model, work)
     said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
+    said = [line.partition("; recorded in ")[0] for line in said]
     found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
     if records.exists():
-        found["record"] = list(json.loads(records.read_text())["records"].values())
-        record.read(records)
+        # What it is made of has folders of this machine in it.
+        found["record"] = [{**asdict(each), "made_of": {}} for each in record.read(records).values()]
     return found
 
 

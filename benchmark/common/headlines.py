@@ -70,7 +70,7 @@ def gain(load: Load) -> str:
   may cost 2 % of the time ([your model](docs/models.md)). On request
   ([`SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`](docs/moe-workspace.md)) Qwen3-235B's widths need {qwen[1]:,.0f} instead of
   {qwen[0]:,.0f} MB, at {times[1]:.2f}.
-- **KV cache: {deep[0]:,} tokens by the engine's rule, {deep[1]:,} by `plan`, {deep[2]:,} by `plan` with the
+- **KV cache: {deep[0]:,} tokens by the engine's rule, {deep[1]:,} with a measured reserve, {deep[2]:,} with one for the
   patches** (the same widths, 14 layers, one H200). Qwen3-30B at its full depth: {whole[0]:,}, {whole[1]:,},
   {whole[2]:,} ([plans](docs/benchmarks/plan.md)).
 - **What PyTorch's allocator keeps** after prompts of many lengths, MoE or not: {kept[0]:,.0f} instead of

@@ -381,52 +381,46 @@ def plan(
     server_args: Annotated[
         list[str] | None, typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments, after `--`.")
     ] = None,
-    margin: Annotated[int, typer.Option(min=0, help="MB that must stay free on every GPU at the worst moment.")] = 1000,
-    only: Annotated[
-        str | None, typer.Option(metavar="stock|patched", help="Plan for one of the two servers. Default: both.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        bool, typer.Option(help="Plan for requests with prompt log-probabilities, too: more servers to start.")
-    ] = True,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Start a server with each value and drive a load of another kind.")
+    stock: Annotated[
+        bool, typer.Option("--stock", help="The stock engine too, before the patched one: twice the time.")
     ] = False,
+    prompt_logprobs: Annotated[
+        bool, typer.Option("--prompt-logprobs", help="Requests ask for the log-probabilities of whole prompts.")
+    ] = False,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Serve random weights: plan without the checkpoint.")
+    ] = False,
+    verify: Annotated[bool, typer.Option(help="Have the second start survive a load of another kind.")] = True,
     verify_seconds: Annotated[float, typer.Option(min=1, help="Seconds of that load.")] = 120,
     json: Annotated[bool, typer.Option("--json", help="Print plan.json instead of the table.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for plan.json, plan.html and the logs.")] = Path("plan-report"),
     startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
     port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
 ) -> None:
-    """Find how far --mem-fraction-static can go up for this model, GPU and these arguments.
+    """Find and prove what kv-sizing gives this model, GPU and these arguments.
 
-    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B --verify
+    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B
     -- --chunked-prefill-size 16384
 
-    The engine sets memory aside by a rule that does not know the model. plan
-    serves the model with the engine's own fraction, drives the largest forwards
-    that the arguments allow, reads what every GPU had left, and starts further
-    servers until the highest fraction that leaves --margin free is known to
-    0.3 % of the memory: mostly two for the stock engine and two for the patched
-    one, five of each at most. A second value is for servers that are asked for
-    the log-probabilities of long prompts; --no-prompt-logprobs leaves it out,
-    and its servers.
+    The server is started twice, as kv-sizing does it: the first start rehearses
+    and records what it needs, the second has a KV cache by that record. Then a
+    load of another kind is driven: a full KV cache, retraction, random lengths,
+    penalties, clients that leave. plan.json is written after each start.
 
-    --only patched takes half the time. With SGLANG_MOE_PATCHES=none there is a
-    stock server alone, of any model whose KV cache is one pool. --verify drives a
-    load of another kind with each value: a full KV cache, retraction, random
-    lengths, clients that leave.
+    --stock does the same with the stock engine first, and says which part of the
+    gain is sizing's and which the patches'. With SGLANG_MOE_PATCHES=none there is
+    a stock server alone.
 
     Refused as server arguments: --mem-fraction-static, which is what plan finds;
-    --port, --model (before the `--`); what makes memory come and go
-    (--enable-memory-saver, --cpu-offload-gb, LoRA, --enable-pdmux); several
-    machines, disaggregation, TLS, API keys and gRPC. Refused as models: those
-    with Mamba or sliding-window pools.
+    --port, --model (before the `--`); several machines, disaggregation, TLS, API
+    keys and gRPC; and what kv-sizing leaves to the engine's rule, as LoRA,
+    --enable-memory-saver or --cpu-offload-gb.
 
     Ctrl-C or another signal ends the servers, and so does the end of this
     process, however it comes.
 
-    Exit code: 0 a value for each server, which held where it was verified; 1 a
-    value did not hold; 2 a plan could not be made, or no value fits.
+    Exit code: 0 held; 1 did not hold; 2 could not be tried; 3 incomplete:
+    something was not driven, or not verified.
     """
     require_extra("plan")
     from rich.console import Console
@@ -436,12 +430,15 @@ def plan(
     from sglang_moe_patches.planning import report
     from sglang_moe_patches.servers.subject import PATCHED, STOCK, Subject
 
-    both = (STOCK, PATCHED) if os.environ.get(SELECT_VARIABLE) != "none" else (STOCK,)
+    if os.environ.get(SELECT_VARIABLE) == "none":
+        servers: tuple[str, ...] = (STOCK,)
+    else:
+        servers = (STOCK, PATCHED) if stock else (PATCHED,)
     try:
         found = planning.run(
             Subject(model, tuple(server_args or ()), startup_timeout, port),
-            planning.Goal(margin * 1_000_000, prompt_logprobs, verify_seconds if verify else 0.0),
-            servers=both if only is None else (only,),
+            planning.Goal(prompt_logprobs, verify_seconds if verify else 0.0, dummy_weights),
+            servers=servers,
             environment=child_environment(False),
             output=output,
             console=Console(stderr=json),
@@ -449,7 +446,7 @@ def plan(
     except planning.CannotPlan as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; the servers are stopped and no plan was made", 130)
+        fail("interrupted; the servers are stopped, and plan.json has what was finished", 130)
     if json:
         typer.echo(json_module.dumps(report.to_dict(found), indent=2))
     else:

@@ -1,6 +1,6 @@
-"""``plan`` on the real engine: its rule asked of the engine's ServerArgs, its phases seen by real servers.
+"""``plan`` on the real engine: its rule asked of the engine's ServerArgs, both starts of a real server.
 
-There is no GPU: the forwards are real, what they need is stood in for (``test/standins/gpu``).
+There is no GPU: the forwards are real, what they leave free is stood in for, as in ``test_kv_sizing.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from rich.console import Console
 from servers import ROOT, child_environment, on_path
 from sglang_moe_patches.planning import plan, resolve, rule
 from sglang_moe_patches.servers.subject import PATCHED, Subject
+from test_kv_sizing import STAND_INS
 from tiny_moe.mutations import SHIPPED
 
 MODEL = SHIPPED / "model"
@@ -102,22 +104,27 @@ def test_a_command_line_that_the_engine_refuses_is_refused_in_its_words() -> Non
 
 # --- servers ----------------------------------------------------------------------------------------------------------
 
+# A KV cache that a load on the CPU can fill, and a little more of it by the record.
+MEMORY = STAND_INS.replace("CACHE = 100_000_000", "CACHE = 20_000_000").replace("MARGIN = 200_", "MARGIN = 275_")
+
 
 class Planning:
     """The command on a machine that believes in its GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> None:
         self.output, self.said = folder / "report", io.StringIO()
-        standin = {"PYTHONPATH": on_path(str(ROOT / "test" / "standins" / "gpu"), str(ROOT / "python"))}
-        self.environment = child_environment(**standin, **variables)
+        plugins.write_module(folder / "plugin", "tells_memory", MEMORY)
+        self.environment = child_environment(
+            PYTHONPATH=on_path(str(folder / "plugin"), str(ROOT / "python")), **variables
+        )
         monkeypatch.setattr(plan.machine, "has_gpu", lambda: True)
+        monkeypatch.setattr(plan.decide, "stands_back", lambda *given: None)  # it is asked in the servers, too
 
-    def run(self, *arguments: str, servers: tuple[str, ...] = (PATCHED,), verify_s: float = 0.0) -> Any:
+    def run(self, verify_s: float = 0.0) -> Any:
         return plan.run(
-            Subject(str(MODEL), (*SERVED, *arguments)),
-            # The engine makes tensors of log-probabilities on "cuda" whatever the device.
-            plan.Goal(1_000_000_000, logprobs=False, verify_s=verify_s),
-            servers=servers,
+            Subject(str(MODEL), tuple(SERVED)),
+            plan.Goal(verify_s=verify_s),
+            servers=(PATCHED,),
             environment=self.environment,
             output=self.output,
             console=Console(file=self.said, width=160),
@@ -125,42 +132,32 @@ class Planning:
         )
 
 
-PHASES = [
-    "prefill chunk",
-    "prefill chunk behind the longest prefix",
-    "8 requests behind one prefix",
-    "mixed chunk",
-    "eager decode of 16 requests",
-    "prompts of many lengths",
-]
-"""What the engine has without a GPU: no captured decode, no prompt log-probabilities."""
-
-
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.product
-def test_every_phase_is_seen_and_the_value_leaves_the_margin_and_is_verified(monkeypatch, tmp_path) -> None:
-    planning = Planning(monkeypatch, tmp_path, STANDIN_TOKEN_MB="8")
-    found = planning.run(verify_s=48)
+def test_a_first_start_rehearses_and_the_second_is_verified(monkeypatch, tmp_path) -> None:
+    planning = Planning(monkeypatch, tmp_path)
+    found = planning.run(verify_s=60)
+    said = planning.said.getvalue()
     (server,) = found.servers
-    for trial in server.trials:
-        assert [(phase.name, phase.seen) for phase in trial.phases] == [(name, True) for name in PHASES]
-        assert trial.not_driven == ()
-        # 256 tokens of 8 MB.
-        assert [(rank.name, rank.forwards) for rank in trial.ranks] == [("GPU 0", 256 * 8_000_000)]
-    assert dict(server.default.settings)["chunked_prefill_size"] == 256
-    # Those 2.048 GB and the margin of 1 GB, of the 99 GB before loading: 0.9692.
-    (value,) = server.recommendations
-    assert value.fraction == pytest.approx(0.969)
-    assert server.default.fraction == pytest.approx(server.trials[0].fraction) != value.fraction
-    assert value.verified.held, value.verified
-    assert value.verified.not_seen == ()
-    assert value.verified.requests > 10
-    # The server that was measured with the value is the one that was verified, before it was driven.
+    assert server.judged == ("held", ()), said
     assert found.exit_code == 0
+    assert server.record.proven
+    assert {"prefill chunk", "mixed chunk", "prompts of many lengths"} <= set(server.record.driven)
+    assert server.second.tokens == 6144 > server.first.tokens
+    assert server.second.fraction > server.first.fraction
+    assert server.verified.retractions
+    assert "about" in said
+    assert "min left" in said
     written = json.loads((planning.output / "plan.json").read_text())
-    assert written["servers"][0]["recommendations"][0]["fraction"] == value.fraction
-    assert "mem-fraction-static 0.969" in (planning.output / "plan.html").read_text()
-    assert len(list(planning.output.glob("*-patched.log"))) == len(server.trials)
+    assert (written["verdict"], written["servers"][0]["verdict"]) == ("held", "held")
+    command = written["servers"][0]["command"]
+    assert f"--mem-fraction-static {server.second.fraction:.4f}" in command
+    assert "SGLANG_MOE_PATCHES_STRICT=1" in command
+    assert "SGLANG_MOE_PATCHES=output-buffer," in command
+    assert command in (planning.output / "plan.html").read_text()
+    logs = ["1-patched.log", "2-patched.log"]
+    assert sorted(path.name for path in planning.output.glob("*-patched.log")) == logs
+    assert (planning.output / "patched.records.json").exists()
 
 
 @DEFAULT_ENGINE_ONLY
@@ -168,7 +165,7 @@ def test_every_phase_is_seen_and_the_value_leaves_the_margin_and_is_verified(mon
 def test_an_interrupted_plan_leaves_nothing_running(monkeypatch, tmp_path) -> None:
     import psutil
 
-    planning = Planning(monkeypatch, tmp_path, STANDIN_TOKEN_MB="8")
+    planning = Planning(monkeypatch, tmp_path)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     threading.Timer(30, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

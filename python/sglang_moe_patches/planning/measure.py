@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from sglang_moe_patches.changes.kv_sizing.script import Batch, PhaseKind
 from sglang_moe_patches.observers.events import (
     ChangeStatus,
     Device,
@@ -19,10 +17,6 @@ from sglang_moe_patches.observers.events import (
     Start,
     of_kind,
 )
-from sglang_moe_patches.planning.need import Trial
-
-START_UP = "start-up"
-"""Where a server ran out of memory that was never ready."""
 
 
 class NotObserved(RuntimeError):
@@ -56,25 +50,6 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class PhaseNeed:
-    """What a phase needed on the rank where that was most, in bytes; see :class:`Rank`.
-
-    :param name: for people.
-    :param seen: whether every rank saw it at its bound; if not, ``largest`` is the largest batch that was seen.
-    :param grown: what the free memory fell by in it: the rest was taken by an earlier phase.
-    """
-
-    kind: PhaseKind
-    name: str
-    seen: bool
-    largest: str = ""
-    tensors: int = 0
-    grown: int = 0
-    lowest_free: int = 0
-    rank: str = ""
-
-
-@dataclass(frozen=True)
 class Verified:
     """What came of a verification (:mod:`.verify`).
 
@@ -100,61 +75,6 @@ class Verified:
     cache_tokens: int = 0
     not_seen: tuple[str, ...] = ()
     ran_out: bool = False
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A server that was started and driven.
-
-    :param before_load: free before loading, on the rank that had least: what the fraction is of.
-    :param logprobs_free: as ``lowest_free``, with prompt log-probabilities; ``None``: as there, or not driven.
-    :param lowest_free: of the worst rank, without them; ``None``: it ran out of memory, or the allocator had to give
-        memory back and try again.
-    :param ran_out: the phase in which that happened, or "".
-    :param cache_bytes: of the KV cache on the rank where it is largest.
-    :param logprob_switch: the variable that computes prompt log-probabilities in chunks; "": none, or it is on.
-    :param verified: what a verification in the same server found; ``None``: there was none.
-    """
-
-    server: str
-    fraction: float
-    before_load: int
-    cache_tokens: int = 0
-    cache_bytes: int = 0
-    page: int = 1
-    context: int = 0
-    requests: int = 0
-    table_bytes: int = 0
-    table_requests: int = 0
-    lowest_free: int | None = None
-    logprobs_free: int | None = None
-    logprobs_driven: bool = False
-    ran_out: str = ""
-    ranks: tuple[Rank, ...] = ()
-    phases: tuple[PhaseNeed, ...] = ()
-    not_driven: tuple[str, ...] = ()
-    allocator: str = ""
-    logprob_switch: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    changes: tuple[ChangeStatus, ...] = ()
-    verified: Verified | None = None
-
-    @property
-    def trial(self) -> Trial:
-        return Trial(self.fraction, self.before_load, self.lowest_free)
-
-    @property
-    def logprobs_trial(self) -> Trial:
-        return Trial(self.fraction, self.before_load, self.logprobs_free)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a token in the KV cache of one rank."""
-        return self.cache_bytes / self.cache_tokens if self.cache_tokens else 0.0
-
-    @property
-    def worst(self) -> Rank:
-        return min(self.ranks, key=lambda rank: rank.lowest_free)
 
 
 def add(processes: dict[str, list[Event]], more: Mapping[str, Sequence[Event]]) -> None:
@@ -206,15 +126,6 @@ def memories(events: Iterable[Event]) -> Iterable[Device]:
             yield event.memory
 
 
-def lowest_free(events: Sequence[Event]) -> int | None:
-    """Free bytes at the worst moment since the KV cache was sized; ``None``: memory ran out, or was asked for twice."""
-    sized = next((i for i, event in enumerate(events) if isinstance(event, Sized)), 0)
-    seen = list(memories(events[sized:]))
-    if retries(events):
-        return None
-    return min(reading.free for reading in seen)
-
-
 def retries(events: Sequence[Event]) -> int:
     """How often the allocator gave memory back and tried again, or gave up, since the model's first forward."""
     first = ready(events)
@@ -264,52 +175,3 @@ def rank(events: Sequence[Event], cache_bytes: int) -> Rank:
         pools=pools,
         retries=retries(events),
     )
-
-
-def phase_need(
-    kind: PhaseKind,
-    name: str,
-    met: Callable[[Forward], bool],
-    seen: bool,
-    during: Mapping[str, Sequence[Event]],
-    processes: Mapping[str, Sequence[Event]],
-) -> PhaseNeed:
-    """What a phase needed on its worst rank.
-
-    :param met: whether a forward was the batch that the phase is about: it is the one that is told of.
-    :param during: the events of the phase.
-    :param processes: all events until its end.
-    """
-    found = []
-    for process, events in during.items():
-        first = ready(processes[process])
-        readings = list(memories(events))
-        if first is None or not readings:
-            continue
-        at = first.memory
-        forwards = of_kind(events, Forward)
-        largest = max(forwards, key=lambda e: (met(e), e.batch.tokens, e.batch.requests), default=None)
-        found.append(
-            PhaseNeed(
-                kind=kind,
-                name=name,
-                seen=seen,
-                largest="" if largest is None else described(largest.batch),
-                # The first reading's peak is of what came before the phase.
-                tensors=max(reading.peak for reading in readings[1:] or readings) - at.allocated,
-                grown=readings[0].free - min(reading.free for reading in readings),
-                lowest_free=min(reading.free for reading in readings),
-                rank=f"GPU {first.place.gpu}",
-            )
-        )
-    if not found:
-        return PhaseNeed(kind, name, False)
-    return max(found, key=lambda need: (need.tensors, -need.lowest_free))
-
-
-def described(batch: Batch) -> str:
-    """A batch in words."""
-    prefix = f", {batch.prefix:,} of prefix" if batch.prefix else ""
-    counts = {"tokens": batch.tokens, "requests": batch.requests}
-    counted = (f"{count:,} {name.removesuffix('s' * (count == 1))}" for name, count in counts.items())
-    return f"{batch.mode}: {', '.join(counted)}{prefix}"

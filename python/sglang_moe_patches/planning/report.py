@@ -1,25 +1,25 @@
-"""A plan for people: a table on the terminal, plan.html, and plan.json for scripts."""
+"""A plan for people: tables on the terminal, plan.html, and plan.json for scripts."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import pages
-from sglang_moe_patches.planning import need
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Rank
-from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
+from sglang_moe_patches.changes.kv_sizing.size import MARGIN
+from sglang_moe_patches.planning.measure import Rank
+from sglang_moe_patches.planning.result import MB, Plan, ServerPlan, Started, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MIB = 1 << 20
-NOT_MEASURED = "not measured"
-WRITTEN = ("plan.json", "plan.html")
+FIGURES, PAGE = "plan.json", "plan.html"
 PARTS = (
     ("before", "in use before loading", "#c9ced8"),
     ("weights", "weights", "#5b6677"),
@@ -31,6 +31,14 @@ PARTS = (
     ("lowest_free", "never used", "#ffffff"),
 )
 """Fields of :class:`measure.Rank` that make up a GPU's memory, with their names and colours."""
+BELOW = ("before", "weights", "cache")
+"""Those that are there before what a forward needs."""
+STYLES = {
+    Verdict.HELD: ("bold green", "fine"),
+    Verdict.DID_NOT_HOLD: ("bold red", "worse"),
+    Verdict.COULD_NOT_BE_TRIED: ("bold yellow", "open"),
+    Verdict.INCOMPLETE: ("bold yellow", "open"),
+}
 
 
 def mb(value: float) -> str:
@@ -41,109 +49,87 @@ def mb(value: float) -> str:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def verdict(plan: Plan) -> str:
-    """The headline."""
-    best = [server.recommendations[0] for server in plan.servers]
-    if any(value.fraction is None for value in best):
-        return "No value was found that leaves the margin free"
-    values = ", ".join(f"{v.fraction:.3f} {s.server}" for s, v in zip(plan.servers, best, strict=True))
-    if plan.held is False:
-        return f"NOT VERIFIED: a planned value did not hold ({values})"
-    return f"--mem-fraction-static {values}" + ("" if plan.held is None else ", verified")
+def headline(plan: Plan) -> str:
+    """The verdict, with what each server's second start had."""
+    values = [
+        f"{server.server} {server.second.fraction:.4f}, {server.second.tokens:,} tokens"
+        for server in plan.servers
+        if server.second is not None
+    ]
+    return f"{plan.verdict}: " + ("; ".join(values) or "no server was sized")
 
 
 def rule_rows(plan: Plan) -> list[tuple[str, str]]:
     """The engine's reserve, term by term."""
     terms = [(term.name, mb(term.mib * MIB)) for term in plan.rule.terms]
-    return [
-        *terms,
-        ("set aside in all", mb(plan.rule.reserve_mib * MIB)),
-        ("its fraction", f"{plan.rule.fraction:.3f}"),
-    ]
+    total = ("set aside in all", mb(plan.rule.reserve_mib * MIB))
+    return [*terms, total, ("its fraction", f"{plan.rule.fraction:.3f}")]
+
+
+def need_rows(server: ServerPlan) -> list[tuple[str, str]]:
+    """What was needed in its place, term by term, on the worst GPU of the first start."""
+    if server.record is None or not server.record.need:
+        return []
+    rows = []
+    worst = server.first.worst if server.first is not None else None
+    if worst is not None:
+        names = [name for name, _, _ in PARTS if name not in (*BELOW, "lowest_free")]
+        rows = [(label, mb(getattr(worst, name))) for name, label, _ in PARTS if name in names]
+    rows.append(("needed in all, by the record", mb(max(server.record.need, server.record.serving_need))))
+    rows.append(("margin", mb(MARGIN)))
+    return rows
 
 
 def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
     """One server's figures, as text."""
-    first = server.default
-    rows = [
-        ("fraction by the engine", f"{first.fraction:.3f}"),
-        ("KV cache then", f"{first.cache_tokens:,} tokens{_each(first)}"),
-        ("lowest free memory then", NOT_MEASURED if first.lowest_free is None else mb(first.lowest_free)),
-    ]
-    if first.ranks:
-        kept = first.worst.tensors + first.worst.slack
+    said, why = server.judged
+    rows = [("verdict", "; ".join([said, *why]))]
+    for label, started in (("by the engine's rule", server.first), ("by the record", server.second)):
+        if started is not None:
+            rows.append((label, f"{started.fraction:.4f}: {started.tokens:,} tokens{_each(started)}"))
+    if server.first is not None and server.second is not None and server.first.tokens:
+        rows.append(("more KV cache", f"{100 * (server.second.tokens / server.first.tokens - 1):+.1f} %"))
+    if server.second is not None and server.second.context:
+        at_once = server.second.tokens / server.second.context
+        rows.append((f"requests of {server.second.context:,} tokens at once", f"{at_once:.1f}{_each(server.second)}"))
+    if server.record is not None:
+        rows.append(("driven", ", ".join(server.record.driven) or "nothing"))
+        rows += [("not driven", each) for each in server.record.left_out]
+    found = server.verified
+    if found is not None:
+        held = "held" if found.held else "DID NOT HOLD"
+        free = f"; lowest free {mb(min(found.lowest_free.values()))}" if found.lowest_free else ""
         rows.append(
-            ("taken by PyTorch's allocator then", f"{mb(kept)}, {mb(first.worst.slack)} never a tensor (slack)")
+            ("verification", f"{held}; {found.requests:,} requests answered, {found.retractions} retractions{free}")
         )
-    for value in server.recommendations:
-        rows += _value_rows(value, first)
     return rows
 
 
-def _each(server: Measured) -> str:
+def _each(server: Started) -> str:
     """What a KV cache is of, where there is one for each data-parallel rank."""
     ranks = int(server.settings.get("dp_size") or 1)
     return f" on each of {ranks} data-parallel ranks" if ranks > 1 else ""
 
 
-def _value_rows(value: Recommendation, first: Measured) -> list[tuple[str, str]]:
-    label = "with prompt log-probabilities" if value.logprobs else "without prompt log-probabilities"
-    if value.fraction is None:
-        why = f"none found, none above {value.ceiling:.3f} fits" if value.ceiling else "not known: it was not driven"
-        return [(f"fraction {label}", why)]
-    gain = f" ({100 * (value.tokens / first.cache_tokens - 1):+.1f} %)" if first.cache_tokens else ""
-    rows = [
-        (f"fraction {label}", f"{value.fraction:.3f}"),
-        ("KV cache", f"{value.tokens:,} tokens{_each(first)}{gain}"),
-        (f"requests of {first.context:,} tokens at once", f"{value.requests_at_context:.1f}{_each(first)}"),
-    ]
-    if value.ceiling - value.fraction > need.TOLERANCE + need.STEP / 2:
-        rows.insert(1, ("not known more closely", f"none above {value.ceiling:.3f} fits; more servers would tell"))
-    found = value.verified
-    if found is not None:
-        what = "held" if found.held else f"DID NOT HOLD: {'; '.join(found.reasons)}"
-        if f"{found.fraction:.3f}" != f"{value.fraction:.3f}":
-            what += f" with {found.fraction:.3f}, which leaves less"
-        if found.lowest_free:
-            what += f"; lowest free {mb(min(found.lowest_free.values()))}"
-        rows.append(("verification", what))
-        if found.not_seen:
-            rows.append(("not brought about by it", ", ".join(found.not_seen)))
-    return rows
-
-
-def phase_rows(server: ServerPlan) -> list[PhaseNeed]:
-    """What each phase needed in the first of the servers in which it was seen; where it was in none, in the first."""
-    found: dict[str, PhaseNeed] = {}
-    for trial in server.trials:
-        for phase in trial.phases:
-            if phase.name not in found or (phase.seen and not found[phase.name].seen):
-                found[phase.name] = phase
-    return list(found.values())
-
-
-def missing(plan: Plan) -> list[str]:
-    """What was not driven on some server, each once."""
-    lines = [line for server in plan.servers for trial in server.trials for line in trial.not_driven]
-    return list(dict.fromkeys(lines))
-
-
-def notes(plan: Plan) -> list[str]:
+def notes(plan: Plan) -> Iterator[str]:
     """What the figures mean, and what they cannot show."""
-    lines = [
-        f"The margin is {mb(plan.margin)}: so much stays free on every GPU at the worst moment that was driven. It has "
-        "to cover what was not driven.",
+    if shares := plan.shares():
+        yield (
+            f"Of the tokens beyond the rule's, {shares['sizing']:,} are what sizing brings to the stock engine, and "
+            f"{shares['patches']:,} what the patches do besides."
+        )
+    if plan.dummy_weights:
+        yield "Random weights were served: experts are chosen otherwise than by the model's own."
+    for server in plan.servers:
+        for name, status, reason in server.second.changes if server.second else ():
+            if status == "unsupported":
+                yield f"{server.server}: {name} is unsupported: {reason}."
+    yield "Not driven by anything: images, top log-probabilities, grammars, custom logit processors, weight updates."
+    yield (
         "The engine's terms are what its reserve falls by when one more input is put to its smallest, by its own "
-        "resolver. It rounds the fraction to three places.",
-        "Tensors are those beyond what was allocated before the first forward. The KV cache cannot have what the "
-        "allocator keeps beyond them, or what other libraries take, either: that is counted.",
-        "Without prompt log-probabilities, a request that asks for those of a long prompt can end the server.",
-    ]
-    lines += [f"Not driven: {line}." for line in missing(plan)]
-    if plan.held is None:
-        lines.append("Not verified: --verify starts a server with the value and drives a load of another kind.")
-    lines.append("Another model, GPU, engine release, or any other server argument needs a plan of its own.")
-    return lines
+        "resolver. It rounds the fraction to three places."
+    )
+    yield "Another model, GPU, engine release, or any other server argument needs a plan of its own."
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
@@ -154,62 +140,42 @@ def print_table(plan: Plan, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=Text(title))  # nothing here is console markup
-        made.add_column("")
-        for column in columns:
-            made.add_column(Text(column), justify="right")
-        return made
+    def table(title: str, rows: Iterable[tuple[str, str]]) -> None:
+        made = Table(title=Text(title), show_header=False)  # nothing here is console markup
+        for name, text in rows:
+            made.add_row(Text(name), Text(text))
+        console.print(made)
 
-    reserve = table(f"What SGLang {plan.engine} sets aside by its rule", "")
-    for name, text in rule_rows(plan):
-        reserve.add_row(Text(name), Text(text))
-    console.print(reserve)
+    table(f"What SGLang {plan.engine} sets aside by its rule", rule_rows(plan))
     for server in plan.servers:
-        needs = table(f"{server.server}: what was needed", "tensors", "free memory fell by", "lowest free", "GPU")
-        for phase in phase_rows(server):
-            shown = (mb(phase.tensors), mb(phase.grown), mb(phase.lowest_free), phase.rank)
-            cells = shown if phase.seen else ("not seen", "", "", phase.largest)
-            needs.add_row(Text(phase.name), *map(Text, cells))
-        console.print(needs)
-        values = table(server.server, "")
-        for name, text in server_rows(server):
-            values.add_row(Text(name), Text(text))
-        console.print(values)
-        for knob in server.knobs:
-            console.print(Text(f"{server.server}: {knob}"))
-    for line in missing(plan):
-        console.print(Text(f"Not driven: {line}."))
-    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[plan.exit_code]
-    console.print(Text(f"{verdict(plan)}; margin {mb(plan.margin)}.", style=style))
+        if needs := need_rows(server):
+            table(f"{server.server}: what was needed", needs)
+        table(server.server, server_rows(server))
+    for line in notes(plan):
+        console.print(Text(line))
+    console.print(Text(headline(plan), style=STYLES[plan.verdict][0]))
     for server in plan.servers:
-        if command := server.recommendations[0].command:
-            console.print(Text(f"{server.server}: {command}"), soft_wrap=True)
+        if server.command:
+            console.print(Text(server.command), soft_wrap=True)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def bars(plan: Plan) -> list[tuple[str, Rank]]:
-    """(label, worst rank) of each bar: a server with the engine's fraction, and the last one that was measured."""
-    found = []
-    for server in plan.servers:
-        measured = [trial for trial in server.trials if trial.ranks]
-        for trial in dict.fromkeys(map(id, measured[:1] + measured[-1:])):
-            one = next(each for each in measured if id(each) == trial)
-            found.append((f"{server.server}\n{one.fraction:.3f}", one.worst))
-    return found
+    """(label, worst rank) of each bar: each start of each server."""
+    started = [(server.server, each) for server in plan.servers for each in (server.first, server.second) if each]
+    return [(f"{name}\n{each.fraction:.3f}", each.worst) for name, each in started if each.worst is not None]
 
 
-def plot(shown: Iterable[tuple[str, Rank]], reserve: float) -> str:
-    """An SVG element: a GPU's memory, a bar for each server, and below it the part that is not weights or KV cache.
+def plot(rows: Sequence[tuple[str, Rank]], reserve: float) -> str:
+    """An SVG element: a GPU's memory, a bar for each start, and below it the part that is not weights or KV cache.
 
     :param reserve: bytes that the engine sets aside by its rule, marked in the lower plot.
     """
     from matplotlib.figure import Figure
 
     title = "Memory of the worst GPU"
-    rows = list(shown)
     with pages.drawing(title):
         figure = Figure(figsize=(9.2, 2.4 + 1.1 * len(rows)), layout="constrained")
         whole, rest = figure.subplots(2)
@@ -222,10 +188,6 @@ def plot(shown: Iterable[tuple[str, Rank]], reserve: float) -> str:
         labels.append("set aside by the engine's rule")
         figure.legend([*handles, mark], labels, loc="outside lower center", ncols=3, frameon=False)
         return pages.svg(figure, title)
-
-
-BELOW = ("before", "weights", "cache")
-"""Fields of :class:`measure.Rank` that are there before what a forward needs."""
 
 
 def _bars(axes: Any, rows: Sequence[tuple[str, Rank]], parts: Sequence[tuple[str, str, str]]) -> None:
@@ -253,33 +215,50 @@ def render_html(plan: Plan) -> str:
     return pages.render(
         Path(__file__).with_name("plan.html.j2"),
         plan=plan,
-        verdict=verdict(plan),
-        kind={0: "fine", 1: "worse", 2: "open"}[plan.exit_code],
+        verdict=headline(plan),
+        kind=STYLES[plan.verdict][1],
         arguments=shlex.join(plan.arguments),
         plot=Markup(plot(shown, plan.rule.reserve_mib * MIB)) if shown else None,
         rule=rule_rows(plan),
-        servers=[(server, server_rows(server), phase_rows(server)) for server in plan.servers],
-        notes=notes(plan),
-        mb=mb,
+        servers=[(server, server_rows(server), need_rows(server)) for server in plan.servers],
+        notes=list(notes(plan)),
     )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """For plan.json: everything measured, in bytes where nothing else is said."""
     found = asdict(plan)
-    found["verdict"], found["exit_code"], found["not_driven"] = verdict(plan), plan.exit_code, missing(plan)
     found["rule"]["reserve_mib"] = plan.rule.reserve_mib
-    return found
+    for server, made in zip(plan.servers, found["servers"], strict=True):
+        made["verdict"], made["reasons"] = server.judged
+    return {**found, "verdict": plan.verdict, "exit_code": plan.exit_code, "shares": plan.shares()}
 
 
-def write(plan: Plan, directory: Path) -> Path:
-    """Write plan.json and plan.html.
+class Writer:
+    """plan.json after each part; a plan that was there before keeps its figures, under its time.
 
-    :param directory: created if need be; an earlier plan there is replaced.
-    :returns: the path of plan.html.
+    :param output: the folder, created if need be.
     """
-    figures, page = WRITTEN
-    pages.replace({figures: json.dumps(to_dict(plan), indent=2) + "\n"}, directory)
-    # The page last: one that cannot be drawn loses no figure.
-    pages.replace({page: render_html(plan)}, directory)
-    return directory / page
+
+    def __init__(self, output: Path) -> None:
+        self.output, self._ours = output, False
+
+    def write(self, plan: Plan) -> None:
+        """Write what is known until now, whole or not at all."""
+        path = self.output / FIGURES
+        if not self._ours and path.exists():
+            made = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+            path.replace(path.with_name(f"plan-{made:%Y%m%d-%H%M%S}.json"))
+        pages.replace({FIGURES: json.dumps(to_dict(plan), indent=2) + "\n"}, self.output)
+        self._ours = True
+
+    def page(self, plan: Plan) -> str:
+        """Write plan.html; why it could not be, or "": nothing is lost with it."""
+        try:
+            pages.replace({PAGE: render_html(plan)}, self.output)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""

@@ -1,77 +1,142 @@
-"""What ``plan`` has found."""
+"""What ``plan`` has found, and its verdict: pure functions of what was seen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
 
-from sglang_moe_patches.planning.measure import Measured, Verified
+from sglang_moe_patches.changes.kv_sizing.record import Record
+from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.planning.measure import Rank, Verified
 from sglang_moe_patches.planning.rule import Rule
 
 MB = 1_000_000
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """A value to set.
+class Verdict(StrEnum):
+    """Of a server, or of all of them; the worst first."""
 
-    :param fraction: ``--mem-fraction-static``; ``None``: none was found that fits.
-    :param ceiling: no higher one can fit by what was measured.
-    :param before_margin: the same without a margin, by the verification's load, too.
-    :param tokens: of the KV cache that it gives.
-    :param requests_at_context: how many requests of the model's context length that holds.
-    :param command: to paste.
-    :param verified: what the verification found, or ``None`` without one.
+    DID_NOT_HOLD = "did not hold"
+    COULD_NOT_BE_TRIED = "could not be tried"
+    INCOMPLETE = "incomplete"
+    """Something was not driven."""
+    HELD = "held"
+
+
+EXIT_CODES = {
+    Verdict.HELD: 0,
+    Verdict.DID_NOT_HOLD: 1,
+    Verdict.COULD_NOT_BE_TRIED: 2,
+    Verdict.INCOMPLETE: 3,
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that was ready.
+
+    :param fraction: its ``--mem-fraction-static``, and ``tokens``: its KV cache, of each data-parallel rank.
+    :param startup_s: until then, the rehearsal among it.
+    :param ranks: memory of each GPU, until the server ended.
+    :param said: what kv-sizing said in its log.
     """
 
-    logprobs: bool
-    fraction: float | None
-    ceiling: float
-    tokens: int = 0
-    requests_at_context: float = 0.0
-    command: str = ""
-    verified: Verified | None = None
-    before_margin: float = 0.0
+    fraction: float
+    tokens: int
+    startup_s: float
+    context: int = 0
+    ranks: tuple[Rank, ...] = ()
+    changes: tuple[ChangeStatus, ...] = ()
+    said: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> Rank | None:
+        return min(self.ranks, key=lambda rank: rank.lowest_free, default=None)
 
 
 @dataclass(frozen=True)
 class ServerPlan:
     """What was found of one server, stock or patched.
 
-    :param trials: the servers started, in order; the first with the engine's own fraction.
-    :param knobs: other settings that bind, each with what it would give.
+    :param first: the start by the engine's rule, which rehearses; ``second``: the one that its record sizes.
+    :param record: as it was when the last of them had ended.
+    :param verified: what a load of another kind found in the second; ``None``: there was none.
+    :param failure: why there is no more; "": there is.
+    :param logprobs: whether prompt log-probabilities were driven at their bound; ``None``: they were not asked for.
+    :param command: to paste; "": nothing is to be served so.
     """
 
     server: str
-    trials: tuple[Measured, ...]
-    recommendations: tuple[Recommendation, ...]
-    knobs: tuple[str, ...]
+    first: Started | None = None
+    record: Record | None = None
+    second: Started | None = None
+    verified: Verified | None = None
+    failure: str = ""
+    logprobs: bool | None = None
+    command: str = ""
 
     @property
-    def default(self) -> Measured:
-        return self.trials[0]
+    def judged(self) -> tuple[Verdict, tuple[str, ...]]:
+        """The verdict, and what it is for."""
+        if self.verified is not None and not self.verified.held:
+            return Verdict.DID_NOT_HOLD, self.verified.reasons
+        if self.failure or self.first is None or self.second is None or self.record is None or not self.record.need:
+            return Verdict.COULD_NOT_BE_TRIED, (self.failure or "it was not tried",)
+        missing = tuple(_missing(self, self.first, self.second, self.record))
+        return (Verdict.INCOMPLETE, missing) if missing else (Verdict.HELD, ())
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judged[0]
+
+
+def _missing(plan: ServerPlan, first: Started, second: Started, record: Record) -> Iterator[str]:
+    if not record.driven:
+        yield "no phase was seen at its bound"
+    for name in record.missed:
+        yield f"not brought about by the rehearsal: {name}"
+    if second.fraction > first.fraction and not record.proven:
+        yield "the second start's rehearsal did not come to its end"
+    if plan.logprobs is False:
+        yield "prompt log-probabilities were not seen at their bound"
+    if plan.verified is None:
+        yield "not verified"
+    else:
+        for name in plan.verified.not_seen:
+            yield f"not brought about by the verification: {name}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found."""
+    """Everything that was found until now."""
 
     engine: str
     model: str
     arguments: tuple[str, ...]
-    margin: int
     rule: Rule
     servers: tuple[ServerPlan, ...]
+    dummy_weights: bool = False
 
     @property
-    def held(self) -> bool | None:
-        """Whether every recommended value survived its verification; ``None`` without one."""
-        found = [r.verified for s in self.servers for r in s.recommendations if r.verified is not None]
-        return all(each.held for each in found) if found else None
+    def verdict(self) -> Verdict:
+        """The worst of the servers'."""
+        order = list(Verdict)
+        return min((server.verdict for server in self.servers), key=order.index, default=Verdict.COULD_NOT_BE_TRIED)
 
     @property
     def exit_code(self) -> int:
-        """0: a value was found for each server, and held where it was verified; 1: one did not hold; 2: none found."""
-        if self.held is False:
-            return 1
-        first = [s.recommendations[0].fraction for s in self.servers]
-        return 0 if all(fraction is not None for fraction in first) else 2
+        return EXIT_CODES[self.verdict]
+
+    def shares(self) -> Mapping[str, int]:
+        """KV tokens beyond the rule's: what sizing alone brings, and what the patches do besides. Of both servers."""
+        found = {server.server: server for server in self.servers}
+        stock, patched = found.get("stock"), found.get("patched")
+        if not (stock and patched and stock.first and stock.second and patched.second):
+            return {}
+        return {
+            "sizing": stock.second.tokens - stock.first.tokens,
+            "patches": patched.second.tokens - stock.second.tokens,
+        }

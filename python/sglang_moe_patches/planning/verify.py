@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from sglang_moe_patches.changes.kv_sizing.script import SAMPLED, Configuration, Tokens, rising
+from sglang_moe_patches.changes.kv_sizing.script import PENALIZED, SAMPLED, Configuration, Tokens, derive, rising
 from sglang_moe_patches.observers.events import Event, Forward, Watch, of_kind
 from sglang_moe_patches.planning import measure
-from sglang_moe_patches.planning.load import ABORTING_S
 from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
 from sglang_moe_patches.servers.server import Server
@@ -23,6 +22,14 @@ PREFIXES = 6
 ABORTED = 0.15
 """Part of the requests whose client goes away."""
 LOGPROBS = 0.2
+PENALTIES = 0.2
+"""Part of the requests that have them, and a logit bias."""
+ABORTING_S = 60.0
+"""Seconds in which a server answers what was aborted."""
+ENDING_S = 20.0
+"""Seconds in which a server that stopped answering is expected to end."""
+ATTEMPTS = 3
+"""Which prompts share a forward depends on when they arrive."""
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 FILLERS = 256
 """Requests that fill the KV cache where it has fewer tokens than as many chunks."""
@@ -95,6 +102,45 @@ def verify(
     return judge(processes, during, server.log_text()[before:], load, c, fraction)
 
 
+def prompt_logprobs(
+    server: Server, watch: Watch, processes: dict[str, list[Event]], c: Configuration, watching: Callable[[], None]
+) -> bool:
+    """Have the log-probabilities of a whole chunk of prompt computed; whether every rank was seen to.
+
+    :param processes: what was recorded until now; added to.
+    :param watching: called about five times a second; what it raises ends it.
+    :raises ServerFailed: the server has ended.
+    """
+    (phase,) = (each for each in derive(c, logprobs=True).phases if each.logprobs)
+    client, reached = Client(server.url), set[str]()
+    for attempt in range(ATTEMPTS):
+        tokens = Tokens(f"{phase.name} {attempt}", c.vocabulary)
+        prompts = [prompt for _ in range(c.ranks) for prompt in phase.prompts(tokens)]
+        # Sampling comes after a forward and is seen when the next begins.
+        short = [tokens.some(8) for _ in range(c.ranks)]
+        try:
+            for asked, new, wanted in ((prompts, phase.new_tokens, True), (short, 2, False)):
+                watched(lambda a=asked, n=new, w=wanted: client.generate(a, n, logprobs=w), watching)  # type: ignore[misc]
+        except Unanswered:
+            _until_it_ends(watching)
+            return False
+        for name, events in watch.new().items():
+            processes.setdefault(name, []).extend(events)
+            if any(map(phase.bound.met, of_kind(events, Forward))):
+                reached.add(name)
+        if reached >= measure.target_ranks(processes):
+            return True
+    return False
+
+
+def _until_it_ends(watching: Callable[[], None]) -> None:
+    """A server that stopped answering may be ending, which whoever watches it then says."""
+    deadline = time.monotonic() + ENDING_S
+    while time.monotonic() < deadline:
+        watching()
+        time.sleep(0.2)
+
+
 class _Load:
     def __init__(self, client: Client, c: Configuration, logprobs: bool) -> None:
         self.client, self.c, self.logprobs = client, c, logprobs
@@ -112,7 +158,8 @@ class _Load:
             new = min(_length(draw, 1024), self.c.input_tokens - len(prompt))
             asks = self.logprobs and draw.random() < LOGPROBS
             leaves = 0.05 + 2 * draw.random() if draw.random() < ABORTED else None
-            self.ask([prompt], max(new, 1), stop, logprobs=asks, leaves=leaves)
+            sampling = PENALIZED if draw.random() < PENALTIES else SAMPLED
+            self.ask([prompt], max(new, 1), stop, logprobs=asks, leaves=leaves, sampling=sampling)
 
     def fill(self, number: int, stop: threading.Event) -> None:
         """As many requests as together want a little more than the KV cache has, again and again.
@@ -135,11 +182,12 @@ class _Load:
         *,
         logprobs: bool = False,
         leaves: float | None = None,
+        sampling: Mapping[str, Any] = SAMPLED,
     ) -> None:
         """:param leaves: seconds after which the client goes away."""
         try:
             said = self.client.generate(
-                prompts, new_tokens, sampling=SAMPLED, logprobs=logprobs, patience_s=leaves or LONGEST_S
+                prompts, new_tokens, sampling=sampling, logprobs=logprobs, patience_s=leaves or LONGEST_S
             )
         except Unanswered as error:
             left = not error.lost and leaves is not None

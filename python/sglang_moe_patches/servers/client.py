@@ -61,7 +61,7 @@ class Client:
         prompts: list[list[int]],
         new_tokens: int,
         *,
-        sampling: Mapping[str, float] | None = None,
+        sampling: Mapping[str, Any] | None = None,
         logprobs: bool = False,
         patience_s: float = LONGEST_S,
     ) -> str:

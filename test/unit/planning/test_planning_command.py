@@ -8,21 +8,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import typer
 from planning_events import GB, process
 from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
-from sglang_moe_patches.changes.kv_sizing.script import PhaseKind
-from sglang_moe_patches.planning import measure, plan, report, rule, survive
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
-from sglang_moe_patches.planning.result import MB, Plan, Recommendation, ServerPlan
+from sglang_moe_patches.changes.kv_sizing.record import Record
+from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.planning import measure, plan, report, rule
+from sglang_moe_patches.planning.measure import Verified
+from sglang_moe_patches.planning.result import Plan, ServerPlan, Started, Verdict
 
 SLOW = ROOT / "test/standins/engine_that_is_slow"
 """An engine that takes an hour to be imported."""
@@ -74,12 +74,9 @@ def test_without_a_gpu_one_line_says_so(command, monkeypatch) -> None:
         (("--mem-fraction-static=0.9",), "--mem-fraction-static: this is what plan finds; leave it out"),
         (("--mem-fraction", "0.9"), "--mem-fraction-static: this is what plan finds; leave it out"),
         (("--port", "1"), "--port: plan sets it"),
-        (("--enable-memory-saver",), "--enable-memory-saver: memory comes and goes"),
-        (("--cpu-offload-gb", "4"), "--cpu-offload-gb: weights come and go"),
+        (("--offload-group-size", "4"), "--offload-group-size: weights come and go"),
         (("--disaggregation-mode", "prefill"), "--disaggregation-mode: one half of a pair"),
-        (("--lora-paths", "a"), "--lora-paths: adapters"),
         (("--nnodes", "2"), "--nnodes: plan starts, watches and ends processes on this machine only"),
-        (("--enable-pdmux",), "--enable-pdmux: prefill and decode run at the same time"),
         (("--max-queued-requests", "8"), "--max-queued-requests: the load is longer than the queue"),
     ],
 )
@@ -91,7 +88,7 @@ def test_what_cannot_be_planned_is_refused_by_name(command, arguments, reason) -
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--cpu-offload-gb", "0"), ("--disaggregation-mode", "null"), ("--nnodes", "1"), ("--offload-group-size", "-1")],
+    [("--disaggregation-mode", "null"), ("--nnodes", "1"), ("--offload-group-size", "-1")],
 )
 def test_what_changes_nothing_is_not_refused(command, monkeypatch, arguments) -> None:
     def refuse(*given):
@@ -110,13 +107,6 @@ def test_a_port_in_use_is_refused(command) -> None:
         code, said = command("--port", str(port))
     assert code == 2
     assert f"port {port} is in use" in one_line(said)
-
-
-def test_sizing_after_capture_is_refused(command, monkeypatch) -> None:
-    monkeypatch.setenv(plan.POST_CAPTURE, "1")
-    code, said = command()
-    assert code == 2
-    assert plan.POST_CAPTURE in one_line(said)
 
 
 def test_a_signal_that_ended_the_resolver_is_no_refusal(command, monkeypatch) -> None:
@@ -145,41 +135,25 @@ def test_a_signal_ends_the_resolver() -> None:
     assert time.monotonic() - begin < 30
 
 
-def test_a_patched_server_without_patches_is_refused(command, monkeypatch) -> None:
-    monkeypatch.setenv("SGLANG_MOE_PATCHES", "none")
-    code, said = command("--only", "patched")
-    assert code == 2
-    assert "with SGLANG_MOE_PATCHES=none nothing is patched" in one_line(said)
-
-
-def test_a_trial_of_an_unknown_server_is_refused(tmp_path) -> None:
-    command = [sys.executable, "-m", "sglang_moe_patches.planning.survive", "--model", "m", "--fraction", "0.9"]
-    done = subprocess.run([*command, "--only", "Stock"], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (2, "survive: --only Stock: give stock or patched\n")
-
-
-def test_a_trial_that_meets_an_unforeseen_error_does_not_say_that_the_server_ended(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(plan, "check", lambda *args: 1 / 0)
-    with pytest.raises(typer.Exit) as ended:
-        survive.main("m", 0.9)
-    assert ended.value.exit_code == 2
-    assert "ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_an_unknown_server_is_refused(command) -> None:
-    code, said = command("--only", "neither")
-    assert code == 2
-    assert "give stock or patched" in one_line(said)
-
-
 def test_help_names_every_argument_that_is_refused_for_what_it_does(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", "plan", "--help"])
     with pytest.raises(SystemExit):
         cli.main()
     said = " ".join(capsys.readouterr().out.split())
-    for argument in ("--mem-fraction-static", "--enable-memory-saver", "--cpu-offload-gb", "--enable-pdmux", "--port"):
+    for argument in ("--mem-fraction-static", "--port"):
         assert argument in said
         assert argument in plan.REFUSED
+    for argument in ("--enable-memory-saver", "--cpu-offload-gb"):
+        assert argument in said
+        assert argument in plan.decide.NEVER
+
+
+def test_what_kv_sizing_leaves_to_the_rule_is_refused_before_a_server_starts(command, monkeypatch) -> None:
+    resolved = rule.Rule(100.0, 0.8, (), {"device": "cuda", "enable_eplb": True})
+    monkeypatch.setattr(rule, "resolve", lambda *given: resolved)
+    code, said = command()
+    assert code == 2
+    assert "kv-sizing leaves this server to the engine's rule: of --enable-eplb, whose rebalance" in said
 
 
 @pytest.mark.parametrize(
@@ -199,68 +173,104 @@ def test_a_server_that_ran_out_of_memory_is_told_from_one_that_died_of_something
     assert plan.out_of_memory(log) is ran_out
 
 
-# --- what it prints and writes ----------------------------------------------------------------------------------------
+# --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def found(**verified) -> Plan:
+def started(fraction: float, tokens: int, **more) -> Started:
     rank = measure.rank(process(), 40 * GB)
-    phases = (
-        PhaseNeed(PhaseKind.PREFILL, "prefill chunk", True, "EXTEND: 8,192 tokens", 4 * GB, 5 * GB, 19 * GB, "GPU 3"),
-    )
-    first = Measured(
-        "patched", 0.8, 99 * GB, 1_000_000, 40 * GB, context=10_000, lowest_free=19 * GB, ranks=(rank,), phases=phases,
-        not_driven=("images: they are not sent",),
-    )  # fmt: skip
-    held = Verified(fraction=0.95, **verified) if verified else None
-    value = Recommendation(False, 0.95, 0.952, 1_300_000, 130.0, "python -m sglang.launch_server <b>", held)
-    none = Recommendation(True, None, 0.7)
-    servers = (ServerPlan("patched", (first,), (value, none), ("--max-running-requests: 1",)),)
+    return Started(fraction, tokens, 60.0, context=10_000, ranks=(rank,), **more)
+
+
+RECORD = Record(need=8 * GB, before=99 * GB, fraction=0.8, driven=("prefill chunk",), proven=True)
+HELD = Verified(True, 0.9, lowest_free={"GPU 3": 2 * GB}, requests=10, retractions=1)
+
+
+def server(name: str = "patched", tokens: int = 1_300_000, **more) -> ServerPlan:
+    given = {
+        "first": started(0.8, 1_000_000),
+        "record": RECORD,
+        "second": started(0.9, tokens),
+        "verified": HELD,
+        "command": "python -m sglang.launch_server <b>",
+    }
+    return ServerPlan(name, **{**given, **more})
+
+
+def found(*servers: ServerPlan) -> Plan:
     terms = (rule.Term("prefill chunk beyond 2048 tokens", 9216.0), rule.Term(rule.REST, 10240.0))
     resolved = rule.Rule(140_000.0, 1 - 19456 / 140_000, terms, {})
-    return Plan("0.0.0", "m", ("--tp", "2"), 1000 * MB, resolved, servers)
+    return Plan("0.0.0", "m", ("--tp", "2"), resolved, servers or (server(),))
 
 
-def test_the_table_says_the_value_its_need_and_the_command() -> None:
+def test_only_what_was_driven_sized_and_verified_has_held() -> None:
+    assert server().judged == (Verdict.HELD, ())
+    seen: dict[Verdict, list[dict[str, Any]]] = {
+        Verdict.INCOMPLETE: [
+            {"record": replace(RECORD, driven=())},
+            {"record": replace(RECORD, missed=("x",))},
+            {"record": replace(RECORD, proven=False)},
+            {"verified": None},
+            {"verified": replace(HELD, not_seen=("a retraction",))},
+            {"logprobs": False},
+        ],
+        Verdict.COULD_NOT_BE_TRIED: [
+            *({"first": None}, {"second": None}, {"record": None}, {"record": replace(RECORD, need=0)}),
+            {"failure": "no such model"},
+        ],
+        Verdict.DID_NOT_HOLD: [
+            {"verified": Verified(False, 0.9, ("x",))},
+            {"second": None, "verified": Verified(False, 0)},
+        ],
+    }
+    for verdict, changes in seen.items():
+        for change in changes:
+            assert server(**change).verdict == verdict, change
+            assert server(**change).judged[1] or verdict is Verdict.DID_NOT_HOLD
+
+
+def test_the_worst_server_is_the_verdict_of_all() -> None:
+    bad = server("stock", failure="no such model")
+    assert found(bad, server()).exit_code == 2
+    assert found(bad, server(verified=Verified(False, 0.9))).exit_code == 1
+    assert found(server("stock", verified=None), server()).exit_code == 3
+    assert Plan("", "", (), found().rule, ()).exit_code == 2
+
+
+def test_sizing_s_share_is_told_from_the_patches() -> None:
+    both = found(server("stock", tokens=1_200_000), server())
+    assert both.shares() == {"sizing": 200_000, "patches": 100_000}
+    assert "200,000 are what sizing brings to the stock engine, and 100,000" in " ".join(report.notes(both))
+    assert found().shares() == {}
+
+
+def test_the_tables_say_the_rule_the_need_both_starts_and_the_command() -> None:
     out = io.StringIO()
     report.print_table(found(), Console(file=out, width=200))
     said = out.getvalue()
-    for text in ("0.950", "1,300,000 tokens (+30.0 %)", "9,664 MB", "20,401 MB", "4,000 MB", "launch_server <b>"):
+    for text in ("9,664 MB", "20,401 MB", "8,000 MB", "2,000 MB", "0.8000: 1,000,000 tokens", "+30.0 %"):
         assert text in said
-    assert "none found, none above 0.700 fits" in said
-    assert "Not driven: images: they are not sent." in said
+    assert "0.9000: 1,300,000 tokens" in said
+    assert "launch_server <b>" in said
+    assert "held: patched 0.9000" in said
 
 
-def test_the_table_says_what_the_allocator_took_and_what_of_it_was_never_a_tensor() -> None:
-    (server,) = found().servers
-    rank = replace(server.default.ranks[0], tensors=3 * GB, slack=2 * GB)
-    rows = dict(report.server_rows(replace(server, trials=(replace(server.default, ranks=(rank,)),))))
-    assert rows["taken by PyTorch's allocator then"] == "5,000 MB, 2,000 MB never a tensor (slack)"
+def test_what_is_unsupported_and_what_weights_were_served_is_said() -> None:
+    changed = started(0.9, 1, changes=(ChangeStatus("moe-workspace", "unsupported", "no seam"),))
+    said = " ".join(report.notes(replace(found(server(second=changed)), dummy_weights=True)))
+    assert "moe-workspace is unsupported: no seam" in said
+    assert "Random weights" in said
 
 
-def test_the_table_says_how_well_a_value_is_known_and_what_a_kv_cache_is_of() -> None:
-    (server,) = found().servers
-    value = replace(server.recommendations[0], ceiling=0.97)
-    first = replace(server.default, settings={"dp_size": 8})
-    rows = dict(report.server_rows(replace(server, trials=(first,), recommendations=(value,))))
-    assert rows["not known more closely"] == "none above 0.970 fits; more servers would tell"
-    assert rows["KV cache"] == "1,300,000 tokens on each of 8 data-parallel ranks (+30.0 %)"
-    closely = dict(report.server_rows(server))
-    assert "not known more closely" not in closely
-    assert closely["KV cache"] == "1,300,000 tokens (+30.0 %)"
-    unknown = replace(server, recommendations=(Recommendation(True, None, 0.0),))
-    assert dict(report.server_rows(unknown))["fraction with prompt log-probabilities"] == "not known: it was not driven"
-
-
-def test_a_value_that_did_not_hold_is_the_verdict_and_the_exit_code() -> None:
-    assert found(held=True).exit_code == 0
-    broken = found(held=False, reasons=("the server ran out of memory",))
-    assert broken.exit_code == 1
-    assert "NOT VERIFIED" in report.verdict(broken)
-    assert "verified" not in report.verdict(found())
+def test_each_data_parallel_rank_has_a_kv_cache_of_its_own() -> None:
+    rows = dict(report.server_rows(server(second=started(0.9, 5, settings={"dp_size": 8}))))
+    assert rows["by the record"] == "0.9000: 5 tokens on each of 8 data-parallel ranks"
 
 
 def test_the_page_stands_alone_and_escapes_what_it_is_given(tmp_path) -> None:
-    page = report.write(found(held=True), tmp_path).read_text()
+    writer = report.Writer(tmp_path)
+    writer.write(found())
+    assert writer.page(found()) == ""
+    page = (tmp_path / "plan.html").read_text()
     assert not re.search(r'(src|href)="', page.replace("xlink:href", ""))
     assert "&lt;b&gt;" in page
     assert "launch_server <b>" not in page
@@ -268,10 +278,32 @@ def test_the_page_stands_alone_and_escapes_what_it_is_given(tmp_path) -> None:
     for _, label, _ in report.PARTS:
         assert label in page
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["servers"][0]["recommendations"][0]["fraction"] == 0.95
+    assert written["servers"][0]["second"]["fraction"] == 0.9
     assert written["rule"]["reserve_mib"] == pytest.approx(19456)
 
 
 def test_the_bars_of_the_plot_are_as_long_as_the_gpu() -> None:
     (_, rank), *_ = report.bars(found())
     assert report._before(rank, report.PARTS) == rank.total
+
+
+def test_the_time_is_said_by_the_longest_start() -> None:
+    clock = plan.Clock(4, 120)
+    assert clock.said_first().startswith("4 server starts")
+    assert [clock.started(seconds) for seconds in (60, 300, 60, 60)] == [
+        *("about 7 min left", "about 14 min left"),
+        *("about 7 min left", "about 2 min left"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "selected"),
+    [
+        ("stock", "", "kv-sizing"),
+        ("patched", "", "all"),
+        ("patched", "output-buffer", "output-buffer,kv-sizing"),
+        ("patched", "kv-sizing,output-buffer", "kv-sizing,output-buffer"),
+    ],
+)
+def test_each_server_has_kv_sizing_beside_its_changes(name, chosen, selected) -> None:
+    assert plan.selected(name, {"SGLANG_MOE_PATCHES": chosen}) == selected

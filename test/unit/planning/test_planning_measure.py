@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_events import FACTS, GB, TOTAL, changed, forward, memory, process
-from rich.console import Console
+from planning_events import FACTS, GB, changed, forward, memory, process
 from sglang_moe_patches.changes.kv_sizing import script
-from sglang_moe_patches.changes.kv_sizing.script import Batch, Bound, Configuration, PhaseKind
+from sglang_moe_patches.changes.kv_sizing.script import Bound, Configuration, PhaseKind
 from sglang_moe_patches.observers import memory as observed
 from sglang_moe_patches.observers import observer
 from sglang_moe_patches.observers.events import (
@@ -29,9 +26,8 @@ from sglang_moe_patches.observers.events import (
     of_kind,
     to_json,
 )
-from sglang_moe_patches.planning import load, measure, need, plan, verify
-from sglang_moe_patches.planning.measure import Measured, PhaseNeed, Verified
-from sglang_moe_patches.planning.result import MB, Recommendation
+from sglang_moe_patches.planning import measure, verify
+from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.servers.client import Unanswered, watched
 
 CONFIGURATION = Configuration(
@@ -58,25 +54,19 @@ def test_a_peak_of_the_start_is_no_tensor_of_a_forward() -> None:
     assert measure.rank(events, 40 * GB).tensors == 4 * GB
 
 
-def test_the_lowest_free_memory_counts_from_the_sizing_on() -> None:
-    events = process()
-    events[1] = replace(events[1], memory=memory(2))  # loading may use what the KV cache will take
-    assert measure.lowest_free(events) == round(19.5 * GB)
-
-
 @pytest.mark.parametrize("count", ["retries", "ooms"])
 def test_memory_that_was_asked_for_twice_did_not_suffice(count: str) -> None:
     events = process()
-    assert measure.lowest_free(events) is not None
+    assert measure.retries(events) == 0
     events[-1] = changed(events[-1], **{count: 1})
-    assert measure.lowest_free(events) is None
+    assert measure.retries(events) == 1
 
 
 def test_retries_before_the_first_forward_do_not_count() -> None:
     events = process()
     later = [changed(event, retries=2) for event in events[4:]]
     forwards = [changed(event, "before", retries=2) for event in of_kind(later, Forward)]
-    assert measure.lowest_free([*events[:4], *later[:2], *forwards]) is not None
+    assert measure.retries([*events[:4], *later[:2], *forwards]) == 0
 
 
 def test_a_draft_model_that_is_ready_first_is_not_taken_for_the_model() -> None:
@@ -93,37 +83,6 @@ def test_a_draft_model_that_is_ready_first_is_not_taken_for_the_model() -> None:
     assert measure.rank(both, 40 * GB) == measure.rank(events, 40 * GB)
 
 
-def test_a_phase_is_named_with_the_rank_that_needed_most() -> None:
-    one, other = process(), process()
-    other[5] = replace(other[5], place=Place(gpu=4))
-    other[-1] = forward(memory(20, 72, 77, 76), memory(15, 72, 80, 79))
-    found = measure.phase_need(
-        PhaseKind.PREFILL, "p", lambda seen: False, True, {"1": one[6:], "2": other[6:]}, {"1": one, "2": other}
-    )
-    assert (found.rank, found.tensors, found.lowest_free) == ("GPU 4", 7 * GB, 15 * GB)
-    assert found.grown == 10 * GB
-
-
-def test_the_batch_that_a_phase_is_about_is_told_of_not_a_larger_one() -> None:
-    events = process()
-    before, now = memory(20, 72, 72, 76), memory(20, 72, 73, 76)
-    decode = forward(before, now, mode="DECODE", tokens=1, requests=1)
-    larger = forward(before, now, mode="EXTEND", tokens=64, requests=8)
-    during = {"1": [larger, decode]}
-    found = measure.phase_need(
-        PhaseKind.EAGER_DECODE, "p", lambda seen: seen.batch.mode == "DECODE", True, during, {"1": events}
-    )
-    assert found.largest == "DECODE: 1 token, 1 request"
-
-
-def test_what_came_before_a_phase_is_not_its_need() -> None:
-    events = process()
-    events[-1] = changed(events[-1], "before", peak=90 * GB)
-    during = {"1": events[-1:]}
-    need = measure.phase_need(PhaseKind.PREFILL, "p", lambda seen: False, True, during, {"1": events})
-    assert need.tensors == 2 * GB
-
-
 def test_what_the_fraction_is_of_is_the_smallest_of_the_ranks() -> None:
     one, other = process(), process()
     other[3] = replace(other[3], before_load=98 * GB)
@@ -133,23 +92,6 @@ def test_what_the_fraction_is_of_is_the_smallest_of_the_ranks() -> None:
 
 
 # --- the observer -----------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_described_as_the_engines_forward_batch_says() -> None:
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(name="EXTEND"),
-        input_ids=SimpleNamespace(shape=(12,)),
-        batch_size=2,
-        extend_prefix_lens_cpu=[5, 7],
-        extend_seq_lens_cpu=[4, 8],
-        extend_logprob_start_lens_cpu=[0, 6],
-        return_logprob=True,
-        global_num_tokens_cpu=[12, 3],
-    )
-    found = observed.batch_facts(batch)
-    assert found == Batch("EXTEND", tokens=12, requests=2, prefix=12, longest_prefix=7, logprobs=6, all_ranks=15)
-    batch.return_logprob = False
-    assert observed.batch_facts(batch).logprobs == 0
 
 
 def test_a_failing_observer_says_so_once_and_lets_the_server_go_on(tmp_path) -> None:
@@ -325,152 +267,6 @@ def test_captured_decodes_are_read_from_every_release_s_words() -> None:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-class Servers:
-    """Stands in for servers of a model that needs so many GB, and so many more for prompt log-probabilities."""
-
-    def __init__(self, needed: float, logprobs: float) -> None:
-        self.needed, self.logprobs = needed, logprobs
-        self.started: list[tuple[float | None, bool]] = []
-
-    def measure(self, fraction: float | None, logprobs: bool) -> Measured:
-        self.started.append((fraction, logprobs))
-        at = 0.8 if fraction is None else fraction
-        left = 100 * GB * (1 - at) - self.needed * GB
-        found = Measured("stock", at, 100 * GB, 1_000_000, 40 * GB, 1, 10_000, 300)
-        if left < 0:
-            return Measured("stock", at, 1, ran_out="start-up")
-        more = left - self.logprobs * GB
-        values = {"lowest_free": round(left), "logprobs_driven": logprobs}
-        if logprobs and more >= 0:
-            values["logprobs_free"] = round(more)
-        return Measured(**{**vars(found), **values, "ran_out": "logprobs" if logprobs and more < 0 else ""})
-
-
-def verified(fraction: float, *, held: bool = True, logprobs: bool = False, free: float = 1) -> Measured:
-    """A server that was verified and then driven."""
-    found = Verified(held, fraction, lowest_free={"GPU 0": round(free * GB)})
-    more: dict[str, Any] = {"logprobs_driven": True, "logprobs_free": GB} if logprobs else {}
-    return Measured("stock", fraction, 100 * GB, 1000, GB, lowest_free=round(free * GB), verified=found, **more)
-
-
-def test_a_value_is_verified_by_a_server_that_held_with_it_or_a_higher_one(monkeypatch) -> None:
-    alone = Verified(True, 0.95)
-    monkeypatch.setattr(plan.Session, "verify", lambda *args: alone)
-    session, value = plan.Session.__new__(plan.Session), Recommendation(False, 0.95, 0.96)
-    session.goal = plan.Goal(0, verify_s=1)
-    for trials, used in (
-        ([verified(0.96), verified(0.951)], 1),
-        ([verified(0.96), verified(0.95, held=False)], 1),  # what did not hold with the value itself is not tried again
-        ([verified(0.96, held=False), verified(0.949)], None),
-        ([verified(0.96, logprobs=True)], None),
-    ):
-        found = session._verification("stock", value, trials)
-        assert found is (alone if used is None else trials[used].verified)
-    assert session._verification("stock", Recommendation(True, None, 0.9), [verified(0.96)]) is None
-
-
-def test_what_a_server_said_is_printed_as_it_is(monkeypatch) -> None:
-    out = io.StringIO()
-    session = plan.Session.__new__(plan.Session)
-    session.goal, session.console, session.interrupt = plan.Goal(0, verify_s=1), Console(file=out), lambda: None
-    came = Verified(False, 0.9, ("a request failed: no [/usr/x] here, [dim]",))
-    monkeypatch.setattr(plan.verify, "verify", lambda *args, **kwargs: came)
-    server: Any = SimpleNamespace(name="stock")
-    assert session._verify(server, None, {}, CONFIGURATION, 0.9, False) is came
-    assert "no [/usr/x] here, [dim]" in out.getvalue()
-
-
-def test_a_verification_with_prompt_logprobs_says_nothing_of_the_need_without() -> None:
-    trials = [verified(0.8, free=15), verified(0.85, logprobs=True, free=0.5)]
-    assert plan.recommend(trials, 1000 * MB, False, []).fraction == pytest.approx(0.8)
-    assert plan.recommend(trials, 1000 * MB, False, []).ceiling == pytest.approx(0.94)
-    assert plan.recommend(trials, 1000 * MB, True, []).fraction == pytest.approx(0.85)
-
-
-@pytest.mark.parametrize(
-    ("held", "fraction", "free", "before_margin"),
-    [(1, 0.95, 3, 0.96), (1, 0.95, 0.5, 0.955), (1, 0.95, 0, 0.95), (1, 0.952, 0.5, 0.957), (0, 0.95, 0, 0.949)],
-)
-def test_without_its_margin_a_plan_counts_what_the_verification_needed(
-    held: int, fraction: float, free: float, before_margin: float
-) -> None:
-    value = Recommendation(False, 0.95, 0.95, before_margin=0.96)
-    came = Verified(bool(held), fraction, lowest_free={"GPU 0": 5 * GB, "GPU 1": round(free * GB)})
-    found = plan.after(value, came, [Measured("stock", 0.95, 100 * GB)], 0, [])
-    assert found.verified is came
-    assert found.before_margin == pytest.approx(before_margin)
-
-
-@pytest.mark.parametrize(
-    ("held", "at", "free", "fraction"),
-    [(1, 0.9, 1, 0.9), (1, 0.9, 0.02, 0.89), (1, 0.905, 0.5, 0.9), (1, 0.905, 0, 0.895), (0, 0.9, 0, 0.9)],
-)
-def test_a_value_whose_verification_left_less_than_the_margin_is_lowered(
-    held: int, at: float, free: float, fraction: float
-) -> None:
-    trials = [Measured("stock", 0.9, 100 * GB, 1_000_000, 40 * GB, lowest_free=GB)]
-    value = plan.recommend(trials, GB, False, ["--model-path", "m"])
-    assert value.fraction == pytest.approx(0.9)
-    came = verified(at, held=bool(held), free=free).verified
-    found = plan.after(value, came, trials, GB, ["--model-path", "m"])
-    assert found.verified is came
-    assert found.fraction == pytest.approx(fraction)
-    # What did not hold is no command to paste.
-    assert found.command.endswith(f"--mem-fraction-static {fraction:.3f}") if held else found.command == ""
-    assert found.tokens == pytest.approx(1_000_000 - (0.9 - fraction) * 100 * GB / 40_000, abs=1)
-
-
-def test_a_verification_that_leaves_no_room_for_the_margin_leaves_no_value() -> None:
-    trials = [Measured("stock", 0.1, 100 * GB, 1_000_000, 40 * GB, lowest_free=20 * GB)]
-    value = plan.recommend(trials, 20 * GB, False, [])
-    came = verified(0.1).verified
-    found = plan.after(value, came, trials, 20 * GB, [])
-    assert (value.fraction, found.fraction, found.command) == (pytest.approx(0.1), None, "")
-
-
-class Deaf:
-    """A client whose server hears one of the calls to abort, and answers nothing before."""
-
-    def __init__(self, hears: int) -> None:
-        self.left, self.heard = hears, threading.Event()
-
-    def generate(self, *args: Any, **kwargs: Any) -> str:
-        assert self.heard.wait(30)
-        return ""
-
-    def abort_all(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.heard.set()
-
-
-def driven(client: Deaf) -> load.Outcome:
-    seen = forward(memory(20), memory(19), tokens=CONFIGURATION.chunk)
-    watch = SimpleNamespace(new=lambda: {"1": [seen]})
-    driver = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None)
-    return driver.drive(script.derive(CONFIGURATION, logprobs=False).phases[0])
-
-
-@pytest.mark.parametrize(("refused", "answered"), [(0, 8), (3, 2)])
-def test_prompts_of_a_chunk_come_one_after_the_other_each_longer(refused: int, answered: int) -> None:
-    asked: list[list[int]] = []
-
-    def generate(prompts: list[list[int]], *args: Any, **kwargs: Any) -> str:
-        asked.append([len(prompt) for prompt in prompts])
-        return "HTTP 400" if len(asked) == refused else ""
-
-    c = configured(ranks=2)
-    client = SimpleNamespace(generate=generate, abort_all=lambda: None)
-    driver = load.Driver(client, SimpleNamespace(new=dict), {"1"}, c, lambda: None)
-    outcome = load.Outcome(script.derive(c, logprobs=False).phases[0])
-    driver._attempt(outcome, script.Tokens("x", 1000))
-    *turns, last = asked
-    assert len(turns) == answered + (refused > 0)
-    assert turns == [[128 * turn] * 2 for turn in range(1, len(turns) + 1)]
-    assert last == [script.SHORT_PROMPT] * 2
-    assert outcome.said == ("HTTP 400" if refused else "")
-
-
 def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> None:
     found = []
     for tokens in (50_000, 5_000_000):
@@ -479,81 +275,6 @@ def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> N
         found.append([len(prompt) for prompt in phase.prompts(script.Tokens("x", 1000))])
     assert found[0] == found[1]
     assert sum(found[0]) > 20 * CONFIGURATION.chunk
-
-
-def test_what_the_server_had_not_yet_read_is_aborted_again() -> None:
-    client = Deaf(hears=3)
-    assert driven(client).seen
-    assert client.left == 0
-
-
-def test_requests_that_decode_without_the_one_that_is_missing_are_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(load, "STALLED_S", 0.3)
-    client = Deaf(hears=1)
-    fewer = forward(memory(20), memory(19), mode="DECODE", tokens=63, requests=63, graph=True)
-    watch = SimpleNamespace(new=lambda: {"1": [fewer] * 30})
-    phase = script.derive(configured(requests=64), logprobs=False).phases[3]
-    outcome = load.Driver(client, watch, {"1"}, CONFIGURATION, lambda: None).drive(phase)
-    assert (phase.name, outcome.seen) == ("captured decode of 64 requests", False)
-
-
-def test_a_server_that_answers_nothing_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr(load, "ABORTING_S", 0.2)
-    client = Deaf(hears=-1)
-    with pytest.raises(load.Stuck, match="prefill chunk: what was aborted is not answered"):
-        driven(client)
-    client.heard.set()
-
-
-def test_two_values_are_searched_one_with_and_one_without_prompt_logprobs() -> None:
-    servers = Servers(3, 10)
-    trials = plan.search(servers.measure, plan.Goal(1000 * MB))
-    without, with_them = (plan.recommend(trials, 1000 * MB, kind, ["--model-path", "m"]) for kind in (False, True))
-    assert (without.fraction, with_them.fraction) == (pytest.approx(0.96), pytest.approx(0.86))
-    assert servers.started == [(None, True), (pytest.approx(0.96), False), (pytest.approx(0.86), True)]
-    # 16 of 100 GB more, at 40 kB a token.
-    assert without.tokens == pytest.approx(1_000_000, abs=2)
-    assert without.command.endswith("--mem-fraction-static 0.960")
-    assert without.requests_at_context == pytest.approx(100)
-
-
-def test_a_default_that_cannot_serve_prompt_logprobs_gets_a_lower_value_for_them() -> None:
-    servers = Servers(3, 22)
-    trials = plan.search(servers.measure, plan.Goal(1000 * MB))
-    found = plan.recommend(trials, 1000 * MB, True, [])
-    assert trials[0].ran_out == "logprobs"
-    assert trials[0].lowest_free == 17 * GB  # what came before it was measured all the same
-    assert 0.735 <= found.fraction <= 0.74
-
-
-def test_a_fraction_without_a_kv_cache_ends_the_search_and_not_the_plan() -> None:
-    servers = Servers(3, 35)
-
-    def measured(fraction: float | None, logprobs: bool) -> Measured:
-        if fraction is not None and fraction < 0.75:
-            raise plan.TooLow("no KV cache")
-        return servers.measure(fraction, logprobs)
-
-    trials = plan.search(measured, plan.Goal(1000 * MB))
-    assert plan.recommend(trials, 1000 * MB, False, []).fraction >= 0.95
-    assert plan.recommend(trials, 1000 * MB, True, []).fraction is None
-
-
-def test_a_server_that_drove_no_prompt_logprobs_says_nothing_of_them() -> None:
-    servers = Servers(3, 10)
-    trials = plan.search(lambda fraction, logprobs: servers.measure(fraction, False), plan.Goal(1000 * MB))
-    assert len(trials) < need.MOST_TRIALS
-    assert plan.recommend(trials, 1000 * MB, False, []).fraction >= 0.95
-    assert plan.recommend(trials, 1000 * MB, True, []).fraction is None
-    # The first server did, and the next one did not: it is not asked for ever.
-    once = plan.search(lambda fraction, logprobs: servers.measure(fraction, fraction is None), plan.Goal(1000 * MB))
-    assert len(once) <= need.MOST_TRIALS + 1
-
-
-def test_a_value_that_leaves_no_kv_cache_is_none() -> None:
-    trial = Measured("s", 0.8, 100 * GB, 10_000, 10 * GB, lowest_free=GB)
-    assert plan.recommend([trial], 5 * GB, False, []).tokens == pytest.approx(6000, abs=1)
-    assert plan.recommend([trial], 12 * GB, False, []).fraction is None
 
 
 def test_a_signal_is_heard_while_a_server_is_waited_for() -> None:
@@ -566,40 +287,6 @@ def test_a_signal_is_heard_while_a_server_is_waited_for() -> None:
         watched(released.wait, interrupt)
     released.set()
     assert watched(lambda: 5, interrupt) == 5
-
-
-def test_without_prompt_logprobs_none_are_driven() -> None:
-    servers = Servers(3, 10)
-    plan.search(servers.measure, plan.Goal(1000 * MB, logprobs=False))
-    assert not any(logprobs for _, logprobs in servers.started)
-
-
-def test_kv_tokens_at_a_value_come_from_the_nearest_server() -> None:
-    trials = [
-        Measured("s", 0.5, 100 * GB, 1_000_000, 40 * GB, lowest_free=40 * GB),
-        Measured("s", 0.8, 100 * GB, 1_750_000, 70 * GB, lowest_free=5 * GB),
-    ]
-    assert plan.recommend(trials, 1000 * MB, False, []).tokens == 1_750_000
-    trials[1] = Measured("s", 0.8, 100 * GB, 1_750_000, 70 * GB, lowest_free=0)
-    # 1 GB less, at 40 kB a token.
-    assert plan.recommend(trials, 1000 * MB, False, []).tokens == 1_725_000
-
-
-def test_a_knob_is_named_with_what_it_would_give_however_its_phase_is_called() -> None:
-    phases = (
-        PhaseNeed(PhaseKind.PREFILL, "a", True, tensors=3 * GB),
-        PhaseNeed(PhaseKind.BEHIND_PREFIX, "b", True, tensors=5 * GB),
-        PhaseNeed(PhaseKind.LOGPROBS, "c", True, tensors=15 * GB),
-    )
-    settings, switch = {"max_total_tokens": 5000}, "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"
-    trial = Measured("s", 0.8, TOTAL, 5000, 5 * GB, lowest_free=GB, phases=phases, settings=settings)
-    trial = replace(trial, logprob_switch=switch)
-    said = "\n".join(plan.knobs([trial]))
-    assert "--max-total-tokens 5000: holds" in said
-    assert "1,000 tokens more fit" in said
-    assert "SGLANG_MAX_KV_CHUNK_CAPACITY: a chunk behind a long prefix needs 2,000 MB more" in said
-    assert "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1: prompt log-probabilities need 10,000 MB more" in said
-    assert "LOGITS_PROCESSER" not in "\n".join(plan.knobs([replace(trial, logprob_switch="")]))
 
 
 # --- verification -----------------------------------------------------------------------------------------------------
@@ -684,11 +371,3 @@ def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
     count, prompt, _ = verify.filling(c)
     assert (prompt == whole * 8192) if whole else (prompt < 8192)
     assert 0.9 * tokens < count * prompt < tokens
-
-
-def test_a_margin_is_kept_by_every_value() -> None:
-    trials = plan.search(Servers(3, 0).measure, plan.Goal(4000 * MB, logprobs=False))
-    fraction = plan.recommend(trials, 4000 * MB, False, []).fraction
-    assert 100 * GB * (1 - fraction) - 3 * GB >= 4 * GB - 1
-    assert need.down(fraction + 0.001) > 0.93
-    assert json.dumps(vars(trials[0]), default=str)

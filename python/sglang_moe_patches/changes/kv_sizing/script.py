@@ -1,6 +1,6 @@
 """What is driven: the largest forwards that a server's configuration allows, as data.
 
-One definition for a rehearsal, and for ``plan``, which drives them over HTTP (:mod:`sglang_moe_patches.planning.load`).
+One definition for a rehearsal and for ``plan``, which has a server rehearse and adds prompt log-probabilities.
 Nothing here imports the engine or torch.
 """
 
@@ -359,7 +359,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 
 
 def rehearsed(c: Configuration) -> Load:
-    """What a server rehearses: what ``plan`` drives over HTTP, and what sampling and a mixed decode take besides."""
+    """What a server rehearses: the largest forwards, and what sampling and a mixed decode take besides."""
     load = derive(c, logprobs=False)
     short = _decode(PhaseKind.EAGER_DECODE, "", c.requests, c)
     bound = Bound(DECODES, requests=c.requests)

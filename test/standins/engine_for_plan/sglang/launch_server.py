@@ -1,8 +1,8 @@
 """Stands in for the engine's server in tests of ``plan``: its batches and two GPUs of 100 GB, none of the model.
 
 Of each GPU 99 GB are free before loading and 30 GB are weights. A forward keeps a MB for each of its tokens, on the
-second GPU half a MB more, and 2 MB for each token with log-probabilities. ``STANDIN`` is a comma-separated list of what
-goes wrong.
+second GPU half a MB more, and 2 MB for each token with log-probabilities. It rehearses a chunk, and is sized by what is
+recorded. ``STANDIN`` is a comma-separated list of what goes wrong.
 """
 
 import json
@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
+from sglang_moe_patches.changes.kv_sizing import decide, record, size
 from sglang_moe_patches.observers import events
 from sglang_moe_patches.variables import PLAN
 
@@ -21,6 +22,11 @@ from sglang.srt.server_args import prepare_server_args
 MB, GB = 10**6, 10**9
 WRONG = os.environ.get("STANDIN", "").split(",")
 ARGS = prepare_server_args(sys.argv[1:])
+RULE, RECORDS = ARGS.mem_fraction_static, decide.record_path(os.environ)
+START = size.Start(99 * GB, 100 * GB, RULE)
+KNOWN = record.read(RECORDS).get("here") if decide.KV_SIZING.read() else None
+DECISION = size.decide(START, KNOWN)
+ARGS.mem_fraction_static = DECISION.fraction or RULE
 CHUNK, REQUESTS, CAPTURED, CONTEXT, TOKEN_BYTES = ARGS.chunked_prefill_size, 40, 16, 20_000, MB
 CACHE = round((69 * GB - 99 * GB * (1 - ARGS.mem_fraction_static)) / TOKEN_BYTES)
 LOCK = Lock()
@@ -33,7 +39,10 @@ class Gpu:
         self.number, self.used, self.kept, self.retries = number, 100 * GB - 99 * GB, 0, 0
         self.place = events.Place(gpu=number, tp=number)
         self.file = (Path(os.environ[PLAN.name]) / f"{number}.jsonl").open("a", buffering=1)
-        self.write(events.Start((events.ChangeStatus("output-buffer", "applied", ""),)))
+        kv = ("not needed here", "of --enable-eplb") if "not needed" in WRONG else ("applied", "")
+        self.write(
+            events.Start((events.ChangeStatus("output-buffer", "applied", ""), events.ChangeStatus("kv-sizing", *kv)))
+        )
         self.write(events.Stage("load_model", False, self.place, self.memory()))
         self.used += 30 * GB
         self.write(events.Stage("load_model", True, self.place, self.memory()))
@@ -47,7 +56,6 @@ class Gpu:
             table_requests=40,
             context=CONTEXT,
             vocabulary=5000,
-            hybrid="Mamba" if "hybrid" in WRONG else "",
         )
         self.write(events.Ready(self.place, facts, self.memory()))
 
@@ -67,14 +75,14 @@ class Gpu:
         before = self.memory()
         each = MB if self.number == 0 else 1.5 * MB
         self.kept = max(self.kept, round(tokens * each + logprobs * 2 * MB))
-        above = [float(each.split()[-1]) for each in WRONG if each.startswith("retries above")]
-        wrong = "retries" in WRONG or any(ARGS.mem_fraction_static > fraction for fraction in above)
-        self.retries += wrong and requests == 1 and tokens == 77
+        self.retries += "retries" in WRONG and requests == 1 and tokens == 77
         batch = events.Batch(mode, tokens, requests, prefix, prefix // requests, logprobs)
         self.write(events.Forward(self.place, batch, graph, before, self.memory()))
 
 
 def serve(gpus, asked):
+    if "--log-level error" not in WRONG:
+        print("Decode batch, token usage: 0.99", "KV cache pool is full. Retract requests.", flush=True)
     prompts, logprobs = asked["input_ids"], asked.get("return_logprob", False)
     new = asked["sampling_params"]["max_new_tokens"]
     for gpu in gpus:
@@ -90,12 +98,29 @@ def serve(gpus, asked):
         else:
             gpu.forward("EXTEND", min(CHUNK, sum(map(len, prompts))), len(prompts))
         if new > 1:
-            running = min(len(prompts), REQUESTS if "fewer" not in WRONG else 20)
+            running = min(len(prompts), REQUESTS)
             gpu.forward("DECODE", running, running, graph=running <= CAPTURED)
     CACHED.extend(prompts[:1])
-    if "dies" in WRONG and logprobs:
-        print("ValueError: something else", flush=True)
-        os._exit(3)
+
+
+def rehearse(gpus):
+    """Records what a chunk needs."""
+    for gpu in gpus:
+        gpu.forward("EXTEND", CHUNK, 1)
+    free = min(gpu.memory().free for gpu in gpus)
+    found = record.Record(
+        made_of={"engine": "a stand-in"},
+        total=START.total,
+        before=START.before,
+        rule_fraction=RULE,
+        fraction=ARGS.mem_fraction_static,
+        tokens=CACHE,
+        kv_bytes=CACHE * TOKEN_BYTES,
+        need=round(START.before * (1 - ARGS.mem_fraction_static)) - free,
+        driven=("prefill chunk",),
+        proven=KNOWN is not None,
+    )
+    record.change(RECORDS, "here", lambda old: record.rehearsed(old, found))
 
 
 class Server(ThreadingHTTPServer):
@@ -140,14 +165,22 @@ def main():
     if "cannot start" in WRONG:
         sys.exit("no such model")
     taken = Path(os.environ["STANDIN_FOLDER"]) / "taken"
-    if "ports taken" in WRONG or ("port taken" in WRONG and not taken.exists()):
+    if "port taken" in WRONG and not taken.exists():
         taken.touch()
         sys.exit("DistNetworkError: port: 34479, code: -98, name: EADDRINUSE, message: address already in use")
-    if "large weights" in WRONG and ARGS.mem_fraction_static < 0.75:
+    if "large weights" in WRONG:
         sys.exit("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
+    if "cannot start twice" in WRONG and KNOWN is not None:
+        sys.exit("something else")
+    if "too large" in WRONG and KNOWN is not None:
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     Handler.gpus = (Gpu(0), Gpu(1))
+    if DECISION.rehearse and "not needed" not in WRONG:
+        if "nothing is recorded" in WRONG:
+            print("sglang-moe-patches: kv-sizing: the engine's rule, 0.8: images are not rehearsed yet", flush=True)
+        else:
+            rehearse(Handler.gpus)
     (Path(os.environ["STANDIN_FOLDER"]) / "started").touch()
-    print("Decode batch, token usage: 0.99", "KV cache pool is full. Retract requests.", flush=True)
     if os.fork() == 0:  # a worker
         time.sleep(3600)
     Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
