@@ -6,6 +6,7 @@ it is the engine's own KV cache.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY
 from servers import PATIENCE, Server, answers, on_path, server, started
-from sglang_moe_patches.changes.kv_sizing import record, size
+from sglang_moe_patches.changes.kv_sizing import metric, record, size
 
 STAND_INS = """
 import os
@@ -122,6 +123,12 @@ def the_record(folder: Path) -> record.Record:
     return found
 
 
+def samples(metrics: str) -> list[list[str]]:
+    """Name and value of each line that Prometheus reads, without its process."""
+    lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
+    return [line.rsplit(" ", 1) for line in lines]
+
+
 def sure(running: Server) -> dict[str, float]:
     """The fraction and the tokens in force."""
     found = info(running)
@@ -149,10 +156,12 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     reserve = measured.before * (1 - measured.rule_fraction)
     assert measured.need == pytest.approx(reserve - FREE, abs=1)
 
-    second = sized("second", checkpoint(), place)
+    second = sized("second", checkpoint(), place, "--enable-metrics")
     with started(second):
         assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
         larger = sure(second)
+        metrics = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
+    assert f'{metric.NAME}{{rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(metrics)]
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     assert larger["mem_fraction_static"] == pytest.approx(
         1 - (measured.need + MARGIN) / measured.before, abs=2 * size.ENDS
@@ -196,22 +205,23 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_why(folder: Path, checkpoint):
-    half, closed, given = (folder / name for name in ("half", "closed", "given"))
-    for place in (half, closed, given):
+    half, closed, given, begun = (folder / name for name in ("half", "closed", "given", "begun"))
+    for place in (half, closed, given, begun):
         place.mkdir()
     (half / "records.json").write_text('{"format": 1, "records": {"a')
     (closed / "file").write_text("no folder")
-    nowhere = str(closed / "file" / "records.json")
+    nowhere, by_hand = str(closed / "file" / "records.json"), ("--mem-fraction-static", "0.91")
     servers = [
         sized("half", checkpoint(), half),
         sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
-        sized("given", checkpoint(), given, "--mem-fraction-static", "0.91", GIVEN="0.91"),
+        sized("given", checkpoint(), given, *by_hand, GIVEN="0.91"),
+        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="given"),
     ]
     with started(*servers):
         first, *others = answers(*servers, prompts=PROMPTS)
         assert all(other == first for other in others)
         fractions = [sure(each)["mem_fraction_static"] for each in servers]
-    assert fractions[0] == fractions[1] != fractions[2] == 0.91
+    assert fractions[0] == fractions[1] != fractions[2] == fractions[3] == 0.91
     told = [said(each) for each in servers]
     assert f"{half / 'records.json'} is not whole JSON; this start rehearses" in told[0][0]
     assert the_record(half).need
@@ -219,3 +229,5 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
     assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
     assert told[2] == ["--mem-fraction-static 0.9100 is given and stands"]
     assert not (given / "records.json").exists()
+    assert told[3][0].startswith("--mem-fraction-static is given, 0.9100: nothing is recorded")
+    assert the_record(begun).rule_fraction == 0.91

@@ -40,6 +40,8 @@ SAYS = f"sglang-moe-patches: {KV}: "
 NOT_THEIRS = (KV, *BY_COMMANDS)
 """Who reads variables that no command to paste has."""
 VERIFY_S = 120.0
+MOST_TRIES = 4
+"""Of a first start, each from half the reserve of the one before."""
 
 
 class CannotPlan(RuntimeError):
@@ -150,7 +152,7 @@ def run(
             made = replace(made, servers=tuple(part if each.server == part.server else each for each in made.servers))
             writer.write(made)
 
-        session = Session(subject, goal, environment, logs, console, interrupts.check, len(servers))
+        session = Session(subject, goal, environment, logs, console, interrupts.check, len(servers), ruled.fraction)
         try:
             for name in servers:
                 session.plan(name, finished)
@@ -191,6 +193,7 @@ class Session:
     """Starts servers one after the other, and judges each.
 
     :param count: of servers, each to be started twice.
+    :param rule: the engine's own fraction.
     """
 
     def __init__(
@@ -202,8 +205,9 @@ class Session:
         console: Console,
         interrupt: Callable[[], None],
         count: int,
+        rule: float,
     ) -> None:
-        self.subject, self.goal, self.environment = subject, goal, environment
+        self.subject, self.goal, self.environment, self.rule = subject, goal, environment, rule
         self.logs, self.console, self.interrupt = logs, console, interrupt
         self.number = 0
         self.log = logs / "none"
@@ -235,23 +239,32 @@ class Session:
         finished(found)
 
     def first(self, found: ServerPlan, records: Path) -> ServerPlan:
-        """The start by the engine's rule."""
-        name = found.server
-        try:
-            with self.serving(name, records) as (server, watch):
-                asking = Asking(server, watch, self.interrupt)
-                self.ready(server, "by the engine's rule", asking)
-                logprobs = None
-                if self.goal.logprobs:
-                    logprobs = verify.prompt_logprobs(server, watch, asking.processes, asking.limits, asking.check)
-                started = asking.started()
-        except ServerFailed as error:
-            log = self.log.read_text(errors="replace")
-            if TOO_LOW in log:
-                raise NotTried(f"the engine's own fraction leaves no memory for a KV cache. {error}") from error
-            if out_of_memory(log):
-                raise NotTried(f"out of memory with the engine's own fraction. {error}") from error
-            raise
+        """The start by the engine's rule; where that leaves no KV cache, by a higher fraction."""
+        given: float | None = None
+        for tries in range(MOST_TRIES, 0, -1):
+            try:
+                return self.rehearsed(found, records, given)
+            except ServerFailed as error:
+                log = self.log.read_text(errors="replace")
+                if out_of_memory(log):
+                    raise NotTried(f"out of memory before anything was sized. {error}") from error
+                if not TOO_LOW.search(log):
+                    raise
+                if tries == 1:
+                    raise NotTried(f"no fraction that was tried leaves memory for a KV cache. {error}") from error
+                given = 1 - (1 - (given or self.rule)) / 2
+                self.say(f"{found.server}: the fraction leaves no memory for a KV cache; from {given:.3f} instead")
+        raise AssertionError
+
+    def rehearsed(self, found: ServerPlan, records: Path, given: float | None) -> ServerPlan:
+        """:raises ServerFailed: the server has ended."""
+        with self.serving(found.server, records, given) as (server, watch):
+            asking = Asking(server, watch, self.interrupt)
+            self.ready(server, "by the engine's rule" if given is None else "by hand", asking)
+            logprobs = None
+            if self.goal.logprobs:
+                logprobs = verify.prompt_logprobs(server, watch, asking.processes, asking.limits, asking.check)
+            started = replace(asking.started(), given=given is not None)
         if logprobs:
             _learn(records, started)
         known = _read(records)
@@ -284,16 +297,20 @@ class Session:
         return replace(found, command=self.command(found) if held else "")
 
     @contextmanager
-    def serving(self, name: str, records: Path) -> Iterator[tuple[Server, Watch]]:
-        """A server that sizes itself by these records."""
+    def serving(self, name: str, records: Path, given: float | None = None) -> Iterator[tuple[Server, Watch]]:
+        """A server that sizes itself by these records.
+
+        :param given: the fraction that it starts from; ``None``: the engine's own.
+        """
         if self.number:
             gpu.wait_until_free(self.before, self.interrupt, ended="last", following=f"next ({name})")
         self.number += 1
         with scratch() as folder:
-            child = {**self.environment, PLAN.name: str(folder), KV_SIZING.name: "auto", KV_RECORD.name: str(records)}
+            mode, more = ("auto", []) if given is None else (decide.GIVEN, ["--mem-fraction-static", f"{given:.3f}"])
+            child = {**self.environment, PLAN.name: str(folder), KV_SIZING.name: mode, KV_RECORD.name: str(records)}
             self.log = self.logs / f"{self.number}-{name}.log"
             selection = {patch.SELECT_VARIABLE: selected(name, self.environment)}
-            server = self.subject.server(name, child, self.log, variables=selection)
+            server = self.subject.server(name, child, self.log, *more, variables=selection)
             watch = Watch(folder)
             try:
                 with shown_starting(server, self.console, self.interrupt):
@@ -460,8 +477,8 @@ RAN_OUT = re.compile(
     re.IGNORECASE,
 )
 """As PyTorch, Triton, the driver, NCCL and cuBLAS say it."""
-TOO_LOW = "Not enough memory. Please try to increase --mem-fraction-static"
-"""As the engine says it, in every release."""
+TOO_LOW = re.compile(r"try to increase --mem-fraction-static|weights leave no GPU memory for the KV cache")
+"""As the engine says it."""
 
 
 def out_of_memory(log: str) -> bool:

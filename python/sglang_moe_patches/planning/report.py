@@ -84,10 +84,11 @@ def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
     """One server's figures, as text."""
     said, why = server.judged
     rows = [("verdict", "; ".join([said, *why]))]
-    for label, started in (("by the engine's rule", server.first), ("by the record", server.second)):
+    rule = "by hand (the rule leaves none)" if server.first and server.first.given else "by the engine's rule"
+    for label, started in ((rule, server.first), ("by the record", server.second)):
         if started is not None:
             rows.append((label, f"{started.fraction:.4f}: {started.tokens:,} tokens{_each(started)}"))
-    if server.first is not None and server.second is not None and server.first.tokens:
+    if server.first and server.second and server.first.tokens and not server.first.given:
         rows.append(("more KV cache", f"{100 * (server.second.tokens / server.first.tokens - 1):+.1f} %"))
     if server.second is not None and server.second.context:
         at_once = server.second.tokens / server.second.context

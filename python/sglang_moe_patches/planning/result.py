@@ -41,6 +41,7 @@ class Started:
     :param startup_s: until then, the rehearsal among it.
     :param ranks: memory of each GPU, until the server ended.
     :param said: what kv-sizing said in its log.
+    :param given: the engine's own fraction left no KV cache, and this one is by hand.
     """
 
     fraction: float
@@ -50,6 +51,7 @@ class Started:
     ranks: tuple[Rank, ...] = ()
     changes: tuple[ChangeStatus, ...] = ()
     said: tuple[str, ...] = ()
+    given: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -134,7 +136,7 @@ class Plan:
         """KV tokens beyond the rule's: what sizing alone brings, and what the patches do besides. Of both servers."""
         found = {server.server: server for server in self.servers}
         stock, patched = found.get("stock"), found.get("patched")
-        if not (stock and patched and stock.first and stock.second and patched.second):
+        if not (stock and patched and stock.first and stock.second and patched.second) or stock.first.given:
             return {}
         return {
             "sizing": stock.second.tokens - stock.first.tokens,

@@ -60,15 +60,21 @@ class Subject:
             raise PortInUse(f"port {self.port} is in use; choose another --port, or leave it out for a free one")
 
     def server(
-        self, name: str, environment: Mapping[str, str], log: Path, *, variables: Mapping[str, str] | None = None
+        self,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
+        *more: str,
+        variables: Mapping[str, str] | None = None,
     ) -> Server:
         """``STOCK`` or ``PATCHED``, not started yet.
 
         :param environment: the whole environment of its process, but for what sets the two apart.
         :param log: file that takes its output.
+        :param more: server arguments of this one alone.
         :param variables: what sets it apart; ``None``: :data:`VARIABLES`.
         :raises PortInUse: it could not listen on its port.
         """
         self._check_port()
         own = {**environment, **(VARIABLES[name] if variables is None else variables)}
-        return Server(name, self.given, own, log, timeout=self.startup_timeout, port=self.port)
+        return Server(name, [*self.given, *more], own, log, timeout=self.startup_timeout, port=self.port)

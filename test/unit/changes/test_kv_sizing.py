@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import stat
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches import cli, doctor, patch
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.changes.kv_sizing import decide, launcher, record, rehearse, script, size
+from sglang_moe_patches.changes.kv_sizing import decide, launcher, metric, record, rehearse, script, size
 from sglang_moe_patches.changes.kv_sizing.conduct import ATTEMPTS, Conductor
 from sglang_moe_patches.changes.kv_sizing.memory import Memory
 from sglang_moe_patches.changes.kv_sizing.record import Record
@@ -32,14 +33,16 @@ KEY = "0123456789abcdef"
 # --- Which servers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "asked"), [("", False), ("off", False), ("auto", True), (" auto ", True)])
+@pytest.mark.parametrize(
+    ("text", "asked"), [("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("given", "given")]
+)
 def test_what_is_asked(text, asked):
-    assert decide.KV_SIZING.read({decide.KV_SIZING.name: text}) is asked
+    assert decide.KV_SIZING.read({decide.KV_SIZING.name: text}) == asked
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("now", "now is not there yet; expected off or auto"), ("1", "expected off or auto, got '1'")],
+    [("now", "now is not there yet; expected off, auto or given"), ("1", "expected off, auto or given, got '1'")],
 )
 def test_anything_else_is_one_line_that_names_the_variable(text, why):
     with pytest.raises(ValueError, match=f"^{decide.KV_SIZING.name}: {why}$"):
@@ -762,6 +765,28 @@ def test_the_lowest_is_saved_now_and_then_and_at_the_end():
     assert saved == [(8 * GB, False)]
     watch.end()
     assert saved == [(8 * GB, False), (5 * GB, False)]
+
+
+def test_the_lowest_is_shown_each_time():
+    shown: list[int] = []
+    left, clock = iter([Memory(9 * GB), Memory(8 * GB), Memory(9 * GB)]), Clock()
+    watch = Watch(lambda: next(left), lambda *found: None, clock, shown.append)
+    for _ in range(2):
+        watch.look()
+        clock.now += EVERY_S
+    assert shown == [8 * GB, 8 * GB]
+
+
+def test_a_metric_is_there_where_metrics_are(monkeypatch):
+    from prometheus_client import REGISTRY
+
+    state = SimpleNamespace(get_world_group=lambda: SimpleNamespace(rank_in_group=3))
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
+    metric.of({})(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"rank": "3"}) is None
+    metric.of({"enable_metrics": True})(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"rank": "3"}) == 5
+    metric.of({"enable_metrics": True})(6)  # a name that is taken is no reason to end a server
 
 
 def test_what_hardly_fell_is_not_written_again():

@@ -90,7 +90,6 @@ def test_prompt_logprobs_are_driven_and_the_second_start_leaves_room_for_them(gi
         ("too large", SECOND, 1, "the server ran out of memory at start-up"),
         ("nothing is recorded", SECOND, 2, "nothing was recorded: the engine's rule, 0.8: images are not rehearsed"),
         ("not needed", SECOND, 2, "nothing was recorded: kv-sizing is not needed here: of --enable-eplb"),
-        ("large weights", SECOND, 2, "the engine's own fraction leaves no memory for a KV cache"),
         ("cannot start", SECOND, 2, "the patched server ended with exit code 1 at start-up"),
     ],
 )
@@ -100,6 +99,20 @@ def test_every_verdict_has_its_exit_code_and_its_reason(given, monkeypatch, caps
     assert said in "; ".join(server["reasons"])
     assert bool(server["command"]) == (code == 3)
     assert (given.output / "1-patched.log").exists()
+
+
+def test_where_the_rule_leaves_no_kv_cache_a_higher_fraction_is_started_from(given, monkeypatch, capsys) -> None:
+    assert given.here(monkeypatch, *SECOND, wrong=("large weights",)) == 0
+    (server,) = given.written()["servers"]
+    assert (server["first"]["fraction"], server["first"]["given"]) == (0.9, True)
+    assert server["second"]["fraction"] == pytest.approx(0.9177)
+    assert "from 0.900 instead" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.product
+def test_where_no_fraction_leaves_a_kv_cache_that_is_said(given, monkeypatch) -> None:
+    assert given.here(monkeypatch, wrong=("large weights", "larger weights")) == 2
+    assert "no fraction that was tried" in given.written()["servers"][0]["failure"]
 
 
 def test_what_is_finished_stays_when_a_later_part_fails(given, monkeypatch) -> None:

@@ -15,18 +15,22 @@ from sglang_moe_patches.variables import OWN, Variable
 FILE = "kv-records.json"
 
 
-def _off_or_auto(text: str) -> bool:
+GIVEN = "given"
+
+
+def _mode(text: str) -> str:
     if text == "now":
-        raise ValueError("now is not there yet; expected off or auto")
-    if text not in ("off", "auto"):
-        raise ValueError(f"expected off or auto, got {text!r}")
-    return text == "auto"
+        raise ValueError("now is not there yet; expected off, auto or given")
+    if text not in ("off", "auto", GIVEN):
+        raise ValueError(f"expected off, auto or given, got {text!r}")
+    return "" if text == "off" else text
 
 
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: a server's first start measures what it needs, and later ones give the rest to the KV cache",
-    _off_or_auto,
+    "auto: a server's first start measures what it needs, and later ones give the rest to the KV cache; given: also "
+    "where a --mem-fraction-static is given, as the engine's own is too low to start",
+    _mode,
     "off",
 )
 KV_RECORD = Variable(
@@ -72,7 +76,7 @@ def arguments_of(server_args: Any) -> dict[str, Any]:
     return dict(vars(engine.resolved(server_args)))
 
 
-def stands_back(asked: bool, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+def stands_back(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
     """Why a server stays with the engine's rule; ``None``: it is sized by its record.
 
     :param asked: ``SGLANG_MOE_PATCHES_KV_SIZING``.

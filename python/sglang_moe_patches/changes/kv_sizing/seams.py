@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes.kv_sizing import decide, memory, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing import decide, memory, metric, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing.decide import arguments_of
 from sglang_moe_patches.changes.kv_sizing.facts import GIB, pool_bytes, pools, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.changes.kv_sizing.record import Record
@@ -151,7 +152,8 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
     """Decide with all ranks, and tell the engine."""
     arguments = decide.arguments_of(runner.server_args)
     fraction = float(runner.mem_fraction_static)
-    if given_by_the_user(runner.server_args):
+    given = given_by_the_user(runner.server_args)
+    if given and decide.KV_SIZING.read() != decide.GIVEN:
         state.first = _is_first(runner)
         state.say("--mem-fraction-static %.4f is given and stands", fraction)
         return
@@ -176,7 +178,8 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
     if state.decision.fraction is None:
         say = state.warn if first.unreadable else state.say
         also = "; this start rehearses" if state.decision.rehearse else ""
-        say("the engine's rule, %.4f: %s%s", fraction, state.decision.why, also)
+        whose = "--mem-fraction-static is given" if given else "the engine's rule"
+        say("%s, %.4f: %s%s", whose, fraction, state.decision.why, also)
         return
     state.fraction = state.decision.fraction
     runner.mem_fraction_static = state.fraction
@@ -364,7 +367,8 @@ class Serving:
         if state.known is None and not state.decision.rehearse:
             return
         try:
-            self._watch = watch = Watch(lambda: memory.read(state.gpu), self._save)
+            show = metric.of(arguments_of(self.scheduler.server_args))
+            self._watch = watch = Watch(lambda: memory.read(state.gpu), self._save, show=show)
         except Exception as error:
             state.warn("free memory is not watched: %s", error)
             return

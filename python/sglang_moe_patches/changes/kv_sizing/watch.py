@@ -20,12 +20,17 @@ class Watch:
 
     :param read: the memory now.
     :param save: takes the lowest free memory, and whether the allocator has given up since the last time.
+    :param show: takes the lowest free memory, each time.
     """
 
     def __init__(
-        self, read: Callable[[], Memory], save: Callable[[int, bool], None], clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], Memory],
+        save: Callable[[int, bool], None],
+        clock: Callable[[], float] = time.monotonic,
+        show: Callable[[int], None] = lambda lowest: None,
     ) -> None:
-        self._read, self._save, self._clock = read, save, clock
+        self._read, self._save, self._clock, self._show = read, save, clock, show
         first = read()
         self._lowest = first.free
         self._saved: int | None = None
@@ -43,6 +48,7 @@ class Watch:
             found = self._read()
             self._lowest = min(self._lowest, found.free)
             self._ooms = max(self._ooms, found.ooms)
+            self._show(self._lowest)
             if now >= self._next_save:
                 self._next_save = now + SAVED_EVERY_S
                 self._keep()

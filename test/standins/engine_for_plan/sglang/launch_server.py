@@ -168,7 +168,7 @@ def main():
     if "port taken" in WRONG and not taken.exists():
         taken.touch()
         sys.exit("DistNetworkError: port: 34479, code: -98, name: EADDRINUSE, message: address already in use")
-    if "large weights" in WRONG:
+    if "large weights" in WRONG and ARGS.mem_fraction_static < (0.88 if "larger weights" not in WRONG else 2):
         sys.exit("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
     if "cannot start twice" in WRONG and KNOWN is not None:
         sys.exit("something else")
