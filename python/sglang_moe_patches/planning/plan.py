@@ -157,7 +157,8 @@ def run(
             for name in servers:
                 session.plan(name, finished)
         finally:
-            recorded = {path.name: path.read_bytes() for path in sorted(logs.glob("*.json*"))}
+            left = [path for path in sorted(logs.iterdir()) if path.suffix in (".json", ".jsonl")]
+            recorded = {path.name: path.read_bytes() for path in left}
             keep({**logs_in(logs), **recorded}, output)
     report.print_table(made, console)
     if problem := writer.page(made):

@@ -125,7 +125,10 @@ def notes(plan: Plan) -> Iterator[str]:
         for name, status, reason in server.second.changes if server.second else ():
             if status == "unsupported":
                 yield f"{server.server}: {name} is unsupported: {reason}."
-    yield "Not driven by anything: images, top log-probabilities, grammars, custom logit processors, weight updates."
+    yield (
+        "Not driven by anything: images, output and top log-probabilities, grammars, custom logit processors, weight "
+        "updates."
+    )
     yield (
         "The engine's terms are what its reserve falls by when one more input is put to its smallest, by its own "
         "resolver. It rounds the fraction to three places."
