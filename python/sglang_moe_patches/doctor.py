@@ -62,6 +62,7 @@ def _examine_here() -> dict[str, Any]:
         changes.append(
             {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
         )
+    families, out_of_place = look.families_by_source()
     return {
         "package": __version__,
         "engine": engine.version(),
@@ -70,7 +71,8 @@ def _examine_here() -> dict[str, Any]:
         "gpus": gpus,
         "strict": patch.strict(),
         "changes": changes,
-        "out_of_place": look.out_of_place(),
+        "families": families,
+        "out_of_place": out_of_place,
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),
     }

@@ -153,7 +153,7 @@ class Plan:
 class Layer:
     """A kind of MoE decoder layer, and a part of it: what a page tells of the changes there.
 
-    :param family: of its model, by the name in ``dead_input.FAMILIES``; ``""``: none of them.
+    :param family: of its model, by the engine's module; ``""``: none that offers its dead input.
     :param shared_experts: whether its shared experts run by themselves.
     :param part: the routed experts, as their runner's ``--moe-runner-backend``, or one of the two below.
     :param out_of_place: whether the engine, by itself, has the routed experts leave their input alone.

@@ -19,7 +19,7 @@ import torch
 from sglang_moe_patches import engine as engine_code
 from sglang_moe_patches import patch, plugin, runners
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.dead_input import channel, families
+from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.dead_input import look as look_at
 from sglang_moe_patches.patch import Patcher, Status
 from sglang_moe_patches.variables import STRICT
@@ -33,7 +33,7 @@ replaced it."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Where moe-workspace looks at a model; where it cannot, it writes late in any model."""
 OFFERING = {
-    *(name for family in families.FAMILIES for name in (family.layer, family.model[1])),
+    *("DeepseekV2DecoderLayer", "DeepseekV2Model", look_at.INITIALIZE),
     channel.ENGINE_OFFER,
     runners.IN_POOL,
 }
@@ -183,26 +183,27 @@ def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
     assert taken == []
 
 
-def on_this_engine() -> list[families.Family]:
-    return [family for family in families.FAMILIES if engine_code.has_module(f"sglang.srt.models.{family.name}")]
-
-
 def layer_of(family: str) -> Any:
-    (layer,) = (family_.layer for family_ in families.FAMILIES if family_.name == family)
-    return getattr(importlib.import_module(f"sglang.srt.models.{family}"), layer)
+    module = importlib.import_module(f"sglang.srt.models.{family}")
+    (layer,) = (kind for name, kind in vars(module).items() if name.endswith("DecoderLayer"))
+    return layer
 
 
 def plans(*names: str) -> dict[str, patch.Plan]:
     return {change.name: patch.look(change) for change in CHANGES if change.name in names}
 
 
-def test_a_family_that_is_somebody_elses_is_left_out_and_the_others_stand():
-    with another_plugin(replaces, (layer_of("qwen3_moe"), "forward")):
-        assert "qwen3_moe" not in look_at.offers().families
-        assert set(look_at.offers().families) == {family.name for family in on_this_engine()} - {"qwen3_moe"}
+def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
+    layer = layer_of("qwen3_moe")
+    assert look_at.known(layer).family == "qwen3_moe"
+    with another_plugin(replaces, (layer, "forward")):
         for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
             assert plan.install is not None, name
-            assert "Qwen3MoeDecoderLayer.forward is wrapped or replaced by" in plan.reason, name
+        with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
+            look_at.known(layer)
+    somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
+    with pytest.raises(engine_code.Unsupported, match=r"Layer is another_plugin\.Layer"):
+        look_at.known(somebody_elses)
 
 
 @pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)

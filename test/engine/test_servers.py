@@ -160,14 +160,8 @@ def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, t
 OFFER_THE_RESIDUAL = """
 from sglang_moe_patches.dead_input import offer as change
 change.may_offer = lambda hidden_states, residual: True
-make = change.make_model_init
-def make_model_init(original, **known):
-    initialise = make(original, **known)
-    def __init__(self, *args, **kwargs):
-        initialise(self, *args, **kwargs)
-        setattr(self.layers[0], change._OFFERS_FROM, 0)
-    return __init__
-change.make_model_init = make_model_init
+make = change.of_this_stage
+change.of_this_stage = lambda stack: [None, *make(stack)]
 """
 
 # What is offered is the MoE input itself, which the shared experts read after the routed ones have written.

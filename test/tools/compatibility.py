@@ -55,6 +55,7 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
     found = json.loads(asked.stdout)
     return {
         "torch": found["torch"].split("+")[0],
+        "families": found["families"],
         "out_of_place": found["out_of_place"],
         "changes": {change["name"]: [change["status"], change["reason"]] for change in found["changes"]},
     }

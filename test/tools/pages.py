@@ -12,7 +12,8 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     variables                       a table of the environment variables that this package and its changes read
     statuses                        a line for each release, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
-    families                        a line for each family of models, a column for each kind of MoE runner
+    families                        a line for each kind of families of models, a column for each kind of MoE runner
+    offers                          which families offer their dead input where, and why others do not
     looks-at                        where to look in a new release, and what to ask there
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
@@ -146,13 +147,16 @@ def _bounded(words: str, places: str) -> str:
 
 
 def families(found: dict[str, Any]) -> str:
-    """A table with a line for each family of models, and a column for each part of its layers: what becomes of it.
+    """A table with a line for each kind of families of models, and a column for each part of their layers: what becomes
+    of it.
 
-    Families (those beside each other in the list) and runners are told apart where a change does.
+    Families and runners are told apart where a change does, and where the engine has routed experts out of place.
     """
     stated, patch = package()
     from sglang_moe_patches import runners
-    from sglang_moe_patches.dead_input import families as known_families
+    from sglang_moe_patches.dead_input.families import DEEPSEEK
+
+    apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
 
     def cell(family: str, shared_experts: bool, part: str) -> str:
         layers = {
@@ -172,14 +176,14 @@ def families(found: dict[str, Any]) -> str:
 
     named = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE)
     parts = (*named, patch.ANY_OTHER, patch.ATTENTION)
-    rows: dict[str, tuple[str, ...]] = {}
-    for family in known_families.FAMILIES:
-        own, none = ([cell(family.name, shared, part) for part in parts] for shared in (True, False))
-        if own == none:
-            rows[family.models] = tuple(own)
-        else:
-            rows[f"{family.models}, shared experts of its own"] = tuple(own)
-            rows[f"{family.models}, shared experts fused or none"] = tuple(none)
+    kinds = {
+        "DeepSeek-V2/V3, shared experts of its own": (DEEPSEEK, True),
+        "DeepSeek-V2/V3, shared experts fused or none": (DEEPSEEK, False),
+        f"{', '.join(f'`{name}`' for name in apart)}, shared experts of their own": (apart[0] if apart else "", True),
+        "any other that offers": ("another", True),
+        patch.ANY_OTHER: ("", True),
+    }
+    rows = {name: tuple(cell(*kind, part) for part in parts) for name, kind in kinds.items() if apart or kind[0]}
     rows[patch.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
     titles = (f"`{part}`" if part in named else part for part in parts)
     columns = dict(zip(titles, zip(*rows.values(), strict=True), strict=True))
@@ -194,6 +198,31 @@ def families(found: dict[str, Any]) -> str:
         told = (columns[names[0]][places[models[0]]] for names in grouped)
         lines.append(f"| {'; '.join(models)} | {' | '.join(told)} |")
     return "\n".join(lines)
+
+
+def offering(family: str, found: dict[str, Any]) -> list[str]:
+    """The releases on which the layers of a family offer their dead input."""
+    return [release for release, facts in found.items() if facts["families"].get(family) == ""]
+
+
+def offers(found: dict[str, Any]) -> str:
+    """A table of the families that offer, by the engine's modules, and of those that do not on the newest release."""
+    names = sorted({name for facts in found.values() for name in facts["families"]})
+    since: dict[str, list[str]] = {}
+    for name in names:
+        where = offering(name, found)
+        if where:
+            since.setdefault(span(where, list(found)), []).append(f"`{name}`")
+    lines = ["| offers, or does not in the newest release | where, or why |", "| --- | --- |"]
+    lines += [f"| {', '.join(since[where])} | {where} |" for where in sorted(since)]
+    why: dict[str, list[str]] = {}
+    for name, reason in found[list(found)[-1]]["families"].items():
+        if reason:
+            why.setdefault(re.sub(r"\b\w+(Layer|Model)\b", r"its \1", reason).replace("its L", "its l"), []).append(
+                name
+            )
+    lines += [f"| {', '.join(f'`{name}`' for name in alike)} | {reason} |" for reason, alike in sorted(why.items())]
+    return "\n".join(lines).replace("its Model", "its loop")
 
 
 def looks_at() -> str:
@@ -238,6 +267,7 @@ def generated(name: str) -> str:
         "statuses": lambda: statuses(found),
         "reasons": lambda: reasons(found),
         "families": lambda: families(found),
+        "offers": lambda: offers(found),
         "looks-at": looks_at,
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }

@@ -15,7 +15,6 @@ import pytest
 from sglang_moe_patches import __version__, cli, doctor, extras, patch, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.cli import app
-from sglang_moe_patches.dead_input.families import FAMILIES
 from sglang_moe_patches.reference.model import tokenizer_json
 from sglang_moe_patches.regression import regress
 from sglang_moe_patches.servers import refusals
@@ -473,8 +472,7 @@ def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others
     lines = capsys.readouterr().out.splitlines()
     said = {name: next(line for line in lines if f" {name} " in line) for name in asked}
     assert all("left alone; the why" in line for line in said.values())
-    for family in FAMILIES:
-        assert family.models in said["output-buffer"]
+    assert "every family of models" in said["output-buffer"]
     for runner in (*runners.TRTLLM, *runners.OUT_OF_PLACE):
         assert runner in said["deferred-shared-experts"]
     assert "Triton" in said["moe-workspace"]

@@ -9,6 +9,6 @@ stage's output arrives.
 There is one offerer. Where the engine has an offer of its own, which does not ask whether the input is dead, that is
 *withheld*, in every layer, and ours go its way.
 
-A family of models is a line in :data:`.families.FAMILIES`. The code of its layer and of its model's loop is looked at
-(:mod:`.proofs`), and a family that changed is left alone.
+Which layers offer is proved, for the model that is built, by the code of its layers and of its loop (:mod:`.proofs`,
+:mod:`.look`); of all models of an engine by their source alone (:mod:`.families`).
 """

@@ -3,66 +3,64 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches import engine, runners
-from sglang_moe_patches.dead_input import channel, offer, proofs
+from sglang_moe_patches import engine, log, runners
+from sglang_moe_patches.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
-from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES, Family
+from sglang_moe_patches.dead_input.families import DEEPSEEK
 from sglang_moe_patches.patch import Patcher, said
 
 _installed: Offers | None = None
 
+LOADER = "sglang.srt.model_loader.loader"
+INITIALIZE = "_initialize_model"
+"""The engine's function in that module that builds a model, whichever it is."""
+
 
 @dataclass(frozen=True)
 class Known:
-    """A family of which the code was looked at: its layers' inputs die.
+    """A class of decoder layers of which the code was looked at: their inputs die.
 
-    :param layer: the decoder layer's class.
-    :param model: the layer stack's class.
+    :param layer: the class that has the ``forward``.
+    :param takes: the names of the arguments that it takes by their place.
     :param residual_of: how the residual is found that comes with an input.
     :param tensor_of: how an input's tensor is found.
     """
 
-    family: Family
     layer: Any
-    model: Any
-    residual_of: Callable[..., Any]
+    takes: tuple[str, ...]
+    residual_of: Callable[[Any, Any], Any]
     tensor_of: Callable[[Any], Any]
+
+    @property
+    def family(self) -> str:
+        """The engine's module that has it."""
+        return str(self.layer.__module__).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Offers:
     """The dead inputs that can be offered on this engine.
 
-    :param known: the families.
-    :param changed: families whose code is not as expected, or not the engine's own, each with the reason.
+    :param families: those that were looked at before a model is built: DeepSeek's, if it is as expected.
+    :param note: what ``doctor`` says if it is not.
     :param way: the engine's own channel, where it has one.
     """
 
-    known: tuple[Known, ...]
-    changed: tuple[str, ...]
+    families: tuple[str, ...]
+    note: str
     way: Channel | None
 
-    @property
-    def families(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(known.family.name for known in self.known)
-
-    @property
-    def note(self) -> str:
-        """What ``doctor`` says of families that are left out."""
-        return f"some models are left alone: {'; '.join(self.changed)}" if self.changed else ""
-
     def install(self, patcher: Patcher) -> None:
-        """Make ours the only offers, unless another change has."""
-        import torch
-
+        """Make ours the only offers, in whatever model is built from now on, unless another change has."""
         if _installed is not None:
             return
         patcher.add(sys.modules[__name__], "_installed", self)
@@ -75,13 +73,9 @@ class Offers:
             asks = runners.remembering(getattr(pool, runners.IN_POOL))
             for module in _asking():
                 patcher.replace(module, runners.IN_POOL, asks)
-        for known in self.known:
-            how = {"residual_of": known.residual_of, "tensor_of": known.tensor_of}
-            make = functools.partial(offer.make_layer_forward, is_compiling=torch.compiler.is_compiling, **how)
-            patcher.wrap(known.layer, "forward", make)
-        for model in dict.fromkeys(known.model for known in self.known):
-            blocks = {known.layer: known.family.block for known in self.known if known.model is model}
-            patcher.wrap(model, "__init__", functools.partial(offer.make_model_init, loop=model.forward, blocks=blocks))
+        built = functools.partial(look_at_model, patcher=patcher, wrapped=set())
+        for module in _holders(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
+            patcher.wrap(module, INITIALIZE, functools.partial(offer.make_initialize, built=built))
 
 
 def engine_offers() -> bool:
@@ -89,85 +83,187 @@ def engine_offers() -> bool:
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
 
 
-def out_of_place() -> list[str]:
-    """The families of which the engine, by itself, has the routed experts beside shared ones leave their input alone.
-
-    Found without importing them.
-    """
-    told = []
-    for family in FAMILIES:
-        spec = util.find_spec(_module_of(family)) if engine.has_module(_module_of(family)) else None
-        if spec and spec.origin and proofs.is_told_out_of_place(Path(spec.origin).read_text(encoding="utf-8")):
-            told.append(family.name)
-    return told
+def families_by_source() -> tuple[dict[str, str], list[str]]:
+    """What :func:`.families.scan` and :func:`.families.out_of_place` find of the installed engine."""
+    spec = util.find_spec(families.MODELS) if engine.has_module(families.MODELS) else None
+    if spec is None or not spec.submodule_search_locations:
+        return {}, []
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    found = families.scan(folder)
+    return found, families.out_of_place(folder, found)
 
 
 def offers() -> Offers:
     """What can be offered on this engine, or what another change has found already.
 
-    :raises engine.Unsupported: no family is as expected; or the engine's channel is not, or DeepSeek's beside it.
+    :raises engine.Unsupported: the engine builds its models in another way; or its own channel is not as expected, or
+        DeepSeek's layers beside it.
     """
     if _installed is not None:
         return _installed
     way = _engines_channel() if engine_offers() else None
-    known: list[Known] = []
-    changed: list[str] = []
-    for family in FAMILIES:
-        if engine.has_module(_module_of(family)):
-            try:
-                known.append(_look_at(family))
-            except Exception as error:  # whatever becomes of one family takes nothing else with it
-                reason = str(error) if isinstance(error, engine.Unsupported) else f"{family.models}: {said(error)}"
-                # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
-                engine.require(family.name != DEEPSEEK or way is None, reason)
-                changed.append(reason)
-    engine.require(known, "; ".join(changed))
-    return Offers(tuple(known), tuple(changed), way)
+    engine.own(engine.module(LOADER), INITIALIZE)
+    try:
+        module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
+        known(engine.own(module, "DeepseekV2DecoderLayer"))
+        require_loop(engine.own(module, "DeepseekV2Model"))
+    except Exception as error:  # whatever becomes of one family takes nothing else with it
+        reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {said(error)}"
+        # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
+        engine.require(way is None, reason)
+        return Offers((), f"some models are left alone: {reason}", way)
+    return Offers((DEEPSEEK,), "", way)
 
 
-# --- A family --------------------------------------------------------------------------------------------------------
+# --- A model that was built ------------------------------------------------------------------------------------------
 
 
-def _module_of(family: Family) -> str:
-    return f"sglang.srt.models.{family.name}"
+def look_at_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
+    """Have the layers of a model offer their inputs where every proof holds; one line says of others why not.
+
+    :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
+    """
+    import torch
+
+    for stack, dead in look_at_stacks(model):
+        for layer, found, experts in dead.layers:
+            if found.layer not in wrapped:
+                make = functools.partial(
+                    offer.make_layer_forward,
+                    is_compiling=torch.compiler.is_compiling,
+                    takes=found.takes,
+                    residual_of=found.residual_of,
+                    tensor_of=found.tensor_of,
+                )
+                patcher.wrap(found.layer, "forward", make)
+                wrapped.add(found.layer)
+            offer.mark(layer, experts)
+        if dead.why_not:
+            name, reasons = type(stack).__name__, "; ".join(dead.why_not)
+            message = f"sglang-moe-patches: layers of {name} do not offer their dead input: {reasons}"
+            log.once(logging.INFO, message, "%s", message)
 
 
-def _look_at(family: Family) -> Known:
-    """:raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own."""
-    layer = engine.own(engine.module(_module_of(family)), family.layer)
-    model = engine.own(engine.module(f"sglang.srt.models.{family.model[0]}"), family.model[1])
-    forward, loop = engine.own(layer, "forward"), engine.own(model, "forward")
-    residual_of = _find_residual(layer, forward)
-    engine.require("forward" in vars(layer), f"{family.layer} has no forward of its own")
-    engine.require(proofs.input_dies(forward), f"{family.layer} may still use its input")
-    engine.require(proofs.loop_keeps_nothing(loop), f"{family.model[1]} may keep its layers' inputs")
-    engine.require_mentions(engine.own(model, "__init__"), "layers", "start_layer")
-    return Known(family, layer, model, residual_of, _find_tensor(forward))
+@dataclass(frozen=True)
+class Dead:
+    """What is dead in a stack of layers.
+
+    :param layers: each layer whose input is, what is known of it, and its routed experts.
+    :param why_not: the reasons why others with routed experts have none.
+    """
+
+    layers: list[tuple[Any, Known, Any]]
+    why_not: list[str]
 
 
-def _find_residual(layer: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+def look_at_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
+    """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
+
+    The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
+    """
+    from torch.nn import ModuleList
+
+    experts_are = engine.get(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+    for stack in list(model.modules()):
+        if not isinstance(getattr(stack, "layers", None), ModuleList):
+            continue
+        sparse = [
+            (layer, experts)
+            for layer in offer.of_this_stage(stack)[1:]
+            if (experts := [module for module in layer.modules() if isinstance(module, experts_are)])
+        ]
+        if sparse:
+            yield stack, _look_at_layers(stack, sparse)
+
+
+def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
+    dead = Dead([], [])
+
+    def without(reason: str) -> None:
+        if reason not in dead.why_not:
+            dead.why_not.append(reason)
+
+    try:
+        require_loop(type(stack))
+    except Exception as error:
+        without(said_of(error))
+        return dead
+    for layer, experts in sparse:
+        try:
+            name = type(layer).__name__
+            engine.require(len(experts) == 1, proofs.TOO_MANY_EXPERTS.format(name, len(experts)))
+            found = known(type(layer))
+            engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
+            dead.layers.append((layer, found, experts[0]))
+        except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
+            without(said_of(error))
+    return dead
+
+
+def said_of(error: Exception) -> str:
+    return str(error) if isinstance(error, engine.Unsupported) else said(error)
+
+
+def known(layer: type) -> Known:
+    """What is known of a class of decoder layers, by its code.
+
+    :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
+    """
+    name = layer.__name__
+    for kind in layer.__mro__:  # a subclass of somebody else's may have other parts
+        home = kind.__module__.partition(".")[0]
+        engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
+    kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
+    forward = engine.own(kind, "forward")
+    engine.require(not (reason := proofs.why_not(name, forward)), reason)
+    engine.require(name not in families.REFUSED, families.REFUSED.get(name, ""))
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = inspect.signature(forward).parameters.values()
+    takes = tuple(each.name for each in arguments if each.kind in positional)[1:]
+    return Known(kind, takes, _find_residual(name, takes), _find_tensor(forward))
+
+
+def require_loop(model: type) -> None:
+    """:raises engine.Unsupported: a model's loop over its layers may keep their inputs, or is not the engine's own."""
+    home = model.__module__
+    engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
+    reason = proofs.why_no_loop(model.__name__, engine.own(model, "forward"))
+    engine.require(not reason, reason)
+
+
+def _sums_plainly(layer: Any) -> bool:
+    """Whether what comes into a layer is added to the residual and read from there as its norm, and no more.
+
+    Each contribution is asked for its part in the forward itself (:func:`.offer.residual_of_stream`).
+    """
+    boundary = getattr(layer, "attn_boundary", None)
+    if boundary is not None:
+        return offer.is_plain(boundary.declaration.read, offer.PLAIN_NORM)
+    communicators = engine.module("sglang.srt.layers.communicator")
+    prepare = engine.own(engine.own(communicators, "LayerCommunicator"), "prepare_attn")
+    return engine.own(type(layer.layer_communicator), "prepare_attn") is prepare
+
+
+def _find_residual(layer: str, takes: tuple[str, ...]) -> Callable[[Any, Any], Any]:
     """How to find the residual that comes with a layer's input.
 
     :raises engine.Unsupported: it is neither an argument nor carried by the batch.
     """
-    if engine.takes(forward, ["self", "positions", "hidden_states", "forward_batch", "residual"]):
+    if "residual" in takes:
         return offer.residual_argument
-    engine.require(
-        engine.takes(forward, ["self", "positions", "hidden_states", "forward_batch"])
-        and _batches_carry_the_residual(),
-        f"where the residual of {layer.__name__} is kept is not known here",
-    )
+    engine.require(_batches_carry_the_residual(), f"where the residual of {layer} is kept is not known here")
     return offer.residual_of_stream
 
 
 def _batches_carry_the_residual() -> bool:
     batches = engine.module("sglang.srt.model_executor.forward_batch_info")
     try:
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+        from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
     except ImportError:
         return False
     fields = getattr(engine.get(batches, "ForwardBatch"), "__dataclass_fields__", {})
-    return "residual_stream" in fields and {"pending", "residual"} <= set(getattr(ResidualStream, "__slots__", ()))
+    has = {"pending", "residual"} <= set(getattr(ResidualStream, "__slots__", ()))
+    return has and "residual_stream" in fields and "update" in getattr(Contribution, "__annotations__", {})
 
 
 def _find_tensor(forward: Any) -> Callable[[Any], Any]:
@@ -202,9 +298,9 @@ def _engines_channel() -> Channel:
     return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
 
 
-def _holders(engines_offer: Any) -> list[Any]:
-    """The modules in which the engine's offer goes by its name: its own, and those that imported it."""
-    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(ENGINE_OFFER) is engines_offer]
+def _holders(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
+    """The modules in which a function of the engine's goes by its name: its own, and those that imported it."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
 def _asking() -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,18 +34,32 @@ def may_offer(hidden_states: Any, residual: Any) -> bool:
     )
 
 
-def residual_argument(forward_batch: Any, residual: Any, *args: Any, **kwargs: Any) -> Any:
+def residual_argument(forward_batch: Any, residual: Any) -> Any:
     """The residual that comes with a layer's input, where it is an argument of the layer."""
     return residual
 
 
-def residual_of_stream(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
     """The residual that comes with a layer's input, where the batch carries it, or ``None``.
 
-    Without a pending contribution the input *is* the residual, or becomes it at the start of the stack.
+    Without a pending contribution the input *is* the residual, or becomes it at the start of the stack. A contribution
+    that is not simply added may become the residual, too.
     """
     stream = forward_batch.residual_stream
-    return None if stream is None or stream.pending is None else stream.residual
+    if stream is None or stream.pending is None or not is_plain(stream.pending.update, PLAIN_SUM):
+        return None
+    return stream.residual
+
+
+PLAIN_SUM = ("is_plain_add", "adds_plainly")
+"""What the engine calls it that a contribution is simply added to the residual: one name or the other."""
+PLAIN_NORM = ("is_plain_norm", "norms_plainly")
+"""The same of a stage that reads the residual's norm, with the sum before it in one kernel, or none of its own."""
+
+
+def is_plain(what: Any, names: tuple[str, str]) -> bool:
+    """Whether the engine says so of an update of the residual, or of how it is read."""
+    return any(getattr(what, name, False) for name in names)
 
 
 def the_input_itself(hidden_states: Any) -> Any:
@@ -52,60 +67,90 @@ def the_input_itself(hidden_states: Any) -> Any:
     return hidden_states
 
 
+LAYERS_TAKE = ("positions", "hidden_states", "forward_batch", "residual")
+"""What most decoder layers take, in this order."""
+
+
+def argument(names: Sequence[str], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """How an argument is found in a call: by its place, or by its name; ``None`` where it is not given.
+
+    :param names: of what can be given by its place.
+    """
+    place = list(names).index(name) if name in names else sys.maxsize
+
+    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[place] if place < len(args) else kwargs.get(name)
+
+    return find
+
+
 def make_layer_forward(
     original: Callable[..., Any],
     is_compiling: Callable[[], bool],
-    residual_of: Callable[..., Any] = residual_argument,
+    takes: Sequence[str] = LAYERS_TAKE,
+    residual_of: Callable[[Any, Any], Any] = residual_argument,
     tensor_of: Callable[[Any], Any] = the_input_itself,
 ) -> Callable[..., Any]:
     """Offer the layer's input where it is dead.
 
-    :param residual_of: the residual that comes with the input, of what follows it among the arguments.
+    :param takes: the names of the arguments that the layer takes by their place.
+    :param residual_of: the residual that comes with the input, of the batch and the argument of that name.
     :param tensor_of: the tensor of the input, or something else that is not offered.
     """
+    find_input, find_batch, find_residual = (
+        argument(takes, name) for name in ("hidden_states", "forward_batch", "residual")
+    )
 
     @functools.wraps(original)
-    def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         least = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
         if least is not None:
-            tensor = tensor_of(hidden_states)
+            tensor, batch = tensor_of(find_input(args, kwargs)), find_batch(args, kwargs)
             if (
                 getattr(tensor, "nbytes", 0) >= least
-                and may_offer(tensor, residual_of(forward_batch, *args, **kwargs))
+                and may_offer(tensor, residual_of(batch, find_residual(args, kwargs)))
                 # A batch without requests may pass by attention, and its input on to the experts.
-                and not (forward_batch is not None and forward_batch.forward_mode.is_idle())
+                and not (batch is not None and batch.forward_mode.is_idle())
             ):
                 # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
                 before = channel.exchange(tensor.detach())
                 try:
-                    return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
+                    return original(self, *args, **kwargs)
                 finally:
                     channel.exchange(before)
-        return original(self, positions, hidden_states, forward_batch, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return forward
 
 
-def make_model_init(original: Callable[..., None], loop: Any, blocks: dict[Any, str]) -> Any:
-    """Mark the layers whose input is dead when the model is built.
+def make_initialize(original: Callable[..., Any], built: Callable[[Any], None]) -> Callable[..., Any]:
+    """Look at each model when it is built.
 
-    :param loop: the ``forward`` that was looked at; a subclass with one of its own is left alone.
-    :param blocks: the layers' classes that were looked at, and the name of their MoE block.
+    :param built: is given the model.
     """
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if type(self).forward is not loop:
-            return
-        with left_alone_if_it_fails(f"the dead input of {type(self).__name__}'s layers"):
-            for layer in self.layers[self.start_layer + 1 : self.end_layer]:
-                known = next((k for k in blocks if isinstance(layer, k) and type(layer).forward is k.forward), None)
-                experts = getattr(getattr(layer, blocks[known], None), "experts", None) if known else None
-                if experts is not None:
-                    setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
+    def _initialize_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        with left_alone_if_it_fails(f"the dead input of {type(model).__name__}'s layers"):
+            built(model)
+        return model
 
-    return __init__
+    return _initialize_model
+
+
+def of_this_stage(stack: Any) -> list[Any]:
+    """The layers of a stack that run in this stage of the pipeline, in order."""
+    layers, start, end = stack.layers, getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
+    return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
+
+
+def mark(layer: Any, experts: Any) -> None:
+    """From now on a layer offers its input.
+
+    :param experts: its routed experts.
+    """
+    setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
 
 
 def _is_triton_in_place(experts: Any) -> bool:

@@ -1,13 +1,19 @@
-"""What the code of a decoder layer and of its model's loop shows of the layer's input."""
+"""What the code of a decoder layer and of its model's loop shows of the layer's input.
+
+Every proof takes a function, or the syntax tree of one: a model that is being built is looked at as it runs, and the
+models of an engine are looked at without importing them.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_moe_patches import engine
 from sglang_moe_patches.dead_input.channel import ENGINE_OFFER
+
+Code = Callable[..., Any] | ast.FunctionDef
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
 """How a ``forward`` of the engine's gets at the tensor of an input that may be a handle, a sum that is still owed."""
@@ -19,21 +25,142 @@ _CONSUMERS = frozenset(
         "self.attn_boundary.prepare",
     }
 )
+#: The norms after attention.
+_NORMS_AFTER = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
+#: Written into what a layer returned, which stays what the next one is given.
+_ADDS_IN_PLACE = frozenset({"residual_batch.add_to_output"})
+#: They answer with a tensor of its own.
+_COPIES = frozenset({"residual_batch.snapshot"})
 
 
-def input_dies(forward: Callable[..., Any]) -> bool:
+def _definition(code: Code) -> ast.FunctionDef:
+    if isinstance(code, ast.FunctionDef):
+        return code
+    (definition,) = ast.parse(engine.source(code)).body
+    assert isinstance(definition, ast.FunctionDef)
+    return definition
+
+
+def input_dies(forward: Code) -> bool:
     """Whether a decoder layer's ``forward`` gives up its input with the first statement that uses it.
 
     That is an assignment of a norm's result (:data:`_CONSUMERS`) to the name ``hidden_states`` itself: from there on
     the name means something else. No other name ever meant the input, but for one under which the engine itself offers
     it, and does nothing else with it; nor does that offer, once it is a no-op.
     """
-    (definition,) = ast.parse(engine.source(forward)).body
-    assert isinstance(definition, ast.FunctionDef)
+    definition = _definition(forward)
+    consumer, second = _consumer(definition)
+    return consumer is not None and (second is None or _is_only_offered(definition, second))
+
+
+def _consumer(definition: ast.FunctionDef) -> tuple[ast.stmt | None, str | None]:
+    """The statement that gives up the input, and the second name that the input had before it."""
     statements = [statement for statement in definition.body if _names(statement, "hidden_states")]
-    if statements and (second := _second_name(statements[0])):
-        return _is_only_offered(definition, second) and len(statements) > 1 and _consumes(statements[1])
-    return bool(statements) and _consumes(statements[0])
+    second = _second_name(statements[0]) if statements else None
+    first = statements[second is not None :][:1]
+    return (first[0] if first and _consumes(first[0]) else None), second
+
+
+def attention_lets_go(forward: Code) -> bool:
+    """Whether nobody has what attention read once it is done: the norm before it may have written that into the
+    layer's input itself.
+
+    By the norm after attention (:data:`_NORMS_AFTER`, or a function of the module's that is given the layer), no name
+    may still mean it, and none may be used later. What a submodule of the layer's returns is its own, but where there
+    are no tokens, and nothing is on offer then.
+    """
+    definition = _definition(forward)
+    consumer, _ = _consumer(definition)
+    if consumer is None:
+        return False
+    following = definition.body[definition.body.index(consumer) + 1 :]
+    names = {"hidden_states"}
+    for place, statement in enumerate(following):
+        if any(_is_norm_after(node) for node in ast.walk(statement)):
+            elsewhere = names - {"hidden_states"}  # which is assigned to there
+            return not names & _loaded(statement) and not any(elsewhere & _loaded(one) for one in following[place:])
+        after = _followed(statement, names)
+        if after is None:
+            return False
+        names = after
+    return False
+
+
+def _loaded(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _is_norm_after(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    given_the_layer = bool(node.args) and isinstance(node.args[0], ast.Name) and node.args[0].id == "self"
+    return ast.unparse(node.func) in _NORMS_AFTER or (isinstance(node.func, ast.Name) and given_the_layer)
+
+
+def _followed(statement: ast.stmt, names: set[str]) -> set[str] | None:
+    """The names that may mean a memory after a statement, of those before it.
+
+    ``None``: it may be kept elsewhere, or the statement is of a kind that is not known here.
+    """
+    if isinstance(statement, ast.Assign):
+        held = _may_hold(statement.value, names)
+        made: set[str] = set()
+        for target in statement.targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(one, ast.Name):
+                    made.add(one.id)
+                elif held:
+                    return None
+        return names | made if held else names - made
+    if isinstance(statement, ast.If):
+        taken = _all_followed(statement.body, names)
+        passed_by = _all_followed(statement.orelse, names)
+        if taken is None or passed_by is None:
+            return None
+        return taken if _there_are_tokens(statement.test) and not statement.orelse else taken | passed_by
+    if isinstance(statement, ast.With):
+        return _all_followed(statement.body, names)
+    if isinstance(statement, ast.Try) and not statement.handlers:
+        return _all_followed([*statement.body, *statement.orelse, *statement.finalbody], names)
+    return None if names & _loaded(statement) or isinstance(statement, ast.Return) else names
+
+
+def _all_followed(statements: list[ast.stmt], names: set[str]) -> set[str] | None:
+    found: set[str] | None = names
+    for statement in statements:
+        found = None if found is None else _followed(statement, found)
+    return found
+
+
+def _may_hold(value: ast.expr, names: set[str]) -> bool:
+    """Whether a value may have the memory that one of the names means: not a sum, nor what a submodule returns."""
+    if isinstance(value, ast.BinOp | ast.Compare):
+        return False
+    if isinstance(value, ast.Call):
+        module = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        if isinstance(module, ast.Attribute) and isinstance(module.value, ast.Name) and module.value.id == "self":
+            return False
+    return bool(names & _loaded(value))
+
+
+def _there_are_tokens(test: ast.expr) -> bool:
+    """Whether a condition asks for no more than tokens."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return all(_there_are_tokens(value) for value in test.values)
+    asked = ast.unparse(test)
+    if asked == "not forward_batch.forward_mode.is_idle()":
+        return True
+    return isinstance(test, ast.Compare) and asked.partition(".")[2] in ("shape[0] != 0", "shape[0] > 0")
+
+
+def captures_sums_alone(forward: Code) -> bool:
+    """Whether a layer's ``forward`` hands on what is to be captured to its first norm alone, which captures sums with
+    the residual."""
+    definition = _definition(forward)
+    consumer, _ = _consumer(definition)
+    arguments = [*definition.args.args, *definition.args.kwonlyargs]
+    captures = {argument.arg for argument in arguments if "captur" in argument.arg}
+    return not any(captures & _loaded(statement) for statement in definition.body if statement is not consumer)
 
 
 def _names(tree: ast.AST, name: str) -> list[ast.Name]:
@@ -84,16 +211,16 @@ def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
     return len(stored) == 1 and all(harmless(use) for use in _names(definition, name) if use not in stored)
 
 
-def is_told_out_of_place(module: str) -> bool:
+def is_told_out_of_place(module: str | ast.Module) -> bool:
     """Whether a family's module itself tells routed experts to leave their input alone.
 
     The shared experts of such a layer, or their gate, read it once more afterwards.
 
-    :param module: its source.
+    :param module: its source, or the tree of it.
     """
     told = [
         keyword.value
-        for call in ast.walk(ast.parse(module))
+        for call in ast.walk(ast.parse(module) if isinstance(module, str) else module)
         if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("get_moe_impl_class(")
         for keyword in call.keywords
         if keyword.arg == "inplace"
@@ -101,20 +228,25 @@ def is_told_out_of_place(module: str) -> bool:
     return any(ast.unparse(value) != "True" for value in told)
 
 
-def loop_keeps_nothing(forward: Callable[..., Any]) -> bool:
+def loop_keeps_nothing(forward: Code) -> bool:
     """Whether the loop over the layers, in a model's ``forward``, keeps no layer's input but in the name
     ``hidden_states``, to which it assigns the layer's result.
 
-    Hidden states that are captured on the way are sums with the residual, which are tensors of their own.
+    Hidden states that are captured on the way are sums with the residual, which are tensors of their own; without a
+    residual nothing is on offer. Something may be added to a layer's result, in place.
     """
-    loops = [
-        loop
-        for loop in ast.walk(ast.parse(engine.source(forward)))
-        if isinstance(loop, ast.For) and any(_is_layer(node) for node in ast.walk(loop))
-    ]
-    if len(loops) != 1:
-        return False
-    (loop,) = loops
+    found = list(loops(forward))
+    return len(found) == 1 and _keeps_nothing(found[0])
+
+
+def loops(forward: Code) -> Iterator[ast.For]:
+    """The loops over the layers in a model's ``forward``."""
+    for loop in ast.walk(_definition(forward)):
+        if isinstance(loop, ast.For) and any(_is_layer(node) for node in ast.walk(loop)):
+            yield loop
+
+
+def _keeps_nothing(loop: ast.For) -> bool:
     parents = {child: node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
     uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == "hidden_states"]
     assigned = 0
@@ -122,15 +254,77 @@ def loop_keeps_nothing(forward: Callable[..., Any]) -> bool:
         around = parents[use]
         if isinstance(use.ctx, ast.Store):
             statement = parents[around] if isinstance(around, ast.Tuple) else around
-            if not (isinstance(statement, ast.Assign) and _is_layer(statement.value)):
+            if not isinstance(statement, ast.Assign):
                 return False
-            assigned += 1
-        elif isinstance(around, ast.BinOp) and isinstance(around.op, ast.Add):
-            continue
-        elif not _is_layer(parents[around] if isinstance(around, ast.keyword) else around):
+            if _is_layer(statement.value):
+                assigned += 1
+            elif not _adds_in_place(statement.value):
+                return False
+        elif not (_is_a_sum(around, use) or _is_in_place(around, parents) or _is_given(around, parents)):
             return False
-    return assigned == 1
+    return assigned >= 1
+
+
+def _is_a_sum(around: ast.AST, use: ast.Name) -> bool:
+    """Whether a use is one of the summands, or comes to be used where there is no residual alone."""
+    if isinstance(around, ast.IfExp):
+        asked = ast.unparse(around.test)
+        return (asked == "residual is None" and around.body is use) or (
+            asked == "residual is not None" and around.orelse is use
+        )
+    return isinstance(around, ast.BinOp) and isinstance(around.op, ast.Add)
+
+
+def _is_in_place(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether something is added in place, and the sum is nobody else's."""
+    if isinstance(around, ast.Attribute) and around.attr == "add_":
+        return isinstance(parents[parents[around]], ast.Expr)
+    statement = parents[around]
+    return (
+        _adds_in_place(around)
+        and isinstance(statement, ast.Assign)
+        and [ast.unparse(target) for target in statement.targets] == ["hidden_states"]
+    )
+
+
+def _is_given(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether it is what a layer is given, or what is copied."""
+    copied = isinstance(around, ast.Call) and ast.unparse(around.func) in _COPIES
+    return copied or _is_layer(parents[around] if isinstance(around, ast.keyword) else around)
+
+
+def _adds_in_place(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in _ADDS_IN_PLACE
 
 
 def _is_layer(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "layer"
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    if isinstance(called, ast.Subscript):
+        return ast.unparse(called.value) == "self.layers"
+    return isinstance(called, ast.Name) and called.id == "layer"
+
+
+# --- All of them -----------------------------------------------------------------------------------------------------
+
+NO_PLAIN_SUM = "the residual of {} may be more than a sum"
+TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
+
+
+def why_not(layer: str, forward: Code) -> str:
+    """Why the input of a decoder layer may be read once it has been written over, by its ``forward``; or ``""``.
+
+    :param layer: what it is called.
+    """
+    proved = {
+        f"{layer} may still use its input": input_dies,
+        f"{layer} may still use what attention read": attention_lets_go,
+        f"{layer} may keep what is captured": captures_sums_alone,
+    }
+    return next((reason for reason, proof in proved.items() if not proof(forward)), "")
+
+
+def why_no_loop(model: str, forward: Code) -> str:
+    """Why the loop over the layers may keep their inputs; or ``""``."""
+    return "" if loop_keeps_nothing(forward) else f"{model} may keep its layers' inputs"

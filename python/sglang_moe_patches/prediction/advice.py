@@ -15,7 +15,7 @@ from typing import Any
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes import CHANGES
 from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
-from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
+from sglang_moe_patches.dead_input.families import DEEPSEEK
 from sglang_moe_patches.patch import ATTENTION, Change, Layer, Status
 from sglang_moe_patches.prediction import config, forward
 from sglang_moe_patches.prediction.asking import GPUS, CannotAsk, ask
@@ -40,7 +40,7 @@ class Server:
     :param runner: by its ``--moe-runner-backend``; ``None``: not known.
     :param quantization: of what the routed experts are given, as :func:`.forward.predicted` takes it.
     :param format: the weights of the routed experts, for people.
-    :param family: of its layers, by the name in ``dead_input.FAMILIES``; "": none of them.
+    :param family: of its layers, by the engine's module; "": none that offers.
     :param graphs: decodes are captured.
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predicted` takes it.
@@ -118,7 +118,7 @@ def _speaks_of_layers(change: Change) -> bool:
     """Whether what it does depends on the layer."""
     every = (
         Layer(family, shared, part)
-        for family in ("", *(family.name for family in FAMILIES))
+        for family in ("", DEEPSEEK, "another")
         for shared in (False, True)
         for part in (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE, ATTENTION)
     )

@@ -286,15 +286,15 @@ def _found(model: Any) -> dict[str, Any] | None:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches import runners
-    from sglang_moe_patches.dead_input.families import FAMILIES
+    from sglang_moe_patches.dead_input import look
 
     modules = dict(model.named_modules())
+    found = (known.family for _, dead in look.look_at_stacks(model) for _, known, _ in dead.layers)
+    family = next(found, "")
     for name, experts in modules.items():
         if not isinstance(experts, FusedMoE):
             continue
         above = [modules[".".join(name.split(".")[:length])] for length in range(name.count("."), 0, -1)]
-        classes = [kind.__name__ for module in above for kind in type(module).__mro__]
-        family = next((family for family in FAMILIES if family.layer in classes), None)
         block = above[0]
         method = experts.quant_method
         holder = getattr(experts, "scheme", None) or method
@@ -311,7 +311,7 @@ def _found(model: Any) -> dict[str, Any] | None:
             "shared_experts": any(
                 getattr(block, each, None) is not None for each in ("shared_experts", "shared_expert")
             ),
-            "family": family.name if family else "",
+            "family": family,
             "layer": type(above[1]).__name__ if len(above) > 1 else "",
             "inplace": bool(config.inplace),
         }

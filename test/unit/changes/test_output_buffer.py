@@ -256,66 +256,63 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
     assert torch.equal(hidden, torch.ones(2, 3))
 
 
-class Layer:
-    def __init__(self, inplace=None, runner=None):
-        """A MoE layer whose runner is in place or not, or a dense one."""
-        method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
-        experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method)
-        self.mlp = SimpleNamespace(**({} if inplace is None else {"experts": experts}))
-
-    def forward(self):
-        """Rebinds its input."""
+class PPMissingLayer:
+    """In the place of a layer that another pipeline stage has."""
 
 
-class OtherLayer(Layer):
-    def forward(self):
-        """Reads its input again."""
+def test_the_layers_of_a_stage_are_its_own():
+    layers = [PPMissingLayer(), "a", "b", "c", "d", PPMissingLayer()]
+    assert offer.of_this_stage(SimpleNamespace(layers=layers, start_layer=1, end_layer=5)) == ["a", "b", "c", "d"]
+    assert offer.of_this_stage(SimpleNamespace(layers=layers)) == ["a", "b", "c", "d"]
+    assert offer.of_this_stage(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
 
 
-class Stack:
-    def __init__(self, layers, start=0, end=None):
-        self.layers, self.start_layer, self.end_layer = layers, start, end
-
-    def forward(self):
-        """The loop over the layers."""
-
-
-class OtherStack(Stack):
-    def forward(self):
-        """A loop that keeps what it likes."""
-
-
-def marked(kind, *arguments):
-    """Which layers of a stack of this kind offer, and from how many bytes on."""
-    stack = kind.__new__(kind)
-    offer.make_model_init(Stack.__init__, Stack.forward, {Layer: "mlp"})(stack, *arguments)
-    return [getattr(layer, offer._OFFERS_FROM, None) for layer in stack.layers]
+@pytest.mark.parametrize(
+    ("inplace", "runner", "least"),
+    [
+        (True, None, 0),
+        (True, "triton", offer.SMALLEST_SCRATCH_BYTES),
+        (False, "triton", 0),
+        (True, "marlin", 0),
+    ],
+)
+def test_only_triton_in_place_has_no_use_for_a_small_input(inplace, runner, least):
+    method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
+    layer = SimpleNamespace()
+    offer.mark(layer, SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method))
+    assert getattr(layer, offer._OFFERS_FROM) == least
 
 
-def test_layers_that_offer_are_chosen_when_the_model_is_built():
-    """Neither dense layers, nor the first layer of a pipeline stage, nor another stage's."""
-    kinds = (True, True, True, None, False, True, True)
-    assert marked(Stack, [Layer(kind) for kind in kinds], 1, 6) == [None, None, 0, None, 0, 0, None]
-
-
-def test_a_model_or_layer_that_was_not_looked_at_offers_nothing():
-    assert marked(Stack, [Layer(True), Layer(True)]) == [None, 0]
-    assert marked(OtherStack, [Layer(True), Layer(True)]) == [None, None]
-    assert marked(Stack, [Layer(True), OtherLayer(True)]) == [None, None]
-
-
-def test_only_triton_in_place_has_no_use_for_a_small_input():
-    layers = [Layer(True), Layer(True), Layer(True, "triton"), Layer(False, "triton"), Layer(True, "marlin")]
-    assert marked(Stack, layers)[1:] == [0, offer.SMALLEST_SCRATCH_BYTES, 0, 0]
-
-
-def test_a_model_that_is_built_otherwise_is_left_alone(monkeypatch, caplog):
+def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(monkeypatch, caplog):
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(
-        Stack, "end_layer", property(lambda self: self.last_layer, lambda self, value: None), raising=False
-    )
-    assert marked(Stack, [Layer(True), Layer(True)]) == [None, None]
-    assert "the dead input of Stack's layers is left alone: AttributeError" in caplog.text
+    seen = []
+
+    def fails(model):
+        seen.append(model)
+        raise AttributeError("no layers")
+
+    built = offer.make_initialize(lambda config: f"a model of {config}", fails)(config="some size")
+    assert seen == [built] == ["a model of some size"]
+    assert "the dead input of str's layers is left alone: AttributeError" in caplog.text
+
+
+def test_an_argument_is_found_by_its_place_or_its_name():
+    find = offer.argument(("hidden_states", "residual"), "residual")
+    assert find(("h", "r"), {}) == find(("h",), {"residual": "r"}) == "r"
+    assert find(("h",), {}) is None
+    assert offer.argument(("hidden_states",), "forward_batch")(("h",), {"forward_batch": "b"}) == "b"
+
+
+@pytest.mark.parametrize(
+    ("update", "plain"),
+    [({"is_plain_add": True}, True), ({"adds_plainly": True}, True), ({"is_plain_add": False}, False), ({}, False)],
+)
+def test_a_contribution_that_is_not_simply_added_has_no_residual_beside_it(update, plain):
+    pending = SimpleNamespace(update=SimpleNamespace(**update))
+    batch = SimpleNamespace(residual_stream=SimpleNamespace(pending=pending, residual="the residual"))
+    assert offer.residual_of_stream(batch, None) == ("the residual" if plain else None)
+    batch.residual_stream.pending = None
+    assert offer.residual_of_stream(batch, None) is None
 
 
 class Handle:
@@ -337,11 +334,13 @@ class Run:
 
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
-    def offers(self, layer, residual=True, idle=False, hidden=None):
+    def offers(self, layer, residual=True, idle=False, hidden=None, by_name=False):
         """Whether the layer's own input was on offer; nothing else may be."""
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
-        self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
+        given = {"positions": None, "hidden_states": hidden, "forward_batch": batch}
+        given["residual"] = torch.empty(2, 3) if residual else None
+        self.forward(layer, **given) if by_name else self.forward(layer, *given.values())
         assert channel.offered() is None
         assert self.seen is None or shares_storage(self.seen, getattr(hidden, "tensor", hidden))
         return self.seen is not None
@@ -354,7 +353,9 @@ def a_layer(least=0):
 def test_a_layer_offers_its_input_where_it_is_dead():
     run, layer = Run(), a_layer()
     assert run.offers(layer)
+    assert run.offers(layer, by_name=True)
     assert not run.offers(layer, residual=False)
+    assert not run.offers(layer, residual=False, by_name=True)
     assert not run.offers(layer, idle=True)
     assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])
     assert not run.offers(layer, hidden=torch.empty(3, 2).T)
@@ -400,13 +401,14 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
         setattr(modules[name], runners.IN_POOL, lambda tensor: False)
+        setattr(modules[name], look.INITIALIZE, lambda config: None)
     setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
     patcher = Patcher()
     offered: list[Any] = []
-    look.Offers((), (), channel.Channel(lambda: None, offered.append)).install(patcher)
+    look.Offers((), "", channel.Channel(lambda: None, offered.append)).install(patcher)
     for name in ("its_own", "a_models"):
         with getattr(modules[name], channel.ENGINE_OFFER)(torch.empty(2, 3)):
             assert offered == []
@@ -417,7 +419,8 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
 # --- Looking ---------------------------------------------------------------------------------------------------------
 
 
-residual_access: Any = None  # stands in for the engine's module
+residual_access: Any = None  # stand in for the engine's modules
+residual_batch: Any = None
 
 
 class Source:
@@ -492,6 +495,97 @@ def test_a_layer_that_may_still_use_its_input_is_noticed():
     ]
 
 
+class AfterAttention:
+    """Layers of which what attention reads may be the input's own memory; they never run."""
+
+    def lets_go(self: Any, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        if hidden_states.shape[0] != 0:
+            hidden_states = self.self_attn(hidden_states)
+        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual, forward_batch)
+        return self.mlp(hidden_states), residual
+
+    def lets_go_by_a_function(self: Any, hidden_states, **kwargs):
+        hidden_states = self.attn_boundary.prepare(hidden_states, kwargs["forward_batch"])
+        attended = self.linear_attn(hidden_states)
+        hidden_states = self.attn_boundary.finish(attended)
+        return the_rest(self, hidden_states)
+
+    def tries(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        with self.something():
+            try:
+                hidden_states = self.self_attn[0](hidden_states)
+            finally:
+                self.clear()
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states)
+
+    def reads_it_beside_the_experts(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        read = hidden_states
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states) + self.parallel(read)
+
+    def attends_sometimes(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        if self.attends:
+            hidden_states = self.self_attn(hidden_states)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states)
+
+    def keeps_it(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        self.last = hidden_states
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states)
+
+    def hands_it_on(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        self.seen.append(hidden_states)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states)
+
+    def has_no_norm_after(self: Any, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        hidden_states = self.self_attn(hidden_states)
+        return self.mlp(hidden_states)
+
+
+the_rest: Any = None
+
+
+def test_a_layer_that_may_still_use_what_attention_read_is_noticed():
+    names = [name for name in vars(AfterAttention) if not name.startswith("_")]
+    assert all(proofs.input_dies(getattr(AfterAttention, name)) for name in names)
+    lets_go = [name for name in names if proofs.attention_lets_go(getattr(AfterAttention, name))]
+    assert lets_go == ["lets_go", "lets_go_by_a_function", "tries"]
+
+
+class Captures:
+    """Layers that capture what comes in; they never run."""
+
+    def sums(self: Any, hidden_states, forward_batch, captured_last_layer_outputs=None, capture_output=None):
+        hidden_states = self.attn_boundary.prepare(
+            hidden_states, forward_batch, capture=capture_output, capture_gathered=captured_last_layer_outputs
+        )
+        return self.mlp(hidden_states)
+
+    def by_itself(self: Any, hidden_states, forward_batch, capture_output=None):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        capture_output(hidden_states)
+        return self.mlp(hidden_states)
+
+
+def test_a_layer_that_captures_by_itself_is_noticed():
+    assert proofs.captures_sums_alone(Captures.sums)
+    assert not proofs.captures_sums_alone(Captures.by_itself)
+    assert proofs.why_not("Layer", Captures.by_itself) == "Layer may still use what attention read"
+
+
 @pytest.mark.parametrize(
     ("told", "expected"), [("", False), (", inplace=True", False), (", inplace=not self.shared", True)]
 )
@@ -528,6 +622,49 @@ class Loops:
             hidden_states = output + hidden_states
         return hidden_states
 
+    def captures_where_there_is_no_residual(self: Any, hidden_states, residual, batch):
+        for i in range(len(self.layers)):
+            self.captured.append(hidden_states if residual is None else hidden_states + residual)
+            hidden_states, residual = self.layers[i](hidden_states, batch, residual)
+        return hidden_states
+
+    def captures_without_residual_or_not(self: Any, hidden_states, residual, batch):
+        for i in range(len(self.layers)):
+            self.captured.append(hidden_states if i == 0 else hidden_states + residual)
+            hidden_states, residual = self.layers[i](hidden_states, batch, residual)
+        return hidden_states
+
+    def adds_in_place(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            if self.first:
+                hidden_states = layer(hidden_states, batch)
+            else:
+                hidden_states = layer(hidden_states, batch)
+                hidden_states = residual_batch.add_to_output(hidden_states, batch, self.embeds)
+            hidden_states.add_(self.embeds)
+            self.captured.append(residual_batch.snapshot(hidden_states, batch))
+        return hidden_states
+
+    def adds_in_place_and_keeps(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch)
+            kept = residual_batch.add_to_output(hidden_states, batch, self.embeds)
+            self.captured.append(kept)
+        return hidden_states
+
+    def keeps_what_it_added_to(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch)
+            self.captured.append(hidden_states.add_(1))
+        return hidden_states
+
+    def goes_over_them_twice(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch)
+        return hidden_states
+
     def has_no_loop(self: Any, hidden_states, residual, batch):
         return self.run(self.layers, hidden_states)
 
@@ -535,4 +672,4 @@ class Loops:
 def test_a_loop_that_may_keep_an_input_is_noticed():
     names = [name for name in vars(Loops) if not name.startswith("_")]
     keeping_nothing = [name for name in names if proofs.loop_keeps_nothing(getattr(Loops, name))]
-    assert keeping_nothing == ["plain", "captures_sums"]
+    assert keeping_nothing == ["plain", "captures_sums", "captures_where_there_is_no_residual", "adds_in_place"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import releases
 from common import same
 from sglang_moe_patches import __version__, runners
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.dead_input import families
-from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -179,13 +176,15 @@ def cells(row: str) -> dict[str, str]:
     return {name: cell for names, cell in zip(lines[0], found, strict=True) for name in names.split(", ")}
 
 
+APART = "`qwen2_moe`, `qwen3_5`, `qwen3_next`, shared experts of their own"
+
+
 def test_a_family_or_runner_that_is_not_listed_is_untouched():
     assert set(list(cells("any other").values())[1:]) == {"untouched", "columns"}
-    for family in FAMILIES:
-        for part in (", shared experts of its own", ", shared experts fused or none"):
-            line = cells(family.models + part * (family.name in (DEEPSEEK, "qwen2_moe")))
-            assert line["any other"] == "untouched"
-            assert all("output in the dead input (NVFP4)" in line[f"`{name}`"] for name in runners.TRTLLM)
+    for kind in ("DeepSeek-V2/V3, shared experts of its own", APART, "any other that offers"):
+        line = cells(kind)
+        assert line["any other"] == "untouched"
+        assert all("output in the dead input (NVFP4)" in line[f"`{name}`"] for name in runners.TRTLLM)
 
 
 def test_a_familys_line_says_what_its_layers_do():
@@ -194,20 +193,27 @@ def test_a_familys_line_says_what_its_layers_do():
     assert own["`triton`"] == "shared experts last; output in the dead input; columns"
     assert own["`marlin`"] == own["`cutlass`"] == "shared experts last"
     assert own["attention inputs"] == "dropped up to 0.5.12.post1"
-    for other in ("DeepSeek-V2/V3, shared experts fused or none", "Qwen3-MoE", "GLM-4-MoE", "MiniMax-M2"):
-        assert cells(other)["`triton`"] == "in place, the dead input is scratch; columns"
+    in_place, out_of_place = "in place, the dead input is scratch; columns", "output in the dead input; columns"
+    for other in ("DeepSeek-V2/V3, shared experts fused or none", "any other that offers"):
+        assert cells(other)["`triton`"] == in_place
         assert cells(other)["`marlin`"] == "untouched"
     # The engine has them out of place by itself: where is found in its code.
-    in_place, out_of_place = "in place, the dead input is scratch; columns", "output in the dead input; columns"
-    assert cells("Qwen2-MoE, shared experts of its own")["`triton`"] == (
-        f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"
-    )
-    assert cells("Qwen2-MoE, shared experts fused or none")["`triton`"] == in_place
+    assert cells(APART)["`triton`"] == f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"
 
 
-def test_another_family_has_its_line_and_another_runner_its_word(monkeypatch: pytest.MonkeyPatch):
-    another = dataclasses.replace(FAMILIES[-1], models="Another")
-    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, another))
+def test_another_runner_has_its_word(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runners, "OUT_OF_PLACE", ("triton", "another"))
-    assert cells("Another")["`triton`"] == "in place, the dead input is scratch; columns"
     assert cells("DeepSeek-V2/V3, shared experts of its own")["`another`"] == "shared experts last"
+
+
+def test_which_families_offer_is_said_with_the_releases_or_the_reason():
+    told = {
+        "1": {"families": {"a": "", "b": "BLayer may still use its input"}},
+        "2": {"families": {"a": "", "b": "", "c": "CLayer may still use its input", "d": "DModel may keep it"}},
+    }
+    assert pages.offers(told).splitlines()[2:] == [
+        "| `b` | from 2 |",
+        "| `a` | on all |",
+        "| `c` | its layer may still use its input |",
+        "| `d` | its loop may keep it |",
+    ]

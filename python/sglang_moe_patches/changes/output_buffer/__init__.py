@@ -30,7 +30,7 @@ from __future__ import annotations
 from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.output_buffer import attention_inputs
 from sglang_moe_patches.dead_input import counts, look, takers
-from sglang_moe_patches.dead_input.families import DEEPSEEK, FAMILIES
+from sglang_moe_patches.dead_input.families import DEEPSEEK
 from sglang_moe_patches.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
 
 
@@ -67,7 +67,7 @@ ATTENTION_INPUTS = Count(
 CHANGE = Change(
     name="output-buffer",
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
-    f"{', '.join(family.models for family in FAMILIES)}; DeepSeek's attention inputs are dropped with every "
+    "in every family of models whose code shows that it is dead; DeepSeek's attention inputs are dropped with every "
     "runner; other models are left alone",
     plan=_plan,
     looks_at=(
