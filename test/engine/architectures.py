@@ -270,3 +270,12 @@ CONFIGS = {
     ),
     "laguna": config("LagunaForCausalLM", "laguna"),
 }
+
+
+def unknown_to_transformers(model_type: str) -> None:
+    """Have transformers read a configuration of a kind that comes with the checkpoint's own code."""
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        AutoConfig.register(model_type, type(f"{model_type}_config", (PretrainedConfig,), {"model_type": model_type}))

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CONFIGS
+from architectures import CONFIGS, unknown_to_transformers
 from conftest import installed, without_buffer
-from sglang_moe_patches import engine as engine_code
 from sglang_moe_patches import log
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.dead_input import channel, families, look, offer
@@ -60,14 +59,6 @@ def experts(self: Any, dispatch_output: Any) -> Any:
 
 TAKEN: list[bool] = []
 """Of each run of routed experts, whether something was on offer that fits."""
-
-
-def unknown_to_transformers(model_type: str) -> None:
-    from transformers import AutoConfig, PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if model_type not in CONFIG_MAPPING:
-        AutoConfig.register(model_type, type(f"{model_type}_config", (PretrainedConfig,), {"model_type": model_type}))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +187,3 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     with installed(output_buffer.CHANGE):
         assert not same(run(name), stock)
     assert TAKEN[0]
-
-
-def test_every_module_of_the_engines_that_offers_is_one_that_it_has(by_source):
-    assert all(engine_code.has_module(f"{families.MODELS}.{name}") for name in by_source)

@@ -214,6 +214,6 @@ def test_which_families_offer_is_said_with_the_releases_or_the_reason():
     assert pages.offers(told).splitlines()[2:] == [
         "| `b` | from 2 |",
         "| `a` | on all |",
-        "| `c` | its layer may still use its input |",
         "| `d` | its loop may keep it |",
+        "| `c` | its layer may still use its input |",
     ]

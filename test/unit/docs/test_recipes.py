@@ -214,5 +214,5 @@ def test_a_toy_family_takes_the_files_of_the_recipe_and_no_others(copy: Path):
     follow(copy, files, toy)
     assert changed(copy) == set(files)
     rows = (copy / "docs/compatibility.md").read_text().splitlines()
-    assert any("`toy_moe`" in row and f"on {ALL[-1]}" in row for row in rows)
+    assert any("`toy_moe`" in row and f"from {ALL[-1]}" in row for row in rows)
     run_tests(copy, "test/unit/docs/test_docs.py", "test/unit/docs/test_guards.py", "-k", "docs or guards")

@@ -1,0 +1,135 @@
+"""Families that no list names, with the engine's own kernels on a GPU: stock and patched answers, and who took what.
+
+Each family is a process of its own: four layers of a model's widths with few experts, dummy weights, the engine's own
+model runner. One prefill whose [tokens, top-k, hidden] tensor is worth cutting, then decodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
+
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+TOKENS, STEPS, LAYERS = 16384, 4, 4
+WIDE = {"max_position_embeddings": 32768, "vocab_size": 4096, "num_hidden_layers": LAYERS}
+#: Widths and top-k of gpt-oss-120b, Qwen3-Next-80B and Ling-lite, a rank's share of the width of experts (TP=8, 4, 8),
+#: few of those: their activation fits into a layer's dead input.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {
+        **{"hidden_size": 2880, "intermediate_size": 384, "num_local_experts": 16, "num_experts_per_tok": 4},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 128},
+    },
+    "qwen3-next": {
+        **{"hidden_size": 2048, "moe_intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 10},
+        **{"shared_expert_intermediate_size": 128, "num_attention_heads": 8, "head_dim": 256},
+        **{"linear_num_value_heads": 8, "linear_num_key_heads": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    },
+    "bailing-moe": {
+        **{"hidden_size": 2048, "moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 6},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    },
+}
+
+
+def in_this_process(name: str, folder: Path) -> dict[str, Any]:
+    from architectures import CONFIGS, unknown_to_transformers
+    from common.in_process import InProcess
+    from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
+    from sglang_moe_patches.observers import acted
+    from sglang_moe_patches.observers.events import ChangeStatus
+    from sglang_moe_patches.patch import Patcher, Status, look
+    from sglang_moe_patches.reference.families import ModelSpec
+    from sglang_moe_patches.reference.model import _json_files, tokenizer_json
+
+    config = {k: v for k, v in {**CONFIGS[name], **WIDE, **FAMILIES[name]}.items() if not k.endswith("_cpu")}
+    unknown_to_transformers(config["model_type"])
+    for file, content in {**_json_files(ModelSpec(), False), "config.json": config}.items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    engine = InProcess(
+        folder,
+        quantization=None,
+        moe_runner_backend="triton",
+        device="cuda",
+        attention_backend="triton",
+        load_format="dummy",
+        disable_piecewise_cuda_graph=True,
+        max_total_tokens=2 * TOKENS + 4096,
+    )
+
+    def use(model: Any) -> None:
+        engine.runner.model = model
+        engine.runner.req_to_token_pool.clear()
+        engine.runner.token_to_kv_pool_allocator.clear()
+
+    setattr(engine, "_use", use)  # noqa: B010
+    prompt = [(7 * i) % 4000 + 3 for i in range(TOKENS)]
+
+    def asked(model: Any) -> tuple[list[list[int]], Any, int]:
+        engine.generate(model, [prompt], 0)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        tokens, logits = engine.generate(model, [prompt], STEPS)
+        return tokens, logits.cpu(), torch.cuda.max_memory_allocated() - before
+
+    changes = (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE)
+    stock = asked(engine.runner.model)
+    statuses = [ChangeStatus(change.name, Status.APPLIED, "") for change in changes]
+    tally = acted.Tally([count for counts in acted.declared(statuses).values() for count in counts])
+    patcher = Patcher()
+    for change in changes:
+        plan = look(change)
+        assert plan.install is not None, f"{change.name}: {plan.reason}"
+        plan.install(patcher)
+    tally.install(patcher)
+    patched = asked(engine.load(folder))
+    return {
+        "tokens": stock[0] == patched[0],
+        "logits": torch.equal(stock[1], patched[1]),
+        "distinct": stock[1].unique().numel(),
+        "peak": [round(one[2] / 1e6, 1) for one in (stock, patched)],
+        "acted": acted.sentences(statuses, tally.acted),
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_that_no_list_names_answers_as_stock_and_offers(name, tmp_path):
+    paths = [ROOT / "python", ROOT / "benchmark", ROOT / "test" / "engine", ROOT / "test" / "tools"]
+    done = subprocess.run(
+        [sys.executable, __file__, name, str(tmp_path)],
+        env={
+            **os.environ,
+            "SGLANG_MOE_PATCHES": "none",
+            MOE_WORKSPACE_MB.name: "250",
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(name, found)
+    assert found["tokens"], found
+    assert found["logits"], found
+    assert found["distinct"] > 100
+    assert f"offered the dead input in {LAYERS - 1} of {LAYERS} MoE layers" in " ".join(found["acted"])
+    if name != "gpt-oss":  # whose activation has a clamp of its own
+        assert f"took the dead input as scratch memory in {LAYERS - 1} of {LAYERS}" in " ".join(found["acted"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(in_this_process(sys.argv[1], Path(sys.argv[2]))))
