@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 PLUGIN_MODULE = "sglang.srt.plugins"
@@ -182,6 +182,31 @@ def calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
     """Every call of ``dotted`` (such as ``torch.empty``) in the source of ``function``."""
     tree = ast.parse(source(function))
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
+
+
+def uses(function: Callable[..., Any], name: str) -> set[str]:
+    """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
+    return {
+        ast.unparse(parent)
+        for parent in ast.walk(ast.parse(source(function)))
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Name) and child.id == name and isinstance(child.ctx, ast.Load)
+    }
+
+
+def defined(owner: ModuleType, name: str) -> FunctionType:
+    """The function that a module's source defines by that name, where a decorator keeps it from being found there.
+
+    Made again from the module's code: it has no defaults.
+
+    :raises Unsupported: there is not exactly one.
+    """
+    get_code = getattr(getattr(owner.__spec__, "loader", None), "get_code", None)
+    code = get_code(owner.__name__) if get_code else None
+    inner = code.co_consts if isinstance(code, CodeType) else ()
+    found = [constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name]
+    require(len(found) == 1, f"the source of {owner.__name__} has no {name}, or several")
+    return FunctionType(found[0], vars(owner), name)
 
 
 def mentions(function: Callable[..., Any] | None, *names: str) -> bool:

@@ -33,6 +33,7 @@ Remove when
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches import engine
@@ -51,17 +52,22 @@ def _unneeded(server_args: Any) -> str | None:
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.moe_workspace import streams, token_slices, triton
+    from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
 
-    try:
-        by_columns = triton.plan()
-    except engine.Unsupported as error:  # another plugin around the GEMM, say: token slices do without it
-        by_columns = Plan.unsupported(str(error))
+    by_columns, by_marlin = _look(triton.plan), _look(marlin.plan)
+    columns_ = bool(by_columns.install or by_marlin.install)
     most = MAX_MOE_TOKENS.read()
-    if most is None and by_columns.install is None:
+    if most is None and not columns_:
         return by_columns
-    offer, note = _dead_input() if by_columns.install else (None, f"token slices alone: {by_columns.reason}")
-    parts = [offer, by_columns.install, streams.look() if by_columns.install else None]
+    offer, left_out = _dead_input() if columns_ else (None, "")
+    notes = [left_out]
+    if by_columns.install is None:
+        notes.append(
+            f"{'no columns in the Triton runner' if by_marlin.install else 'token slices alone'}: {by_columns.reason}"
+        )
+    if by_marlin.status is Status.UNSUPPORTED:
+        notes.append(f"no columns in Marlin: {by_marlin.reason}")
+    parts = [offer, by_columns.install, by_marlin.install, streams.look() if columns_ else None]
     if most is not None:
         parts.append(token_slices.plan(most).install)
 
@@ -69,7 +75,15 @@ def _plan() -> Plan:
         for part in filter(None, parts):
             part(patcher)
 
-    return Plan(Status.APPLIED, note, install)
+    return Plan(Status.APPLIED, "; ".join(filter(None, notes)), install)
+
+
+def _look(plan: Callable[[], Plan]) -> Plan:
+    """What is *unsupported* in one runner, another plugin around its GEMM, say, is no reason to leave out the rest."""
+    try:
+        return plan()
+    except engine.Unsupported as error:
+        return Plan.unsupported(str(error))
 
 
 def _dead_input() -> tuple[Install | None, str]:
@@ -103,8 +117,8 @@ def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
 COLUMNS = Count(
     "columns",
     "ran in columns",
-    f"{__name__}.promise",
-    "column_ranges",
+    columns.__name__,
+    "ranges",
     lambda ranges, *args: len(ranges) if len(ranges) > 1 else 0,
     unit="slices",
     idle=_too_small,

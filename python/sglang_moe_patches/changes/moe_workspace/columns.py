@@ -10,7 +10,7 @@ from sglang_moe_patches.variables import Variable, positive_number
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
-    "MB (10^6 bytes) that the Triton runner may hold, where columns can; unset: what costs at most 2 % of its time",
+    "MB (10^6 bytes) that Triton or Marlin may hold, where columns can; unset: what costs at most 2 % of the time",
     positive_number("MB"),
 )
 
@@ -33,6 +33,14 @@ SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
+#: The same of Marlin: slices, for being there, each but the first, and that for each row; operations; bytes of the
+#: second GEMM's weights and scales, read, written and read again.
+MARLIN_START_US = 10.0
+MARLIN_SLICE_US = (15.0, 2.5e-4)
+MARLIN_OPERATIONS_PER_US = 0.215e9
+MARLIN_COPIED_BYTES_PER_US = 3.0e6
+#: No slice has a part of Marlin's tile; every number of columns that its launches take is a multiple of the second one.
+MARLIN_ALIGNMENT, MARLIN_TILE = 256, 128
 
 
 def slice_width(
@@ -123,6 +131,57 @@ def slice_width(
             ),
         )
     return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
+
+
+def packed_slice_width(
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    itemsize: int,
+    *,
+    gate_columns: int,
+    column_bytes: int,
+    weight_bytes: int,
+    share: float = 1.0,
+    output_elsewhere: bool = False,
+    most_bytes: int | None = None,
+) -> int:
+    """:func:`slice_width` where a slice's weights and scales are copied first, as Marlin's packed ones must be.
+
+    Around the activation the runner holds the outputs of the first GEMM and of the activation; while it runs slices,
+    the latter, the final output, and for each column of a slice its values, weights and scales.
+
+    :param gate_columns: of the first GEMM's output. Where it is as wide as the layer there is nothing to save.
+    :param column_bytes: of the second GEMM's weights and scales in a column, all experts together.
+    :param weight_bytes: of both GEMMs' weights and scales.
+    :param output_elsewhere: the output lies in memory that is there anyway.
+    """
+    rows, output_bytes = tokens * top_k, tokens * hidden * itemsize
+    tensor_bytes = rows * hidden * itemsize
+    around = rows * (gate_columns + intermediate) * itemsize
+    beside = rows * intermediate * itemsize + (0 if output_elsewhere else output_bytes)
+    column = rows * itemsize + column_bytes
+    if hidden <= gate_columns:
+        return hidden
+    if most_bytes is not None:
+        most = max(most_bytes, around)
+        if beside + tensor_bytes <= most:
+            return hidden
+        return _widest((most - beside) // column, hidden, MARLIN_ALIGNMENT)
+    if tensor_bytes < SMALLEST_TENSOR_BYTES:
+        return hidden
+    layer = 2 * rows * share * hidden * (intermediate + gate_columns) / MARLIN_OPERATIONS_PER_US
+    layer += (weight_bytes + 2 * tensor_bytes) / BYTES_PER_US
+    once, for_each_row = MARLIN_SLICE_US
+    copies = 2 * hidden * column_bytes / MARLIN_COPIED_BYTES_PER_US
+    left = MOST_OF_THE_TIME * layer - MARLIN_START_US - copies
+    slices = min(
+        -(-hidden // max(1, (around - beside) // column)),
+        isqrt(tensor_bytes // WORTH_A_SLICE_BYTES),
+        max(1, 1 + int(min(left / (once + rows * for_each_row), rows))),
+    )
+    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * MARLIN_ALIGNMENT)) * MARLIN_ALIGNMENT)
 
 
 def _widest(columns: int, hidden: int, step: int) -> int:

@@ -127,7 +127,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     def with_columns(*args: Any, **kwargs: Any) -> Any:
         hidden_states, w1, w2 = args[:3]
         given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
-        inplace, share = kwargs["inplace"], _share(kwargs.get("filter_expert"))
+        inplace, part = kwargs["inplace"], share(kwargs.get("filter_expert"))
         weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
         # One slice saves something where the dead input is there to be used, or the tensor is none that is written.
         if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
@@ -141,13 +141,13 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
                 activation_itemsize=1 if promise.quantizes(kwargs) else 2,
                 weight_bytes=weight_bytes,
                 moved_bytes=moved,
-                share=share,
+                share=part,
                 copied_bytes=2 * hidden_states.nbytes if copied else 0,
             )
             if slices < 2:
                 return original(*args, **kwargs)
         channel.withhold_if_shared(hidden_states)
-        call = Call(w1.shape[1], weight_bytes, share=share, inplace=inplace, copied=copied, most_bytes=most_bytes)
+        call = Call(w1.shape[1], weight_bytes, share=part, inplace=inplace, copied=copied, most_bytes=most_bytes)
         token = promise.current_call.set(call)
         try:
             output = by_columns(*args, **kwargs)
@@ -165,7 +165,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     triton_sequence.add(patcher, route, first=True)
 
 
-def _share(filter_expert: Any) -> float:
+def share(filter_expert: Any) -> float:
     """Of the rows, those whose expert is on this rank, if all experts have as many."""
     if not filter_expert:
         return 1.0
@@ -186,17 +186,6 @@ def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
 
 
 # --- Looking ---------------------------------------------------------------------------------------------------------
-
-
-def _uses(function: Callable[..., Any], name: str) -> set[str]:
-    """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
-    tree = ast.parse(engine.source(function))
-    return {
-        ast.unparse(parent)
-        for parent in ast.walk(tree)
-        for child in ast.iter_child_nodes(parent)
-        if isinstance(child, ast.Name) and child.id == name and isinstance(child.ctx, ast.Load)
-    }
 
 
 def _require_globals(function: Any, *names: str) -> None:
@@ -230,7 +219,7 @@ def plan() -> Plan:
     require(
         {"config", "down_config"} <= set(engine.parameters(sequence)), f"{SEQUENCE} takes no config, or no down_config"
     )
-    uses = _uses(sequence, "intermediate_cache3") | _uses(summing, "intermediate_cache3")
+    uses = engine.uses(sequence, "intermediate_cache3") | engine.uses(summing, "intermediate_cache3")
     require(uses <= _KNOWN_USES, f"{SEQUENCE} has another use for its tensor: {', '.join(sorted(uses - _KNOWN_USES))}")
     allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]
     require("(total_tokens, N // 2)" in allocated, f"{SEQUENCE} allocates {', '.join(allocated)}")

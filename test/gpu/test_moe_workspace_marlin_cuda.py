@@ -1,0 +1,562 @@
+"""Columns in Marlin: the answers of the engine's own function, in less memory.
+
+Without a GPU, TRITON_INTERPRET=1 runs it on a stand-in for the compiled GEMM (test/standins/marlin_moe.py), which gives
+the same bits for a column whatever is beside it; a unit test does. The real one adds some of its sums in any order; the
+error against float32 is the benchmark's.
+"""
+
+from __future__ import annotations
+import __future__
+
+import contextlib
+import importlib
+import math
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+torch = pytest.importorskip("torch")
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe", reason="needs the engine")
+
+import marlin_moe as stand_in  # noqa: E402
+from sglang_moe_patches import engine, log  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace import columns, marlin, streams  # noqa: E402
+from sglang_moe_patches.dead_input import channel  # noqa: E402
+from sglang_moe_patches.kernels import column_copy, moe_sum  # noqa: E402
+from sglang_moe_patches.patch import Patcher  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is wrong
+_WITH_GEMM = ("sglang.kernels.ops.moe.moe_wna16_marlin", "sglang.jit_kernel.moe_wna16_marlin")
+
+
+# --- The engine's function, run by itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def module():
+    """The engine's module, ready to run on this device."""
+    found = importlib.import_module(marlin.MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            library = _stand_in(patch, found)
+        else:
+            from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+            with contextlib.suppress(Exception):
+                set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+            library = None
+        yield found
+        del library
+
+
+def _stand_in(patch, module):
+    """Plain PyTorch for what the engine has on CUDA only; its own function on the CPU, under its own operator."""
+
+    def silu_and_mul(x, out):
+        gate, up = x.double().chunk(2, dim=-1)
+        out.copy_((torch.nn.functional.silu(gate) * up).to(out.dtype))
+
+    def moe_sum_reduce(x, out, scale):
+        assert x.is_contiguous()
+        moe_sum.moe_sum_torch(x, out, scale)
+
+    jit = engine.module(*_WITH_GEMM)
+    patch.setattr(jit, "_jit_moe_wna16_marlin_module", stand_in.compiled)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=stand_in.SMS)
+    )
+    for name, value in (
+        ("_is_cuda", True),
+        ("moe_wna16_marlin_gemm", jit.moe_wna16_marlin_gemm),
+        ("silu_and_mul", silu_and_mul),
+        ("moe_sum_reduce", moe_sum_reduce),
+        ("get_scalar_type", stand_in.scalar_type),
+    ):
+        patch.setattr(module, name, value, raising=False)
+    patch.setattr("sglang.srt.layers.moe.fused_moe_triton.moe_align_block_size", align)
+    with contextlib.suppress(ImportError):  # from 0.5.17 on
+        sums = importlib.import_module("sglang.kernels.ops.moe.moe_topk_sum")
+        patch.setattr(sums, "moe_topk_sum", lambda x, out: moe_sum_reduce(x, out, 1.0))
+    function = marlin.function_of(module)
+    library = torch.library.Library("sglang", "FRAGMENT")
+    library.impl(marlin.NAME, function, "CPU")
+    return library
+
+
+def align(topk_ids, block, experts, **certificates):
+    """``moe_align_block_size`` in plain PyTorch: rows by expert, each expert's filled up to whole blocks."""
+    order, owners = [], []
+    flat = topk_ids.reshape(-1).tolist()
+    for expert in range(-1, experts):
+        rows = [i for i, e in enumerate(flat) if e == expert]
+        rows += [len(flat)] * (-len(rows) % block)
+        order += rows
+        owners += [expert] * (len(rows) // block)
+    return tuple(torch.tensor(found, dtype=torch.int32) for found in (order, owners, [len(order), owners.count(-1)]))
+
+
+def layer(
+    tokens=40, experts=4, hidden=512, intermediate=128, top_k=3, kind="int4", *, gated=True, seed=0, ids=None, **more
+):
+    """Arguments of the engine's function, by name: random weights, activations and routing."""
+    generator = torch.Generator().manual_seed(seed)
+    bits, group = (8, 32) if kind == "int8" else (4, 16 if kind == "nvfp4" else 32)
+
+    def packed(k, n):
+        words = n * 16 * bits // 32
+        return torch.randint(-(2**31), 2**31 - 1, (experts, k // 16, words), generator=generator).to(torch.int32)
+
+    def scales(k, n):
+        one = 0.5 + torch.rand(experts, k // group, n, generator=generator)
+        one *= k**-0.5 / (70 if bits == 8 else 4)
+        if kind == "mxfp4":
+            return one.log2().round().exp2().to(torch.float8_e8m0fnu)
+        return (one * 1000).to(torch.float8_e4m3fn) if kind == "nvfp4" else one.to(DTYPE)
+
+    gate = 2 * intermediate if gated else intermediate
+    x = torch.randn(tokens, hidden, generator=generator)
+    if ids is None:
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    given = {
+        "hidden_states": x.to(DTYPE),
+        "w1": packed(hidden, gate),
+        "w2": packed(intermediate, hidden),
+        "w1_scale": scales(hidden, gate),
+        "w2_scale": scales(intermediate, hidden),
+        "gating_output": torch.zeros(tokens, experts),
+        "topk_weights": torch.softmax(torch.randn(tokens, top_k, generator=generator), -1),
+        "topk_ids": ids.to(torch.int32),
+        "num_bits": bits,
+        "routed_scaling_factor": 2.5,
+    } | more
+    if kind == "nvfp4":
+        given |= {
+            f"{name}_global_scale": (torch.rand(experts, generator=generator) / 1000).to(DTYPE) for name in ("w1", "w2")
+        }
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+def run(module, given):
+    """The function's output; the input is a fresh copy. With the operator's schema, as its callers use it."""
+    return getattr(module, marlin.NAME)(**given | {"hidden_states": given["hidden_states"].clone()})
+
+
+@contextlib.contextmanager
+def patched():
+    patcher = Patcher()
+    marlin.plan().install(patcher)
+    try:
+        yield
+    finally:
+        patcher.undo()
+
+
+class Poison(TorchDispatchMode):
+    """Whatever is allocated and not written is NaN; and the largest of it, in elements."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in ("empty", "empty_like", "new_empty"):
+            self.largest = max(self.largest, made.numel())
+            if made.is_floating_point() and made.itemsize > 1:
+                made.fill_(math.nan)
+        return made
+
+
+def both(module, given):
+    """The engine's answer, and the one in columns on poisoned memory."""
+    stock = run(module, given)
+    with patched(), Poison():
+        return stock, run(module, given)
+
+
+def same(a, b):
+    """The same bits; on a GPU, where stock's own differ from run to run, nearly."""
+    if INTERPRETED:
+        return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
+    return bool((a.float() - b.float()).abs().max() <= 0.02 * a.float().abs().max())
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Sizes at which a test's tensors are large."""
+    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
+    monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
+    monkeypatch.setattr(columns, "MOST_OF_THE_TIME", math.inf)
+    monkeypatch.setattr(columns, "MARLIN_ALIGNMENT", 128)
+    monkeypatch.setattr(log, "_said", set(), raising=False)
+
+
+def copied(source, start, stop, target):
+    target.copy_(source[..., start:stop])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, request):
+    """Our kernels take long in the interpreter: one test is enough."""
+    if INTERPRETED and "kernels" not in request.node.name:
+        monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
+        monkeypatch.setattr(column_copy, "copy_columns", copied)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The ranges of each call since the test began."""
+    found = []
+    ranges = marlin.column_ranges
+
+    def counted(given, most_bytes):
+        found.append(ranges(given, most_bytes))
+        return found[-1]
+
+    monkeypatch.setattr(marlin, "column_ranges", counted)
+    return found
+
+
+def takes(module, name):
+    return name in [argument.name for argument in getattr(torch.ops.sglang, marlin.NAME).default._schema.arguments]
+
+
+# --- The answers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4", "nvfp4"])
+def test_columns_give_the_answers_of_the_whole(module, ran, kind):
+    if kind == "nvfp4" and not takes(module, "w2_global_scale"):
+        pytest.skip("not in this release")
+    given = layer(kind=kind)
+    if kind == "mxfp4":
+        if not takes(module, "clamp_limit"):
+            pytest.skip("not in this release")
+        given["hidden_states"] = given["hidden_states"].bfloat16()
+    stock, ours = both(module, given)
+    assert torch.isfinite(stock).all()
+    assert stock.float().abs().max() > 0.01
+    assert ran == [[(0, 128), (128, 256), (256, 384), (384, 512)]]
+    assert same(stock, ours)
+
+
+def test_they_do_so_with_our_own_kernels(module, ran):
+    stock, ours = both(module, layer(tokens=8))
+    assert len(ran[0]) == 4
+    assert same(stock, ours)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"routed_scaling_factor": None},
+        {"hidden": 640, "top_k": 4},
+        {"top_k": 1},
+        {"inplace": True},
+        {"is_k_full": False},
+        {"clamp_limit": 0.5},
+        {"is_gated": False, "gated": False, "activation": "relu2"},
+        {"empty_indices": True},
+    ],
+    ids=str,
+)
+def test_whatever_the_function_is_asked_for(module, ran, more):
+    more = dict(more)
+    for name in ("clamp_limit", "is_gated"):
+        if name in more and not takes(module, name):
+            pytest.skip("not in this release")
+    if more.pop("empty_indices", False):  # as GPTQ's layers without act-order have them
+        more |= dict.fromkeys(
+            ("g_idx1", "g_idx2", "sort_indices1", "sort_indices2"), torch.empty(4, 0, dtype=torch.int32)
+        )
+    stock, ours = both(module, layer(**more))
+    assert len(ran[0]) > 1
+    assert same(stock, ours)
+
+
+def test_the_last_range_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
+    monkeypatch.setattr(columns, "MARLIN_ALIGNMENT", 256)
+    stock, ours = both(module, layer(hidden=896, intermediate=64))
+    assert ran == [[(0, 256), (256, 512), (512, 768), (768, 896)]]
+    assert same(stock, ours)
+
+
+def test_biases_are_cut(module, ran):
+    if not takes(module, "w2_bias"):
+        pytest.skip("not in this release")
+    biases = {"w1_bias": torch.randn(4, 256).to(DTYPE), "w2_bias": torch.randn(4, 512).to(DTYPE)}
+    stock, ours = both(module, layer(**biases))
+    assert len(ran[0]) == 4
+    assert same(stock, ours)
+    assert not same(stock, run(module, layer(**biases | {"w2_bias": biases["w2_bias"].flip(1)})))
+
+
+@pytest.mark.parametrize("given_map", [False, True])
+def test_experts_elsewhere_add_nothing(module, ran, given_map):
+    """Rows without an expert here are not written by the GEMM: what the range before left there must not count."""
+    ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
+    more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
+    if not given_map:
+        ids, more = ids.clamp_min(0), {}
+    stock, ours = both(module, layer(ids=ids, **more))
+    assert len(ran[0]) == 4
+    assert same(stock, ours)
+    if given_map:
+        assert not ours[2::4].any()
+
+
+def test_the_input_is_read_no_more_when_the_output_is_written_over_it(module):
+    """``inplace``: the engine's callers never ask for it."""
+    given = layer(inplace=True)
+    stock, x = run(module, given), given["hidden_states"].clone()
+    with patched():
+        ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
+    assert ours.data_ptr() == x.data_ptr()
+    assert same(stock, ours)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_tensor_is_as_large_as_the_one_that_is_not_there(module, ran):
+    given = layer(intermediate=64)
+    with patched(), Poison() as poison:
+        run(module, given)
+    assert len(ran[0]) == 4
+    assert poison.largest == 40 * 512  # the output
+
+
+def test_the_first_output_is_gone_before_the_ranges_begin(module, monkeypatch):
+    alive, sums = [], []
+    fill, gemm_and_sum = marlin._First.fill, marlin.gemm_and_sum
+
+    def filled(self):
+        import weakref
+
+        made = fill(self)
+        alive.append(weakref.ref(made))
+        return made
+
+    def summed(*args, **kwargs):
+        sums.append(alive[0]())
+        return gemm_and_sum(*args, **kwargs)
+
+    monkeypatch.setattr(marlin._First, "fill", filled)
+    monkeypatch.setattr(marlin, "gemm_and_sum", summed)
+    with patched():
+        run(module, layer())
+    assert sums == [None]
+
+
+def test_what_is_asked_for_is_kept(module, ran, monkeypatch):
+    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1 << 40)
+    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "1")
+    given = layer(tokens=500, intermediate=64, experts=2, top_k=2)
+    stock, ours = both(module, given)
+    assert len(ran[0]) > 1
+    assert same(stock, ours)
+    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "100")
+    with patched():
+        run(module, given)
+    assert len(ran) == 1  # far too small to look at
+
+
+# --- The dead input --------------------------------------------------------------------------------------------------
+
+
+def test_the_output_lies_in_the_dead_input(module, ran):
+    given = layer()
+    stock = run(module, given)
+    dead = torch.full((40, 512), math.nan, dtype=DTYPE, device=DEVICE)
+    with patched(), channel.moe_output_buffer_ctx(dead):
+        ours = run(module, given)
+        assert channel.offered() is None
+    assert len(ran[0]) == 4
+    assert ours.data_ptr() == dead.data_ptr()
+    assert same(stock, ours)
+
+
+def test_a_dead_input_that_shares_the_moe_input_s_memory_is_left_alone(module):
+    given = layer()
+    stock = run(module, given)
+    x = given["hidden_states"].clone()
+    with patched(), channel.moe_output_buffer_ctx(x.view(-1).view(40, 512)):
+        ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
+    assert same(stock, ours)
+    assert torch.equal(x, given["hidden_states"])
+
+
+def test_a_whole_call_takes_no_dead_input(module, monkeypatch):
+    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1 << 40)
+    dead = torch.zeros(40, 512, dtype=DTYPE, device=DEVICE)
+    with patched(), channel.moe_output_buffer_ctx(dead):
+        run(module, layer())
+        assert channel.offered() is dead
+    assert not dead.any()
+
+
+# --- What stays whole ------------------------------------------------------------------------------------------------
+
+
+def reordered():
+    return torch.arange(128, dtype=torch.int32).repeat(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"no_combine": True}, "the tensor itself is asked for"),
+        ({"w2_zeros": torch.zeros(4, 4, 64, dtype=torch.int32)}, "zero points"),
+        ({"g_idx2": reordered(), "sort_indices2": reordered()}, "act-order"),
+        ({"sort_indices2": reordered()}, "act-order"),
+        ({"hidden": 576}, "576 columns"),
+        ({"hidden": 256}, None),
+        ({"beside": True, "inplace": True}, "another stream"),
+        ({"beside": True}, 4),
+    ],
+    ids=[
+        "no_combine",
+        "zero points",
+        "act-order",
+        "act-order, no groups",
+        "tiles",
+        "narrow",
+        "beside in place",
+        "beside",
+    ],
+)
+def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
+    if "no_combine" in more and not takes(module, "no_combine"):
+        pytest.skip("not in this release")
+    monkeypatch.setattr(streams, "beside", more.pop("beside", False))
+    whole = []
+    original = getattr(module, marlin.NAME)
+    patcher = Patcher()
+    marlin.plan().install(patcher)
+    try:
+        wrapper = getattr(module, marlin.NAME)
+        by_columns = wrapper.__closure__[wrapper.__code__.co_freevars.index("original")]
+        monkeypatch.setattr(by_columns, "cell_contents", lambda *args, **kwargs: whole.append(kwargs))
+        with caplog.at_level("INFO"):
+            for _ in range(2):
+                run(module, layer(**more))
+    finally:
+        patcher.undo()
+    if reason == 4:
+        assert (len(ran[0]), whole) == (4, [])
+        return
+    assert [len(found) for found in ran] == [1, 1]
+    assert len(whole) == 2
+    assert original is getattr(module, marlin.NAME)
+    said = [record.getMessage() for record in caplog.records if "stays whole" in record.getMessage()]
+    assert len(said) == (reason is not None)
+    assert reason is None or reason in said[0]
+
+
+def test_small_tensors_run_the_engine_s_own_operator(module, ran, monkeypatch):
+    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 192 << 20)
+    stock, ours = both(module, layer())
+    assert ran == []
+    assert same(stock, ours)
+
+
+def test_arguments_by_their_place(module, ran):
+    given = layer()
+    stock = run(module, given)
+    first = [given.pop(name) for name in marlin._PARAMETERS]
+    with patched():
+        ours = getattr(module, marlin.NAME)(*first, **given)
+    assert len(ran) == 1
+    assert same(stock, ours)
+
+
+def test_dynamo_traces_the_operator(module, ran, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    stock, ours = both(module, layer())
+    assert ran == []
+    assert same(stock, ours)
+
+
+# --- Looking ---------------------------------------------------------------------------------------------------------
+
+
+def test_taking_it_back_leaves_the_module_as_it_was(module):
+    before = dict(vars(module))
+    with patched():
+        assert vars(module) != before
+    assert vars(module) == before
+
+
+def test_another_plugin_s_function_is_left_alone(module, monkeypatch):
+    monkeypatch.setattr(module, marlin.NAME, lambda *args, **kwargs: None)
+    with pytest.raises(engine.Unsupported, match=r"not the engine's own operator|wrapped or replaced"):
+        marlin.plan()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (".view(-1, topk, K)", ".view(-1, topk, K); print(intermediate_cache3)", "another use for intermediate_cache3"),
+        ("intermediate_cache3.view(-1, K)", "intermediate_cache3.t()", "another use for intermediate_cache3"),
+        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "torch is not only a global"),
+        (
+            "intermediate_cache2 = torch.empty",
+            "intermediate_cache2 = torch.empty((M,), device=hidden_states.device)\n    "
+            "intermediate_cache2 = torch.empty",
+            "allocates",
+        ),
+    ],
+    ids=["read", "another view", "torch", "another tensor"],
+)
+def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path, old, new, reason):
+    source = engine.source(marlin.function_of(module))
+    assert old in source
+    path = tmp_path / "changed.py"
+    path.write_text(source.split("\n", 1)[1].replace(old, new))
+    names: dict[str, object] = {}
+    annotations = __future__.annotations.compiler_flag
+    exec(compile(path.read_text(), str(path), "exec", annotations), vars(module), names)
+    monkeypatch.setattr(marlin, "function_of", lambda module: names[marlin.NAME])
+    with pytest.raises(engine.Unsupported, match=reason):
+        marlin.plan()
+
+
+# --- The copy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("columns_", "start", "stop"), [(512, 128, 384), (4096, 0, 2304), (320, 256, 320)])
+def test_the_copy_of_our_kernels_is_the_range_and_nothing_else(dtype, columns_, start, stop):
+    source = torch.randint(0, 100, (3, 5, columns_), device=DEVICE).to(dtype)
+    memory = torch.full((15 * (stop - start) + 64,), 7, device=DEVICE).to(dtype)
+    target = memory[32 : 32 + 15 * (stop - start)].view(3, 5, stop - start)
+    column_copy.copy_columns(source, start, stop, target)
+    assert torch.equal(target.float(), source[..., start:stop].float())
+    assert (memory[:32].float() == 7).all()
+    assert (memory[32 + target.numel() :].float() == 7).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_a_captured_call_is_the_eager_one(module, ran):
+    given = layer(tokens=400, intermediate=64)
+    with patched():
+        eager = run(module, given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(module, given)
+        captured.fill_(math.nan)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    assert all(len(found) == 4 for found in ran)
+    assert same(eager, captured)
