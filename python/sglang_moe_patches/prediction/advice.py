@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -80,7 +81,7 @@ def acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) ->
         shared_last=stock.shared_last or last,
         dead_input=stock.dead_input
         or does("output-buffer", server.runner)
-        or bool(server.family and server.runner == "triton" and (columns or last)),
+        or bool(server.family and (columns or (last and server.runner == "triton"))),
         columns=columns,
     )
     return stock, patched
@@ -126,24 +127,37 @@ def _speaks_of_layers(change: Change) -> bool:
 
 
 def _whole(server: Server, model: Model) -> str:
-    """Why the Triton runner's tensor stays whole; "": it does not."""
+    """Why the runner's tensor stays whole; "": it does not."""
     rank = model.per_rank(server.layout)
     scratch = bool(server.family) and not model.shared_experts
     if server.quantization not in forward.TILES:
         return ""
+    share = 1 / server.layout.ep
 
-    def width(tiles: Mapping[str, int] | None) -> int:
-        share = 1 / server.layout.ep
+    def width(*, at_any_cost: bool) -> int:
+        if server.runner == "marlin":
+            return forward.marlin_width(
+                rank,
+                server.tokens,
+                output_elsewhere=bool(server.family),
+                share=share,
+                most_time=math.inf if at_any_cost else None,
+            )
         return forward.columns_width(
-            rank, server.tokens, scratch=scratch, quantization=server.quantization, share=share, tiles=tiles
+            rank,
+            server.tokens,
+            scratch=scratch,
+            quantization=server.quantization,
+            share=share,
+            tiles=None if at_any_cost else forward.TILES[server.quantization],
         )
 
-    if width(forward.TILES[server.quantization]) < model.hidden:
+    if width(at_any_cost=False) < model.hidden:
         return ""
-    if model.top_k <= 2:
+    if model.top_k <= 2 and server.runner == "triton":
         return f"a top-k of {model.top_k} has no sum to cut"
     size = f"[tokens, top-k, hidden] is {2 * server.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
-    if width(None) < model.hidden:
+    if width(at_any_cost=True) < model.hidden:
         return f"{size}, and cutting it costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name} asks for it"
     return f"{size}, too small to cut"
 

@@ -6,7 +6,8 @@ peak is the most of what the places of a forward hold, each written down by itse
 
 - the Triton runner: its first GEMM's output (4IR) and the activation's (2IR), or the latter and the [tokens, top-k,
   hidden] tensor (2HR). FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns;
-- Marlin: 2IR and the larger of 4I and 2H for each row, and its output;
+- Marlin: 2IR and the larger of 4I and 2H for each row, and its output; in columns 6IR, or 2IR, the output, and for each
+  column of a range 2R and its weights;
 - the router of GLM-4-MoE and MiniMax-M2: its input in float32 (4H for each token);
 - attention, while the output projection runs: its input (or the residual), the residual, the projection's output,
   queries, keys and values in every form that a name still has, and what attention has put out;
@@ -34,6 +35,8 @@ TILES = {
     "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
 }
 """Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
+#: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
+PACKED_BYTES = 0.5 + 2 / 32
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
 DECODE_SPLITS = 256
 PARTS = {
@@ -59,7 +62,7 @@ class Acting:
     :param inputs_dropped: attention's inputs are gone when attention is (output-buffer; the engine from 0.5.13 on).
     :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
     :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
-    :param columns: the Triton runner sums in columns where the tensor is large (moe-workspace).
+    :param columns: Triton or Marlin sums in columns where the tensor is large (moe-workspace).
     """
 
     inputs_dropped: bool = False
@@ -147,8 +150,8 @@ def predicted(
     :param tokens: of the chunk.
     :param workspace: bytes that an NVFP4 kernel takes while it runs.
     :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
-    :param width: columns of a range where Triton runs in columns; ``None``: as moe-workspace decides.
-    :param at_any_cost: as it decided up to 0.2.0, by memory alone.
+    :param width: columns of a range where the runner runs in columns; ``None``: as moe-workspace decides.
+    :param at_any_cost: as it decided up to 0.2.0, by memory alone, and nothing of Marlin's.
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
         back.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
@@ -183,7 +186,11 @@ def predicted(
             )
         held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
     elif runner == "marlin":
-        held = marlin_workspace(rank, tokens)
+        if not acting.columns or at_any_cost:
+            width = size
+        elif width is None:
+            width = marlin_width(rank, tokens, output_elsewhere=acting.dead_input, share=1 / layout.ep)
+        held = marlin_workspace(rank, tokens, width=width, output_elsewhere=acting.dead_input)
     else:
         held = workspace
         inputs = tokens * size // 2 + tokens * size // 16
@@ -273,11 +280,47 @@ def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
     return scratch and rank.top_k * rank.intermediate <= rank.hidden
 
 
-def marlin_workspace(rank: Rank, tokens: int) -> int:
+def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: bool) -> int:
     """What Marlin holds: both GEMMs' outputs share one tensor (``fused_marlin_moe``), and its output is never its
-    input's memory."""
-    rows = tokens * rank.top_k
-    return rows * (2 * rank.intermediate + max(4 * rank.intermediate, 2 * rank.hidden)) + 2 * tokens * rank.hidden
+    input's memory.
+
+    In columns each is by itself, the second one as wide as a range, whose weights are there twice.
+
+    :param width: columns of a range; the hidden size: the tensor is whole.
+    :param output_elsewhere: in columns, the output lies in the layer's dead input.
+    """
+    rows, size, inner = tokens * rank.top_k, rank.hidden, rank.intermediate
+    if width >= size:
+        return rows * (2 * inner + max(4 * inner, 2 * size)) + 2 * tokens * size
+    output = 0 if output_elsewhere else 2 * tokens * size
+    return max(6 * inner * rows, 2 * inner * rows + output + width * (2 * rows + _column_bytes(rank)))
+
+
+def marlin_width(
+    rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
+) -> int:
+    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
+    if rank.hidden % columns.MARLIN_TILE:
+        return rank.hidden
+    return columns.packed_slice_width(
+        tokens,
+        rank.top_k,
+        rank.hidden,
+        rank.intermediate,
+        2,
+        gate_columns=2 * rank.intermediate,
+        column_bytes=_column_bytes(rank),
+        weight_bytes=3 * rank.hidden * _column_bytes(rank),
+        share=share,
+        output_elsewhere=output_elsewhere,
+        most_bytes=columns.most_bytes(),
+        most_time=most_time,
+    )
+
+
+def _column_bytes(rank: Rank) -> int:
+    """Of a column of the second GEMM's weights and their scales, all experts together."""
+    return int(PACKED_BYTES * rank.experts * rank.intermediate)
 
 
 def attention(share: Model, tokens: int) -> int:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import columns, token_slices
-from sglang_moe_patches.changes.moe_workspace.columns import ranges, slice_width
+from sglang_moe_patches.changes.moe_workspace.columns import packed_slice_width, ranges, slice_width
 from sglang_moe_patches.engine import Unsupported
 from sglang_moe_patches.patch import Plan, check_environment, look
 
@@ -188,6 +188,96 @@ def test_the_peaks_of_models(sizes, peak_mb):
     assert max(around_the_activation, during_the_slices) <= peak_mb * 1e6
 
 
+# --- How wide, where a slice's weights are copied first --------------------------------------------------------------
+
+packed = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(1, 1 << 17),
+        "top_k": st.integers(1, 16),
+        "hidden": st.integers(1, 128).map(lambda n: 128 * n),
+        "intermediate": st.integers(1, 64).map(lambda n: 64 * n),
+        "itemsize": st.just(2),
+        "gate_columns": st.integers(1, 128).map(lambda n: 64 * n),
+        "column_bytes": st.integers(1, 1 << 20),
+        "weight_bytes": st.integers(0, 1 << 34),
+        "share": st.sampled_from([0.0, 0.125, 1.0]),
+        "output_elsewhere": st.booleans(),
+        "most_bytes": st.none(),
+    }
+)
+asked_packed = packed.flatmap(lambda given: st.integers(1, 4 << 30).map(lambda most: given | {"most_bytes": most}))
+
+
+def marlin_held(given, width):
+    """Bytes that Marlin holds around the activation, and while it runs slices of this width."""
+    rows, inner, hidden = given["tokens"] * given["top_k"], given["intermediate"], given["hidden"]
+    output = 0 if given["output_elsewhere"] else 2 * given["tokens"] * hidden
+    own_weights = given["column_bytes"] if width < hidden else 0
+    return 2 * rows * (inner + given["gate_columns"]), 2 * rows * inner + output + width * (2 * rows + own_weights)
+
+
+@given(packed | asked_packed)
+def test_marlin_has_a_launch_for_each_slice(given):
+    width = packed_slice_width(**given)
+    found = ranges(given["hidden"], width)
+    assert found[-1][1] == given["hidden"]
+    assert all((stop - start) % columns.MARLIN_TILE == 0 for start, stop in found)
+    assert len(found) == 1 or width % columns.MARLIN_ALIGNMENT == 0
+
+
+@given(packed)
+def test_marlins_slices_cost_two_per_cent_at_the_most_copies_included(given):
+    slices = len(ranges(given["hidden"], packed_slice_width(**given)))
+    rows, hidden, inner = given["tokens"] * given["top_k"], given["hidden"], given["intermediate"]
+    tensor = 2 * rows * hidden
+    once, for_each_row = columns.MARLIN_SLICE_US
+    cost = columns.MARLIN_START_US + 2 * hidden * given["column_bytes"] / columns.MARLIN_COPIED_BYTES_PER_US
+    cost += (slices - 1) * (once + rows * for_each_row)
+    layer = 2 * rows * given["share"] * hidden * (inner + given["gate_columns"]) / columns.MARLIN_OPERATIONS_PER_US
+    layer += (given["weight_bytes"] + 2 * tensor) / columns.BYTES_PER_US
+    assert slices == 1 or cost <= 0.02 * layer
+    assert slices == 1 or tensor >= columns.SMALLEST_TENSOR_BYTES
+    assert slices == 1 or tensor / slices**2 >= columns.WORTH_A_SLICE_BYTES
+    assert slices == 1 or given["gate_columns"] < hidden
+
+
+@given(asked_packed)
+def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(given):
+    width, step = packed_slice_width(**given), columns.MARLIN_ALIGNMENT
+    around, during = marlin_held(given, width)
+    most = max(around, given["most_bytes"])
+    if given["gate_columns"] >= given["hidden"]:
+        assert width == given["hidden"]
+        return
+    assert during <= most or width == min(step, given["hidden"])
+    slices = len(ranges(given["hidden"], width))
+    if slices > 1:
+        assert marlin_held(given, given["hidden"])[1] > most
+    if slices > 2:
+        wider = -(-given["hidden"] // ((slices - 1) * step)) * step
+        assert marlin_held(given, wider)[1] > most
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "group", "asked_mb", "slices"),
+    [
+        (384, 7168, 256, 32, 700, 7),  # Kimi-K2.5, TP=8: 2,182 MB stock
+        (384, 7168, 512, 32, 800, 7),  # TP=4: 2,249
+        (128, 4096, 384, 128, 420, 8),  # Qwen3-235B, TP=4: 1,309
+    ],
+)
+def test_the_peaks_of_models_in_int4(experts, hidden, intermediate, group, asked_mb, slices):
+    given = {
+        **{"tokens": 16384, "top_k": 8, "hidden": hidden, "intermediate": intermediate, "itemsize": 2},
+        **{"gate_columns": 2 * intermediate, "output_elsewhere": False, "most_bytes": asked_mb * 10**6},
+        "column_bytes": experts * intermediate // 2 + experts * intermediate // group * 2,
+        "weight_bytes": 3 * experts * hidden * intermediate // 2,
+    }
+    width = packed_slice_width(**given)
+    assert len(ranges(hidden, width)) == slices
+    assert max(marlin_held(given, width)) <= asked_mb * 1e6
+
+
 # --- Who needs it ----------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +426,32 @@ def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch, plan, re
     assert found.reason == f"token slices alone: {reason}"
 
 
+def test_columns_in_one_runner_do_without_the_other(monkeypatch):
+    from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
+
+    installed = []
+    monkeypatch.setattr(streams, "look", lambda: lambda patcher: None)
+    monkeypatch.setattr(moe_workspace, "_dead_input", lambda: (None, ""))
+    plans = {
+        module: Plan.applied(lambda patcher, module=module: installed.append(module)) for module in (triton, marlin)
+    }
+    monkeypatch.setattr(triton, "plan", somebody_elses_gemm)
+    monkeypatch.setattr(marlin, "plan", lambda: plans[marlin])
+    found = look(moe_workspace.CHANGE)
+    assert found.reason == (
+        "no columns in the Triton runner: invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
+    )
+    found.install(None)
+    assert installed == [marlin]
+    monkeypatch.setattr(triton, "plan", lambda: plans[triton])
+    assert look(moe_workspace.CHANGE).reason == ""
+    monkeypatch.setattr(marlin, "plan", somebody_elses_gemm)
+    found = look(moe_workspace.CHANGE)
+    assert found.reason.startswith("no columns in Marlin: ")
+    found.install(None)
+    assert installed == [marlin, triton]
+
+
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
 
 
@@ -390,3 +506,20 @@ def test_the_engines_sequence_in_the_interpreter(marks: str, passed: int) -> Non
     assert ran is not None, result.stdout
     # Not skipped; one is about releases from 0.5.20 on.
     assert int(ran[1]) >= 20 if some else int(ran[1]) in (passed, passed + (marks == "not product")), result.stdout
+
+
+def test_marlins_columns_on_a_stand_in_for_its_kernel() -> None:
+    pytest.importorskip("triton")
+    test = Path(__file__).parents[2] / "gpu" / "test_moe_workspace_marlin_cuda.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,  # ten seconds of processor time
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    ran = re.search(r"\b(\d+) passed", result.stdout)
+    assert ran is not None, result.stdout
+    assert int(ran[1]) >= 40, result.stdout  # not skipped; some are about later releases

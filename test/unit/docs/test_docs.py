@@ -191,12 +191,14 @@ def test_a_familys_line_says_what_its_layers_do():
     """As `test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits` finds it."""
     own = cells("DeepSeek-V2/V3, shared experts of its own")
     assert own["`triton`"] == "shared experts last; output in the dead input; columns"
-    assert own["`marlin`"] == own["`cutlass`"] == "shared experts last"
+    assert own["`marlin`"] == "shared experts last; columns, output in the dead input"
+    assert own["`cutlass`"] == "shared experts last"
     assert own["attention inputs"] == "dropped up to 0.5.12.post1"
     in_place, out_of_place = "in place, the dead input is scratch; columns", "output in the dead input; columns"
     for other in ("DeepSeek-V2/V3, shared experts fused or none", "any other that offers"):
         assert cells(other)["`triton`"] == in_place
-        assert cells(other)["`marlin`"] == "untouched"
+        assert cells(other)["`marlin`"] == "columns, output in the dead input"
+        assert cells(other)["`cutlass`"] == "untouched"
     # The engine has them out of place by itself: where is found in its code.
     assert cells(APART)["`triton`"] == f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"
 

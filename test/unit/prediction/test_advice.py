@@ -10,6 +10,7 @@ import pytest
 from common.shapes import MODELS
 from sglang_moe_patches import runners
 from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.prediction import advice, asking, forward
 from sglang_moe_patches.prediction.advice import Server, acting
 from sglang_moe_patches.prediction.config import Read
@@ -52,8 +53,9 @@ def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     [
         ("triton", "qwen3_moe", False, Acting(False, False, True, True)),
         ("triton", "", False, Acting(columns=True)),
-        ("marlin", "deepseek_v2", True, Acting(True, True, False, False)),
-        ("marlin", "qwen3_moe", False, Acting()),
+        ("marlin", "deepseek_v2", True, Acting(True, True, True, True)),
+        ("marlin", "qwen3_moe", False, Acting(False, False, True, True)),
+        ("marlin", "", False, Acting(columns=True)),
         ("flashinfer_trtllm_routed", "qwen3_moe", False, Acting(dead_input=True)),
         ("deep_gemm", "deepseek_v2", True, Acting(inputs_dropped=True)),
         (None, "", False, Acting()),
@@ -94,11 +96,24 @@ def test_each_change_says_what_it_does_here_or_why_not():
     assert all(bool(change["does"]) == change["acts"] for change in found.values())
     marlin = advise(layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"})
     idle = {change["name"]: change["reason"] for change in marlin["changes"] if not change["acts"]}
-    assert idle["moe-workspace"] == "nothing for marlin in qwen3_moe layers"
+    assert "cutting it costs more than 2 %" in idle["moe-workspace"]
     fused = advise(layer=LAYER | {"shared_experts": False})
     idle = {change["name"]: change["reason"] for change in fused["changes"] if not change["acts"]}
     assert idle["deferred-shared-experts"].endswith("in deepseek_v2 layers without shared experts of their own")
     assert marlin["stock"] == marlin["patched"]
+
+
+def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
+    """Kimi-K2.5 in INT4 at TP=8: a range of 1,024 columns and its weights, the output in the dead input."""
+    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "400")
+    found = advise(
+        layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
+    )
+    workspace = {name: found[name]["parts"]["workspace"] for name in ("stock", "patched")}
+    rows = 16384 * 8
+    assert workspace["stock"] == rows * 2 * (256 + 7168) + 2 * 16384 * 7168
+    assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
+    assert workspace["patched"] <= 400e6
 
 
 @pytest.mark.parametrize(

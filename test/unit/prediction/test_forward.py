@@ -99,7 +99,22 @@ def test_whole_servers_needed_what_their_sizes_say(name):
         assert predicted.peak == near(figures["peak"]), server
 
 
-@pytest.mark.parametrize("name", [name for name in results("moe-workspace") if "cells" in output.load(name)["figures"]])
+def cells_of(benchmark):
+    found = {name: output.load(name) for name in results("moe-workspace")}
+    return [name for name, one in found.items() if one["benchmark"] == benchmark and "cells" in one["figures"]]
+
+
+@pytest.mark.parametrize("name", cells_of("moe_workspace_marlin"))
+def test_what_marlin_held_was_as_its_sizes_say(name):
+    """By itself, nothing on offer."""
+    for cell in output.load(name)["figures"]["cells"]:
+        rank = MODELS[cell["model"]].per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
+        for width, measured in ((rank.hidden, cell["stock_peak"]), (cell["width"], cell["peak"])):
+            predicted = forward.marlin_workspace(rank, cell["tokens"], width=width, output_elsewhere=False)
+            assert predicted == near(measured, SMALL), cell
+
+
+@pytest.mark.parametrize("name", cells_of("moe_workspace"))
 def test_what_the_triton_runner_held_was_as_its_sizes_say(name):
     """The runner alone, nothing on offer, in the ranges that it ran in; not of DeepSeek-V3 at TP=8 in FP8 on an H200,
     where a tuned configuration pads rows: there up to 45 MB more."""

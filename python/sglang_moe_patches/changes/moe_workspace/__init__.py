@@ -1,7 +1,7 @@
-"""moe-workspace: the Triton runner's second GEMM and its sum over the top-k, a range of columns at a time.
+"""moe-workspace: Triton's and Marlin's second GEMM and sum over the top-k, a range of columns at a time.
 
 Why
-    Between its second GEMM and the sum over the top-k the Triton runner holds a tensor [tokens, top-k, hidden]. Tensor
+    Between its second GEMM and the sum over the top-k the runner holds a tensor [tokens, top-k, hidden]. Tensor
     parallelism does not shard it and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384 tokens, more
     than all other activations together.
 
@@ -21,6 +21,9 @@ How
     In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.dead_input`) is memory for the
     activation's output, if it is large enough: the peak is then the first GEMM's output alone, or a slice.
 
+    Marlin's packed weights have no ranges of columns: each range's are copied first (:mod:`.marlin`). Its output, which
+    is never its input, goes into the dead input.
+
     On request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``) no routed-experts kernel of any runner behind
     ``FusedMoE.run_moe_core`` sees more than so many tokens at once (:mod:`.token_slices`).
 
@@ -28,7 +31,7 @@ Upstream
     None.
 
 Remove when
-    the engine's Triton runner bounds that tensor.
+    the engine's runners bound that tensor.
 """
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ def _dead_input() -> tuple[Install | None, str]:
 
 
 def _does(layer: Layer, status: Status) -> str:
+    if layer.part == "marlin":
+        return "columns, output in the dead input" if layer.family else "columns"
     if layer.part != "triton":
         return ""
     # They still read the runner's input.
@@ -133,7 +138,7 @@ TOKEN_SLICES = Count(
 )
 CHANGE = Change(
     name="moe-workspace",
-    summary="the Triton runner sums over the top-k in columns, in as little as a sixth of its memory; "
+    summary="Triton and Marlin sum over the top-k in columns, in as little as a sixth of their memory; "
     "other runners are left alone",
     plan=_plan,
     unneeded=_unneeded,
@@ -144,6 +149,11 @@ CHANGE = Change(
             "`fused_moe_triton_kernels.py` (`invoke_fused_moe_kernel`)",
             "which `torch.empty` makes the [tokens, top-k, hidden] tensor? who fills it, who sums it, who reads it? "
             "does the kernel take new arguments?",
+        ),
+        (
+            "`layers/moe/fused_moe_triton/fused_marlin_moe.py`, `quantization/marlin_utils*.py`",
+            "which tensor has both GEMMs' outputs? who reads it, who sums it? do weights, scales and biases still "
+            "change places within 64 columns alone?",
         ),
         (
             "`layers/moe/fused_moe_triton/layer.py` (`FusedMoE.run_moe_core`), `layers/moe/topk.py`, "

@@ -146,6 +146,7 @@ def packed_slice_width(
     share: float = 1.0,
     output_elsewhere: bool = False,
     most_bytes: int | None = None,
+    most_time: float | None = None,
 ) -> int:
     """:func:`slice_width` where a slice's weights and scales are copied first, as Marlin's packed ones must be.
 
@@ -156,6 +157,7 @@ def packed_slice_width(
     :param column_bytes: of the second GEMM's weights and scales in a column, all experts together.
     :param weight_bytes: of both GEMMs' weights and scales.
     :param output_elsewhere: the output lies in memory that is there anyway.
+    :param most_time: that slices may cost, of the layer's; ``None``: :data:`MOST_OF_THE_TIME`.
     """
     rows, output_bytes = tokens * top_k, tokens * hidden * itemsize
     tensor_bytes = rows * hidden * itemsize
@@ -175,7 +177,7 @@ def packed_slice_width(
     layer += (weight_bytes + 2 * tensor_bytes) / BYTES_PER_US
     once, for_each_row = MARLIN_SLICE_US
     copies = 2 * hidden * column_bytes / MARLIN_COPIED_BYTES_PER_US
-    left = MOST_OF_THE_TIME * layer - MARLIN_START_US - copies
+    left = (MOST_OF_THE_TIME if most_time is None else most_time) * layer - MARLIN_START_US - copies
     slices = min(
         -(-hidden // max(1, (around - beside) // column)),
         isqrt(tensor_bytes // WORTH_A_SLICE_BYTES),
