@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import warnings
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
@@ -499,6 +499,13 @@ def test_taking_it_back_leaves_the_module_as_it_was(module):
 def test_another_plugin_s_function_is_left_alone(module, monkeypatch):
     monkeypatch.setattr(module, marlin.NAME, lambda *args, **kwargs: None)
     with pytest.raises(engine.Unsupported, match=r"not the engine's own operator|wrapped or replaced"):
+        marlin.plan()
+
+
+def test_a_function_of_another_module_is_left_alone(module, monkeypatch):
+    elsewhere = vars(importlib.import_module("sglang.srt.utils.custom_op"))
+    monkeypatch.setattr(module, marlin.NAME, FunctionType((lambda *args, **kwargs: None).__code__, elsewhere))
+    with pytest.raises(engine.Unsupported, match="not the engine's own operator"):
         marlin.plan()
 
 

@@ -258,6 +258,13 @@ def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(giv
         assert marlin_held(given, wider)[1] > most
 
 
+@given(asked_packed)
+def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(given):
+    given["intermediate"] = min(given["intermediate"], given["gate_columns"])
+    if tensor_bytes(given) < columns.smallest_packed_tensor(given["most_bytes"]):
+        assert packed_slice_width(**given) == given["hidden"]
+
+
 @pytest.mark.parametrize(
     ("experts", "hidden", "intermediate", "group", "asked_mb", "slices"),
     [

@@ -262,6 +262,14 @@ def smallest_tensor(most: int | None) -> int:
     return SMALLEST_TENSOR_BYTES if most is None else 2 * most // 3
 
 
+def smallest_packed_tensor(most: int | None) -> int:
+    """The same for :func:`packed_slice_width`: of what the runner holds whole, it is at least a third.
+
+    The activation's output is narrower than the layer where anything is cut, and the final output has a row a token.
+    """
+    return SMALLEST_TENSOR_BYTES if most is None else most // 3
+
+
 def ranges(columns: int, width: int) -> list[tuple[int, int]]:
     """``(start, stop)`` of each slice of at most ``width`` columns, in order."""
     return [(start, min(start + width, columns)) for start in range(0, columns, width)]

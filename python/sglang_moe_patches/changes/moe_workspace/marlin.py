@@ -308,7 +308,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     by_default = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
     most_bytes = columns.most_bytes()
-    smallest, place = columns.smallest_tensor(most_bytes), _PARAMETERS.index("topk_ids")
+    smallest, place = columns.smallest_packed_tensor(most_bytes), _PARAMETERS.index("topk_ids")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         # Arguments that it named would be put together anew at every call.
