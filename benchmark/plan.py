@@ -234,19 +234,6 @@ def needed(server: dict[str, Any]) -> int:
     return int(worst["after_cache"] + worst["forwards"])
 
 
-def survived(results: Sequence[output.Result]) -> str:
-    """Each fraction that was tried, in the order in which they were."""
-    rows = []
-    for result in results:
-        for each in result["figures"].get("survivals", ()):
-            if each["held"] is None:
-                continue
-            least = min(each["lowest_free"].values(), default=None)
-            held = "yes" if each["held"] else f"no: {'; '.join(each['reasons'])}"
-            rows.append((f"{each['fraction']:.3f}", held, "" if least is None else f"{least / MB:,.0f} MB"))
-    return output.table(("fraction", "survived", "lowest free"), rows) if rows else ""
-
-
 def main() -> int:
     parser = output.parser(__doc__, logs=True)
     parser.add_argument("--model", choices=VOCABULARY, default="kimi-k2.5")

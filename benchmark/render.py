@@ -25,12 +25,14 @@ import engine_suite
 import launcher_cost
 import models
 import moe_workspace
+import moe_workspace_marlin
 import mori_rows
 import overhead
 import peak_memory
 import plan
 import residual_hole
 import segments
+import serving
 import soak
 import triton_server
 import weight_shuffle
@@ -96,7 +98,6 @@ PLANS = under(
     *("qwen3-30b-16384", "qwen3-30b-8192"),
 )
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
-SURVIVALS = under("plan", "survive-kimi-k2.5-16384", "survive-kimi-k2.5-16384-more")
 SECTIONS = {
     "gain": Section(headlines=headlines.gain),
     "index": Section(headlines=headlines.index),
@@ -105,7 +106,7 @@ SECTIONS = {
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
-    "segments": Section(under("segments", "kimi-k2.5", "qwen3-30b"), segments.tables),
+    "segments": Section(under("segments", "kimi-k2.5", "kimi-k2.5-0.5.17", "qwen3-30b"), segments.tables),
     "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
     "segments-times": one("triton-server/kimi-k2.5-segments", lambda result: triton_server.tables([result])),
     "soak": one("soak/qwen3-30b", soak.tables),
@@ -121,7 +122,7 @@ SECTIONS = {
     ),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "plan": Section(PLANS, plan.in_short),
-    "plan-survivals": Section(SURVIVALS, plan.survived),
+    "serving": Section(("serving/kimi-k2.5",), serving.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
@@ -129,6 +130,7 @@ SECTIONS = {
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
     "moe-workspace-default": one("moe-workspace/h200-default", moe_workspace.by_default),
+    "moe-workspace-marlin": one("moe-workspace/h200-marlin", moe_workspace_marlin.tables),
     "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
     "moe-workspace-captured": Section(
         under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)

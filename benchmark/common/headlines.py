@@ -54,7 +54,7 @@ def buffers(result: Result) -> tuple[float, float]:
 def gain(load: Load) -> str:
     """The README's lines."""
     kimi, qwen = (peaks(load(PEAKS[name])) for name in ("Kimi-K2.5", "Qwen3-235B"))
-    deep, whole = (tokens(load(name)) for name in ("plan/kimi-k2.5-16384", "plan/qwen3-30b-8192"))
+    stock, sized = (load("serving/kimi-k2.5")["figures"]["servers"][name] for name in ("stock", "sized"))
     layer, (before, after) = shuffled(load("weight-shuffle/h200")), buffers(load("cutedsl-memory/layouts"))
     kept = [
         load(f"segments/{model}")["figures"]["servers"][server]["slack"] / 1e6
@@ -70,9 +70,10 @@ def gain(load: Load) -> str:
   may cost 2 % of the time ([your model](docs/models.md)). On request
   ([`SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`](docs/moe-workspace.md)) Qwen3-235B's widths need {qwen[1]:,.0f} instead of
   {qwen[0]:,.0f} MB, at {times[1]:.2f}.
-- **KV cache: {deep[0]:,} tokens by the engine's rule, {deep[1]:,} with a measured reserve, {deep[2]:,} with one for the
-  patches** (the same widths, 14 layers, one H200). Qwen3-30B at its full depth: {whole[0]:,}, {whole[1]:,},
-  {whole[2]:,} ([plans](docs/benchmarks/plan.md)).
+- **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/kv-sizing.md)): the second start has
+  **{sized["tokens"]:,} instead of {stock["tokens"]:,} tokens** and serves {sized["total_throughput"]:,.0f} instead of
+  {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long
+  requests at once: [serving](docs/benchmarks/serving.md)).
 - **What PyTorch's allocator keeps** after prompts of many lengths, MoE or not: {kept[0]:,.0f} instead of
   {kept[1]:,.0f} MB with all changes (the same widths), {kept[2]:,.0f} instead of {kept[3]:,.0f} MB with Qwen3-30B at
   its full depth, with PyTorch 2.11 by itself ([segments](docs/benchmarks/segments.md)).
@@ -109,6 +110,7 @@ def index(load: Load) -> str:
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     soaked = load("soak/qwen3-30b")["figures"]["servers"]
     minutes, failed = soaked["patched"]["seconds"] / 60, sum(len(one["errors"]) for one in soaked.values())
+    served = [load("serving/kimi-k2.5")["figures"]["servers"][name]["total_throughput"] for name in ("stock", "sized")]
     suite = load("engine-suite/h200")["figures"]["files"].values()
     tests = sum(len(one["stock"]["tests"]) for one in suite)
     rows = [
@@ -123,6 +125,7 @@ def index(load: Load) -> str:
             "memory of a forward",
             f"{kimi[0]:,.0f} -> {kimi[1]:,.0f} MB; NVFP4 {nvfp4[1] - nvfp4[0]:+,.0f} MB",
         ),
+        ("serving", "tokens per second with a measured reserve", f"{served[0]:,.0f} -> {served[1]:,.0f} tokens/s"),
         ("plan", "KV cache as planned", f"{deepest[0]:,} -> {deepest[2]:,} tokens (stock: {deepest[1]:,})"),
         ("segments", "what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
         (

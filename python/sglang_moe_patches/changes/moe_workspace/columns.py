@@ -36,9 +36,9 @@ BYTES_PER_US = 4.0e6
 #: The same of Marlin: slices, for being there, each but the first, and that for each row; operations; bytes of the
 #: second GEMM's weights and scales, read, written and read again.
 MARLIN_START_US = 10.0
-MARLIN_SLICE_US = (15.0, 2.5e-4)
-MARLIN_OPERATIONS_PER_US = 0.215e9
-MARLIN_COPIED_BYTES_PER_US = 3.0e6
+MARLIN_SLICE_US = (15.0, 3.0e-4)
+MARLIN_OPERATIONS_PER_US = 0.25e9
+MARLIN_COPIED_BYTES_PER_US = 2.5e6
 #: No slice has a part of Marlin's tile; every number of columns that its launches take is a multiple of the second one.
 MARLIN_ALIGNMENT, MARLIN_TILE = 256, 128
 
