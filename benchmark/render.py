@@ -130,7 +130,7 @@ SECTIONS = {
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
     "moe-workspace-default": one("moe-workspace/h200-default", moe_workspace.by_default),
-    "moe-workspace-marlin": one("moe-workspace/h200-marlin", moe_workspace_marlin.tables),
+    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_workspace_marlin.tables),
     "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
     "moe-workspace-captured": Section(
         under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)
