@@ -55,6 +55,7 @@ def gain(load: Load) -> str:
     """The README's lines."""
     kimi, qwen = (peaks(load(PEAKS[name])) for name in ("Kimi-K2.5", "Qwen3-235B"))
     stock, sized = (load("serving/kimi-k2.5")["figures"]["servers"][name] for name in ("stock", "sized"))
+    alone = tokens(load("plan/kimi-k2.5-16384"))[1]
     layer, (before, after) = shuffled(load("weight-shuffle/h200")), buffers(load("cutedsl-memory/layouts"))
     kept = [
         load(f"segments/{model}")["figures"]["servers"][server]["slack"] / 1e6
@@ -72,8 +73,9 @@ def gain(load: Load) -> str:
   {qwen[0]:,.0f} MB, at {times[1]:.2f}.
 - **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/kv-sizing.md)): the second start has
   **{sized["tokens"]:,} instead of {stock["tokens"]:,} tokens** and serves {sized["total_throughput"]:,.0f} instead of
-  {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long
-  requests at once: [serving](docs/benchmarks/serving.md)).
+  {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long requests at once:
+  [serving](docs/benchmarks/serving.md)). Most of that is the caution of the engine's rule: with a measured
+  reserve stock had {alone:,} ([plans](docs/benchmarks/plan.md)).
 - **What PyTorch's allocator keeps** after prompts of many lengths, MoE or not: {kept[0]:,.0f} instead of
   {kept[1]:,.0f} MB with all changes (the same widths), {kept[2]:,.0f} instead of {kept[3]:,.0f} MB with Qwen3-30B at
   its full depth, with PyTorch 2.11 by itself ([segments](docs/benchmarks/segments.md)).
