@@ -287,6 +287,8 @@ def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path, monkeypat
         server._process._root.suspend()
     assert given.processes() == []
     assert list(given.temporary.iterdir()) == []
+    for path in given.had():  # the keeper would have removed them
+        path.unlink(missing_ok=True)
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
