@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, plugins
+from common import machine, output, plugins, stand_ins
 from common.everywhere import SIDES
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.servers.keeper import Kept
@@ -123,15 +123,20 @@ def described(checkout: Path) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
+def variables(*folders: str) -> dict[str, str]:
+    """The environment of a file's tests, with these folders of modules."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    paths = [*folders, str(Path(__file__).parent), *stand_ins.folders(), *filter(None, [own.get("PYTHONPATH")])]
+    # Downloads that the selection did not foresee fail at once, and alike on both sides.
+    return own | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(paths)}
+
+
 def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
     """What became of one file's tests on one side."""
     name = f"{file.path.removesuffix('.py').replace('/', '-')}-{side}"
     result = work / f"{name}.json"
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
-    paths = [str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own = variables(*[str(work / "plugin")] * (side == "patched"))
     own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
-    # Downloads that the selection did not foresee fail at once, and alike on both sides.
-    own |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join([str(work / "plugin")] * (side == "patched") + paths)}
     path = (checkout / REGISTERED / file.path).resolve()
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
     begun = time.monotonic()
@@ -164,8 +169,9 @@ def said(side: dict[str, Any]) -> str:
 
 
 def lacking(module: str = "sglang.test.test_utils") -> str:
-    """Why a module cannot be imported, or ""; an installation without all that it needs would fail every test alike."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True)
+    """Why a test cannot import a module, or ""; an installation without all that it needs would fail each alike."""
+    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+    done = subprocess.run(command, env=variables(), capture_output=True, text=True)
     return "" if done.returncode == 0 else done.stderr.strip().rsplit("\n", 1)[-1]
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import plan
-from common import machine, output, weights
+from common import machine, output, stand_ins, weights
 from common.shapes import TINY
 from sglang_moe_patches.changes.kv_sizing import record
 from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
@@ -137,15 +137,6 @@ def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
     ]
 
 
-def stand_ins(folder: Path) -> list[str]:
-    """A folder for PYTHONPATH where the engine's client imports what only a download needs, and it is not installed."""
-    if importlib.util.find_spec("datasets") is not None:
-        return []
-    folder.mkdir(exist_ok=True)
-    (folder / "datasets.py").write_text("def load_dataset(*args, **kwargs):\n    raise NotImplementedError\n")
-    return [str(folder)]
-
-
 @contextmanager
 def free_memory() -> Iterator[list[int]]:
     """MiB free on each visible GPU, every quarter of a second within the block; nothing where nobody can tell."""
@@ -189,7 +180,7 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     """What the engine's client says of the load, and the lowest free memory meanwhile."""
     into, said = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
     into.unlink(missing_ok=True)
-    paths = [*stand_ins(work / "stand-ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*stand_ins.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
     own |= {} if environment.has_gpu() else environment.variables(own)
     before = len(server.log_text())

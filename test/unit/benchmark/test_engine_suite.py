@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -191,6 +192,13 @@ def test_a_file_that_takes_too_long_or_ends_is_said_to(tmp_path: Path, monkeypat
 def test_what_is_missing_for_every_test_is_said_before_any_runs():
     assert engine_suite.lacking("json") == ""
     assert engine_suite.lacking("no_such_module") == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_what_a_download_alone_needs_may_be_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = engine_suite.lacking("datasets.arrow_dataset")  # has the stand-in's name, and is not in it
+    assert said == "ModuleNotFoundError: No module named 'datasets.arrow_dataset'; 'datasets' is not a package"
+    assert engine_suite.lacking("datasets; from datasets import load_dataset") == ""
 
 
 def test_without_a_gpu_one_line_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys):
