@@ -4,11 +4,11 @@
     python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
     python benchmark/peak_memory.py --runner triton --shard 4          # BF16, one rank's share of four on one GPU
     python benchmark/peak_memory.py --runner triton --shard 4 --fp8
-    python benchmark/peak_memory.py --runner marlin --shard 4 --model qwen3-235b
+    python benchmark/peak_memory.py --runner marlin --shard 8 --moe-workspace-mb 628
     python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
-computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin AWQ (4 bits),
+computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,
 on the engine's own kernels. What each server should need is written down first, from the sizes (the package's
 prediction/forward.py).
 
@@ -17,11 +17,13 @@ Both are asked the same prompts, one at a time; every token and log-probability 
 forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off workspaces), and
 of the second one the allocator's history is recorded. Figures are those of one rank, bytes beyond what was allocated
 before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes while it runs.
+--moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections import defaultdict
@@ -31,6 +33,7 @@ from typing import Any
 
 from common import machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.observers import events
 from sglang_moe_patches.prediction import forward as prediction
 from sglang_moe_patches.reference import environment
@@ -96,6 +99,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
         arguments=(*servers.EAGER, *symmetric, *options.server_arguments),
         workspace_mb=options.workspace_mb,
         history=True,
+        variables=((MOE_WORKSPACE_MB.name, str(options.moe_workspace_mb)),) if options.moe_workspace_mb else (),
     )
     setup.prepare()
     answers: dict[str, list[Any]] = {}
@@ -125,6 +129,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
         "tokens": options.tokens,
         "symm_mem": options.symm_mem,
         "workspace_mb": options.workspace_mb,
+        "moe_workspace_mb": options.moe_workspace_mb,
         "server_arguments": setup.command(),
         "states": states,
         "prompts": PROMPTS,
@@ -378,6 +383,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dense-layers", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--moe-layers", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
+    parser.add_argument("--moe-workspace-mb", type=int, help="MB that Triton or Marlin may hold; default: unset")
     parser.add_argument(
         "--symm-mem", action="store_true", help="with NCCL symmetric memory (NVLink multicast as it is)"
     )
@@ -389,6 +395,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    if options.moe_workspace_mb:
+        os.environ[MOE_WORKSPACE_MB.name] = str(options.moe_workspace_mb)  # of the prediction
     if not options.model.startswith("tiny") or options.plot or options.runner == "marlin":
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:

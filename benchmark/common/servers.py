@@ -28,7 +28,7 @@ SERVERS = ("stock", "patched")
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
-    # The engine finds the AWQ experts in config.json, and Marlin for them. The shared experts are not quantized: they
+    # The engine finds the INT4 experts in config.json, and Marlin for them. The shared experts are not quantized: they
     # cannot be routed ones.
     "marlin": ("--disable-shared-experts-fusion",),
 }

@@ -1,4 +1,4 @@
-"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16; NVFP4, AWQ or FP8 experts.
+"""Random weights of a model's own widths, for servers that a benchmark starts: bfloat16; NVFP4, INT4 or FP8 experts.
 
 A checkpoint of a few layers of Kimi-K2.5 would be 10 GB a layer to write and read. So the folder holds the
 configuration and the tokenizer alone, and this module is also a plugin of the engine (``register``) that stands where
@@ -27,8 +27,9 @@ VARIABLES_KEPT = "MOE_PATCHES_BENCHMARK_VARIABLES"
 #: The models that can be served so.
 SERVABLE = {name: MODELS[name] for name in MODELS if MODELS[name].family and not name.endswith("-fused")} | TINY_MODELS
 #: The runners, and how the routed experts are quantized for them; None: not.
-RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "awq"}
-AWQ_GROUP = 128
+RUNNERS = {"flashinfer_trtllm_routed": "nvfp4", "triton": None, "marlin": "int4"}
+#: Inputs that share a scale of INT4 weights, as in Kimi-K2.5's checkpoint.
+INT4_GROUP = 32
 #: Rows and columns of FP8 weights that share a scale, as in DeepSeek-V3's and Qwen3's checkpoints.
 FP8_BLOCK = 128
 
@@ -85,15 +86,48 @@ def config(served: Served) -> dict[str, Any]:
     values = model.config(spec, quantized=served.quantization == "nvfp4")
     if "n_group" in values:
         values |= {"n_group": whole.groups[0], "topk_group": whole.groups[1]}
-    dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
-    experts_alone = {"modules_to_not_convert": ["self_attn", "shared_experts", "lm_head", *dense]}
-    if served.quantization == "awq":
-        scheme = {"bits": 4, "group_size": AWQ_GROUP, "zero_point": True, "version": "gemm"}
-        values["quantization_config"] = {"quant_method": "awq", **scheme, **experts_alone}
+    if served.quantization == "int4":
+        values["quantization_config"] = int4_config()
     elif served.quantization == "fp8":
+        dense = [f"layers.{layer}.mlp" for layer in range(served.dense_layers)]
         scheme = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-        values["quantization_config"] = {"quant_method": "fp8", **scheme, **experts_alone}
+        kept = ["self_attn", "shared_experts", "lm_head", *dense]
+        values["quantization_config"] = {"quant_method": "fp8", **scheme, "modules_to_not_convert": kept}
     return values
+
+
+def int4_config() -> dict[str, Any]:
+    """The quantization of Kimi-K2.5's own checkpoint: the routed experts' weights alone, four bits, no zero points."""
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP}
+    groups = {"group_0": {"weights": scheme | {"dynamic": False}, "targets": ["Linear"]}}
+    kept = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head", *(f"re:.*{name}.*" for name in kept)],
+    }
+
+
+def int4_packed(weight: Any) -> dict[str, Any]:
+    """A projection of an expert as that checkpoint has it: the nearest of 16 values, the largest of a group is 7 or -7.
+
+    :param weight: [out, in].
+    :returns: ``weight_packed`` int32 [out, in / 8], the first of eight numbers in the lowest bits, each with 8 added;
+        ``weight_scale`` bfloat16 [out, in / ``INT4_GROUP``]; ``weight_shape`` int32 [2].
+    """
+    import torch
+
+    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    scale = (groups.abs().amax(2, keepdim=True) / 7).clamp(min=1e-8).bfloat16()
+    nibbles = ((groups / scale.float()).round().clamp(-8, 7) + 8).flatten(1).to(torch.int64).unflatten(1, (-1, 8))
+    packed = (nibbles << torch.arange(0, 32, 4, device=weight.device)).sum(2)
+    return {
+        "weight_packed": torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32),
+        "weight_scale": scale.squeeze(2),
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
+    }
 
 
 def write_model(folder: Path, served: Served) -> Path:
@@ -151,22 +185,14 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         down = name.endswith(families.FAMILIES[spec.family].projections[2])
         yield f"{name}.input_scale", torch.tensor((16 if down else 8) / (448 * 6), device=device)
 
-    def awq(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
-        """[in, out], eight numbers of four bits in an int32, with a zero point of 8 everywhere."""
+    def int4(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
         eights = torch.iinfo(torch.int32)
-        packed = (columns, rows // 8)
-        yield (
-            f"{name}.qweight",
-            torch.randint(
-                eights.min, eights.max, packed, dtype=torch.int32, device=device, generator=generator(f"{name}.qweight")
-            ),
-        )
-        groups = columns // AWQ_GROUP
-        zeros = torch.full((groups, rows // 8), -0x77777778, dtype=torch.int32, device=device)  # 0x88888888
-        yield f"{name}.qzeros", zeros
+        packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=device)
+        yield f"{name}.weight_packed", packed.random_(eights.min, eights.max, generator=generator(name))
         # Uniform numbers from -8 to 7 have a root mean square of 4.64.
-        scale = 1 / (4.64 * math.sqrt(columns))
-        yield f"{name}.scales", torch.full((groups, rows), scale, dtype=torch.bfloat16, device=device)
+        scale = torch.full((rows, columns // INT4_GROUP), 1 / (4.64 * math.sqrt(columns)), device=device)
+        yield f"{name}.weight_scale", scale.bfloat16()
+        yield f"{name}.weight_shape", torch.tensor((rows, columns), dtype=torch.int32)
 
     def fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
         normal = torch.randn(rows, columns, device=device, generator=generator(name))
@@ -174,7 +200,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
         yield f"{name}.weight_scale_inv", torch.full(blocks, columns**-0.5, device=device)
 
-    quantized = {"awq": awq, "fp8": fp8}.get(quantization, nvfp4)
+    quantized = {"compressed-tensors": int4, "fp8": fp8}.get(quantization, nvfp4)
     for tensor in families.tensors(spec, c["vocab_size"]):
         if tensor.expert and quantization:
             yield from quantized(tensor.name, *tensor.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,25 +36,34 @@ def gate_and_up(made: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, t
     return {name: (t.dtype, tuple(t.shape)) for name, t in expert.items() if "down" not in name}
 
 
-def test_awq_experts_are_packed_as_the_engine_reads_them(tmp_path):
-    """AWQ's layout: [in, out / 8] int32, scales and zero points by groups of 128 of the inputs."""
-    served = weights.Served(TINY, runner="marlin")
-    config = weights.config(served)
+def test_int4_experts_are_packed_as_the_engine_reads_them():
+    """Kimi-K2.5's layout, compressed-tensors': [out, in / 8] int32, scales by groups of 32 of the inputs."""
+    config = weights.config(weights.Served(TINY, runner="marlin"))
     made = dict(weights.tensors(config, torch.device("cpu")))
     assert gate_and_up(made) == {
         f"{part}_proj.{kind}": (dtype, shape)
         for part in ("gate", "up")
         for kind, dtype, shape in (
-            ("qweight", torch.int32, (256, 32)),
-            ("qzeros", torch.int32, (2, 32)),
-            ("scales", torch.bfloat16, (2, 256)),
+            ("weight_packed", torch.int32, (256, 32)),
+            ("weight_scale", torch.bfloat16, (256, 8)),
+            ("weight_shape", torch.int32, (2,)),
         )
     }
-    assert {(value >> shift) & 15 for value in (-0x77777778,) for shift in range(0, 32, 4)} == {8}
-    kept = config["quantization_config"]["modules_to_not_convert"]
+    kept = [name.removeprefix("re:") for name in config["quantization_config"]["ignore"]]
     for path in ("model.layers.0.mlp.gate_up_proj", "model.layers.1.mlp.shared_experts.down_proj", "lm_head"):
-        assert any(name in path for name in kept)
-    assert not any(name in "model.layers.1.mlp.experts" for name in kept)
+        assert any(re.match(name, path) for name in kept)
+    assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in kept)
+
+
+def test_int4_weights_are_the_nearest_that_compressed_tensors_unpacks():
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = weights.int4_packed(weight)
+    values = unpack_from_int32(packed["weight_packed"], 4, torch.Size(weight.shape)).float()
+    scale = packed["weight_scale"].float().repeat_interleave(weights.INT4_GROUP, 1)
+    assert values.unique().tolist() == list(range(-7, 8))
+    assert (values * scale - weight.float()).abs().le(scale * 0.51).all()
 
 
 def test_fp8_experts_have_a_scale_for_each_block():
@@ -69,7 +79,7 @@ def test_fp8_experts_have_a_scale_for_each_block():
         )
     }
     assert {t.dtype for name, t in made.items() if ".experts." not in name} == {torch.bfloat16, torch.float32}
-    with pytest.raises(ValueError, match="marlin has awq experts"):
+    with pytest.raises(ValueError, match="marlin has int4 experts"):
         weights.Served(TINY, runner="marlin", fp8=True)
 
 

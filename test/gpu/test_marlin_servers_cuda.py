@@ -1,0 +1,84 @@
+"""Answers of INT4 experts on Marlin: the shipped model that can do arithmetic, quantized as Kimi-K2.5's checkpoint is.
+
+Stock, stock again and patched servers are asked 200 questions, one at a time. Marlin adds some of its sums in any
+order: the second stock server says how far stock is from itself. The model is too narrow for columns to be worth it,
+so that in the patched server they are forced, of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: Marlin does not run on the CPU", allow_module_level=True)
+
+from common import forwards, plugins  # noqa: E402
+from common.weights import int4_config, int4_packed  # noqa: E402
+from sglang_moe_patches.patch import SELECT_VARIABLE  # noqa: E402
+from sglang_moe_patches.reference import environment  # noqa: E402
+from sglang_moe_patches.reference.model import write_checkpoint  # noqa: E402
+from sglang_moe_patches.regression import gsm8k  # noqa: E402
+from sglang_moe_patches.servers.server import Server  # noqa: E402
+from tiny_moe.accuracy import SHIPPED  # noqa: E402
+from tiny_moe.export import QUESTIONS, shipped_bf16  # noqa: E402
+from tiny_moe.train import SPEC  # noqa: E402
+
+ASKED, AT_LEAST = 200, 0.85
+SERVED = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--disable-shared-experts-fusion", "--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
+    *("--disable-radix-cache", "--random-seed", "1", "--mem-fraction-static", "0.2"),
+)
+FORCED = """
+def register():
+    from sglang_moe_patches.changes.moe_workspace import columns
+    columns.packed_slice_width = lambda *args, **kwargs: columns.MARLIN_TILE
+    columns.smallest_packed_tensor = lambda most: 1
+"""
+
+
+def write_int4(folder: Path) -> Path:
+    weights: dict[str, Any] = {}
+    for name, tensor in shipped_bf16(SHIPPED).items():
+        parts = int4_packed(tensor) if ".mlp.experts." in name else {}
+        weights |= {f"{name.removesuffix('.weight')}.{part}": made for part, made in parts.items()} or {name: tensor}
+    write_checkpoint(folder, SPEC, weights, quantized=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": int4_config()}))
+    return folder
+
+
+def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
+    model = write_int4(tmp_path / "model")
+    plugin = plugins.write(tmp_path / "plugin", "benchmark_forwards", "common.forwards:register")
+    forced = plugins.write_module(tmp_path / "forced", "forced_columns", FORCED)
+    arguments = environment.server_arguments(["--model-path", str(model), *SERVED])
+    asked = gsm8k.Evaluation(SHIPPED / QUESTIONS, ASKED, 1, 128, 1)
+    answers, acted = {}, {}
+    for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
+        paths = [str(plugin), *([str(forced)] if name == "patched" else []), os.environ.get("PYTHONPATH", "")]
+        variables = {
+            **{**os.environ, **environment.variables(), SELECT_VARIABLE: select, "PYTHONPATH": os.pathsep.join(paths)},
+            forwards.VARIABLE: str(tmp_path / f"{name}.jsonl"),
+        }
+        with Server(name, arguments, variables, tmp_path / f"{name}.log", timeout=900) as server:
+            answers[name] = gsm8k.evaluate(server.url, variables, asked, tmp_path)["answers"]
+        acted[name] = [one for one in forwards.read(tmp_path / f"{name}.jsonl") if one.tokens]
+    right = {name: sum(one["predicted"] == one["label"] for one in given) for name, given in answers.items()}
+    differ = {
+        name: sum(a["text"] != b["text"] for a, b in zip(answers["stock"], given, strict=True))
+        for name, given in answers.items()
+    }
+    print(f"right of {ASKED}: {right}; answers that differ from the stock server's: {differ}")
+    assert all(one.untouched for one in acted["stock"])
+    slices = [one.slices for one in acted["patched"]]
+    assert slices
+    assert all(each == [2] * (SPEC.layers - SPEC.dense_layers) for each in slices)
+    assert min(right.values()) >= AT_LEAST * ASKED
+    assert differ["patched"] <= differ["stock-again"] + ASKED // 50
