@@ -23,6 +23,8 @@ from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB  #
 
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4
+PREFILL_GRAPHS = ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
+"""What turns them off, in one release or the other."""
 WIDE = {"max_position_embeddings": 32768, "vocab_size": 4096, "num_hidden_layers": LAYERS}
 #: Widths and top-k of gpt-oss-120b, Qwen3-Next-80B, Ling-lite and Qwen1.5-MoE, a rank's share of the width of experts
 #: (TP=8, 4, 8, 4), few of those: their activation fits into a layer's dead input.
@@ -56,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from architectures import CONFIGS, unknown_to_transformers
     from common.in_process import InProcess
+    from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
     from sglang_moe_patches.observers import acted
     from sglang_moe_patches.observers.events import ChangeStatus
@@ -75,7 +78,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
         device="cuda",
         attention_backend="triton",
         load_format="dummy",
-        disable_piecewise_cuda_graph=True,
+        **{name: True for name in PREFILL_GRAPHS if name in ServerArgs.__dataclass_fields__},
         max_total_tokens=2 * TOKENS + 4096,
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +62,28 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     forced = plugins.write_module(tmp_path / "forced", "forced_columns", FORCED)
     arguments = environment.server_arguments(["--model-path", str(model), *SERVED])
     asked = gsm8k.Evaluation(SHIPPED / QUESTIONS, ASKED, 1, 128, 1)
-    answers, acted = {}, {}
-    for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
-        paths = [str(plugin), *([str(forced)] if name == "patched" else []), os.environ.get("PYTHONPATH", "")]
-        variables = {
-            **{**os.environ, **environment.variables(), SELECT_VARIABLE: select, "PYTHONPATH": os.pathsep.join(paths)},
-            forwards.VARIABLE: str(tmp_path / f"{name}.jsonl"),
-        }
-        with Server(name, arguments, variables, tmp_path / f"{name}.log", timeout=900) as server:
-            answers[name] = gsm8k.evaluate(server.url, variables, asked, tmp_path)["answers"]
-        acted[name] = [one for one in forwards.read(tmp_path / f"{name}.jsonl") if one.tokens]
+    servers = {}
+    with ExitStack() as stack:
+        for name, select in (("stock", "none"), ("stock-again", "none"), ("patched", "all")):
+            paths = [str(plugin), *([str(forced)] if name == "patched" else []), os.environ.get("PYTHONPATH", "")]
+            variables = {
+                **{**os.environ, **environment.variables(), SELECT_VARIABLE: select},
+                **{"PYTHONPATH": os.pathsep.join(paths), forwards.VARIABLE: str(tmp_path / f"{name}.jsonl")},
+            }
+            server = Server(name, arguments, variables, tmp_path / f"{name}.log", timeout=900)
+            servers[name] = stack.enter_context(server), variables
+
+        def ask(name: str) -> list[dict[str, Any]]:
+            server, variables = servers[name]
+            (tmp_path / f"asked-{name}").mkdir()
+            found: list[dict[str, Any]] = gsm8k.evaluate(server.url, variables, asked, tmp_path / f"asked-{name}")[
+                "answers"
+            ]
+            return found
+
+        with ThreadPoolExecutor(len(servers)) as pool:  # each server has one request at a time
+            answers = dict(zip(servers, pool.map(ask, servers), strict=True))
+    acted = {name: [one for one in forwards.read(tmp_path / f"{name}.jsonl") if one.tokens] for name in servers}
     right = {name: sum(one["predicted"] == one["label"] for one in given) for name, given in answers.items()}
     differ = {
         name: sum(a["text"] != b["text"] for a, b in zip(answers["stock"], given, strict=True))

@@ -43,20 +43,18 @@ SERVED = (
 )
 
 
-def test_a_dense_model_of_the_stock_engine_is_planned_with_prompt_logprobs(tmp_path: Path) -> None:
+def test_a_dense_model_of_the_stock_engine_is_planned(tmp_path: Path) -> None:
     model, output = tmp_path / "model", tmp_path / "report"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
     command = [sys.executable, "-m", "sglang_moe_patches.cli", "plan", "--model", str(model), "--output", str(output)]
-    command += ["--prompt-logprobs", "--verify-seconds", "20", "--", *SERVED]
+    command += ["--verify-seconds", "20", "--", *SERVED]
     done = subprocess.run(command, env={**os.environ, "SGLANG_MOE_PATCHES": "none"}, capture_output=True, text=True)
     print(done.stdout, done.stderr)
     assert done.returncode in (0, 3)  # twenty seconds may not fill the KV cache
     (server,) = json.loads((output / "plan.json").read_text())["servers"]
     assert server["server"] == "stock"
     assert server["verified"]["held"]
-    assert all("verification" in reason for reason in server["reasons"])
+    assert all("verification" in reason or "log-probabilities" in reason for reason in server["reasons"])
     assert any(name.startswith("captured decode") for name in server["record"]["driven"])
     assert server["second"]["tokens"] > server["first"]["tokens"]
-    # Log-probabilities of a chunk are one tensor of float32 at the least.
-    assert server["record"]["need"] > 4 * CHUNK * VOCABULARY
