@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, plugins, stand_ins
+from common import machine, output, plugins, processes, stand_ins
 from common.everywhere import SIDES
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.servers.keeper import Kept
@@ -123,19 +122,18 @@ def described(checkout: Path) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def variables(*folders: str) -> dict[str, str]:
+def variables(*folders: Path) -> dict[str, str]:
     """The environment of a file's tests, with these folders of modules."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
-    paths = [*folders, str(Path(__file__).parent), *stand_ins.folders(), *filter(None, [own.get("PYTHONPATH")])]
+    own = processes.variables(*folders, Path(__file__).parent, *stand_ins.folders())
     # Downloads that the selection did not foresee fail at once, and alike on both sides.
-    return own | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(paths)}
+    return own | {"HF_HUB_OFFLINE": "1"}
 
 
 def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
     """What became of one file's tests on one side."""
     name = f"{file.path.removesuffix('.py').replace('/', '-')}-{side}"
     result = work / f"{name}.json"
-    own = variables(*[str(work / "plugin")] * (side == "patched"))
+    own = variables(*[work / "plugin"] * (side == "patched"))
     own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
     path = (checkout / REGISTERED / file.path).resolve()
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]

@@ -12,14 +12,13 @@ reference kernels it leaves out.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 from importlib import metadata
 from typing import Any
 
-from common import output
+from common import output, processes
 
 LAUNCHER = """
 import json, resource, sys, time
@@ -53,7 +52,7 @@ MEASURED = {
 
 
 def launch(with_us: bool) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    environment = processes.variables()
     if not with_us:
         others = [e.name for e in metadata.entry_points(group="sglang.srt.plugins") if e.name != "moe_patches"]
         environment["SGLANG_PLUGINS"] = ",".join(others) or "none_of_them"

@@ -16,7 +16,6 @@ forwards took is read from the allocator and from the driver at each of them.
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import sys
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import plan
-from common import held, machine, output, plugins, weights
+from common import held, machine, output, plugins, processes, weights
 from common.shapes import TINY
 from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
 from sglang_moe_patches.patch import SELECT_VARIABLE
@@ -184,19 +183,14 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     """One server, from start to end."""
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
-    paths = [str(work / "plugin"), str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own = processes.variables(work / "plugin", Path(__file__).parent)
     own |= {} if environment.has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path), "PYTHONPATH": ":".join(paths)}
+    own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     chosen = tiny_arguments(options) if options.quick else plan.server_arguments(options)
-
-    def progress(seconds: float, line: str) -> None:
-        if round(seconds * 2) % 40 == 0:
-            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
-
     arguments = environment.server_arguments(["--model-path", str(model), *chosen])
-    server = Server(name, arguments, own, work / f"{name}.log", timeout=400, progress=progress)
+    log, progress = work / f"{name}.log", processes.saying(name, 20)
+    server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         found = {"startup_s": round(server.startup_s, 1)} | measured(Asking(server, options, vocabulary), path)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import plan
-from common import machine, output, stand_ins, weights
+from common import machine, output, processes, stand_ins, weights
 from common.shapes import TINY
 from sglang_moe_patches.changes.kv_sizing import record
 from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
@@ -206,7 +206,7 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
 def variables(name: str, work: Path) -> dict[str, str]:
     """The environment of a server."""
     select, recorded = SERVERS[name]
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    own = processes.variables()
     own |= {} if environment.has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select}
     if recorded:
@@ -229,11 +229,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             f"nothing is recorded in {records}: start {SERVERS[name][1]}-first before it, with the same --work"
         )
 
-    def progress(seconds: float, line: str) -> None:
-        if round(seconds * 2) % 40 == 0:
-            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
-
-    log = work / f"{name}.log"
+    log, progress = work / f"{name}.log", processes.saying(name, 20)
     server = Server(name, server_arguments(options, model), own, log, timeout=560, progress=progress)
     with server:
         client = Client(server.url)

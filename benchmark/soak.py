@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 import random
 import re
 import tempfile
@@ -32,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import forwards, held, machine, output, plugins, weights
+from common import forwards, held, machine, output, plugins, processes, weights
 from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
 from common.shapes import MODELS, TINY
 from common.weights import Served
@@ -427,8 +426,7 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
     """Not started yet; and the files that its forwards write."""
     select, segments = SERVERS[name]
     wrote = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
-    own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
-    paths = [str(work / "plugins"), str(Path(__file__).parent), *filter(None, [own.get("PYTHONPATH")])]
+    own = processes.variables(work / "plugins", Path(__file__).parent)
     own |= environment.variables(own) if options.quick else {}
     own |= {
         SELECT_VARIABLE: select,
@@ -436,17 +434,11 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
         held.VARIABLE: str(wrote[0]),
         forwards.VARIABLE: str(wrote[1]),
         forwards.UNTIMED: "1",
-        "PYTHONPATH": ":".join(paths),
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-
-    def progress(seconds: float, line: str) -> None:
-        if round(seconds * 2) % 40 == 0:
-            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
-
-    log = work / f"{name}.log"
+    log, progress = work / f"{name}.log", processes.saying(name, 20)
     return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), wrote
 
 

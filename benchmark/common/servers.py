@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from sglang_moe_patches.reference import environment, model
 from sglang_moe_patches.servers.server import Server
 from sglang_moe_patches.variables import OBSERVE, OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
 
-from common import plugins, weights
+from common import plugins, processes, weights
 from common.weights import Served
 
 #: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
@@ -77,13 +76,11 @@ class Setup:
         return environment.server_arguments(given)
 
     def environment(self, name: str) -> dict[str, str]:
-        own = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
-        paths = [str(self.work / "plugin"), str(Path(__file__).parents[1]), *filter(None, [own.get("PYTHONPATH")])]
+        own = processes.variables(self.work / "plugin", Path(__file__).parents[1])
         own |= environment.variables(own) | {
             SELECT_VARIABLE: "none" if name.startswith("stock") else self.changes,
             **dict(self.variables),
             weights.VARIABLES_KEPT: json.dumps({k: own[k] for k in MULTICAST_VARIABLES if k in own}),
-            "PYTHONPATH": ":".join(paths),
             # Servers start at once on the same GPUs; and with symmetric memory each compiles an allocator there.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             "TMPDIR": str(self.temporary(name)),
@@ -113,12 +110,7 @@ class Setup:
         """``name`` starts with ``stock`` or ``patched``."""
         self.observed(name).mkdir()
         self.temporary(name).mkdir()
-
-        def progress(seconds: float, line: str) -> None:
-            if round(seconds * 2) % 20 == 0:
-                print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
-
-        log = self.work / f"{name}.log"
+        log, progress = self.work / f"{name}.log", processes.saying(name, 10)
         return Server(name, self.command(), self.environment(name), log, timeout=400, progress=progress)
 
 

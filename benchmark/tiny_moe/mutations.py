@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import output, plugins
+from common import output, plugins, processes
 from sglang_moe_patches import patch
 from sglang_moe_patches.patch import Patcher
 from sglang_moe_patches.reference import environment
@@ -233,7 +233,7 @@ def main() -> None:
     evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, options.shots, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]
     arguments = environment.server_arguments([*arguments, "--moe-runner-backend", options.backend])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
+    kept = processes.variables()
     base = {**kept, **environment.variables(kept)}
     stock: Run | None = None
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,23 @@
+"""What the processes that a benchmark starts are given, and what is said while they start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+
+def variables(*folders: object) -> dict[str, str]:
+    """This process's environment without our variables; these folders come first in its ``PYTHONPATH``."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
+    paths = [*map(str, folders), *filter(None, [own.get("PYTHONPATH")])]
+    return own | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+
+
+def saying(name: str, every_s: int) -> Callable[[float, str], None]:
+    """A server's ``progress``, called twice a second: its last line of output, every so many seconds."""
+
+    def progress(seconds: float, line: str) -> None:
+        if round(seconds * 2) % (2 * every_s) == 0:
+            print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
+
+    return progress
