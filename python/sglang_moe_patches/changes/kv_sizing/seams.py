@@ -13,7 +13,6 @@ from typing import Any
 
 from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes.kv_sizing import decide, memory, metric, record, rehearse, size
-from sglang_moe_patches.changes.kv_sizing.decide import arguments_of
 from sglang_moe_patches.changes.kv_sizing.facts import GIB, pool_bytes, pools, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.changes.kv_sizing.record import Record
@@ -367,7 +366,7 @@ class Serving:
         if state.known is None and not state.decision.rehearse:
             return
         try:
-            show = metric.of(arguments_of(self.scheduler.server_args))
+            show = metric.of(decide.arguments_of(self.scheduler.server_args))
             self._watch = watch = Watch(lambda: memory.read(state.gpu), self._save, show=show)
         except Exception as error:
             state.warn("free memory is not watched: %s", error)
