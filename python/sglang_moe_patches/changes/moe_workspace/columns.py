@@ -130,7 +130,7 @@ def slice_width(
                 copied_bytes=2 * output_bytes,
             ),
         )
-    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
+    return _even(hidden, slices, step)
 
 
 def packed_slice_width(
@@ -181,15 +181,25 @@ def packed_slice_width(
     slices = min(
         -(-hidden // max(1, (around - beside) // column)),
         isqrt(tensor_bytes // WORTH_A_SLICE_BYTES),
-        max(1, 1 + int(min(left / (once + rows * for_each_row), rows))),
+        _within(left, once + rows * for_each_row, rows),
     )
-    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * MARLIN_ALIGNMENT)) * MARLIN_ALIGNMENT)
+    return _even(hidden, slices, MARLIN_ALIGNMENT)
 
 
 def _widest(columns: int, hidden: int, step: int) -> int:
     """The width of the fewest slices, two at least, none of which has more than ``columns``; ``step``, if none does."""
     slices = max(2, -(-hidden // max(step, columns // step * step)))
-    return min(hidden, -(-hidden // (slices * step)) * step)
+    return _even(hidden, slices, step)
+
+
+def _even(hidden: int, slices: int, step: int) -> int:
+    """The width of so many slices, all but the last of one width in whole steps; ``hidden`` if it is one."""
+    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
+
+
+def _within(us: float, slice_us: float, rows: int) -> int:
+    """How many slices cost so much, of which the first costs nothing; with endless time as many as rows."""
+    return max(1, 1 + int(min(us / slice_us, rows)))
 
 
 @functools.lru_cache
@@ -208,7 +218,7 @@ def _affordable(
     layer = 2 * rows * share * hidden * inner / rate + read_bytes / BYTES_PER_US
     once, for_each_row = SLICE_US[activation_itemsize]
     left = most * layer - START_US - copied_bytes / BYTES_PER_US
-    return max(1, 1 + int(min(left / (once + rows * for_each_row), rows)))
+    return _within(left, once + rows * for_each_row, rows)
 
 
 def affordable(
