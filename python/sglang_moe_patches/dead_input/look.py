@@ -183,6 +183,13 @@ def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
         if reason not in dead.why_not:
             dead.why_not.append(reason)
 
+    @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
+    def looked_at(kind: type) -> Known | str:
+        try:
+            return known(kind)
+        except Exception as error:
+            return said_of(error)
+
     try:
         require_loop(type(stack))
     except Exception as error:
@@ -190,9 +197,13 @@ def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
         return dead
     for layer, experts in sparse:
         try:
-            name = type(layer).__name__
+            kind: Any = type(layer)
+            name = kind.__name__
             engine.require(len(experts) == 1, proofs.TOO_MANY_EXPERTS.format(name, len(experts)))
-            found = known(type(layer))
+            found = looked_at(kind)
+            if isinstance(found, str):
+                without(found)
+                continue
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
             dead.layers.append((layer, found, experts[0]))
         except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
