@@ -124,10 +124,9 @@ def prompt_logprobs(
         except Unanswered:
             _until_it_ends(watching)
             return False
-        for name, events in watch.new().items():
-            processes.setdefault(name, []).extend(events)
-            if any(map(phase.bound.met, of_kind(events, Forward))):
-                reached.add(name)
+        more = watch.new()
+        measure.add(processes, more)
+        reached |= {name for name, events in more.items() if any(map(phase.bound.met, of_kind(events, Forward)))}
         if reached >= measure.target_ranks(processes):
             return True
     return False
