@@ -71,6 +71,17 @@ BAILING = {
     "partial_rotary_factor": 1.0,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }
+LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_value_heads_cpu": 2,
+    "linear_num_key_heads_cpu": 2,
+}
+"""Of linear attention."""
+VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 CONFIGS = {
     "qwen3-moe": config("Qwen3MoeForCausalLM", "qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[]),
     "qwen3-next": config(
@@ -81,13 +92,7 @@ CONFIGS = {
         mlp_only_layers=[],
         shared_expert_intermediate_size=64,
         partial_rotary_factor=0.25,
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        linear_num_value_heads_cpu=2,
-        linear_num_key_heads_cpu=2,
+        **LINEAR,
     ),
     "qwen3.5-moe": config(
         "Qwen3_5MoeForConditionalGeneration",
@@ -97,15 +102,9 @@ CONFIGS = {
             rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
             full_attention_interval=2,
             shared_expert_intermediate_size=64,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            linear_conv_kernel_dim=4,
-            linear_num_value_heads_cpu=2,
-            linear_num_key_heads_cpu=2,
+            **LINEAR,
         ),
-        vision_config={"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128},
+        vision_config=VISION,
     ),
     "gpt-oss": config(
         "GptOssForCausalLM",
@@ -135,7 +134,7 @@ CONFIGS = {
         text_config=dict(
             config("", "glm4v_moe_text"), **DEEPSEEK, rope_scaling={"type": "default", "mrope_section": [8, 12, 12]}
         ),
-        vision_config={"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128},
+        vision_config=VISION,
     ),
     "qwen3-vl-moe": config(
         "Qwen3VLMoeForConditionalGeneration",
@@ -146,14 +145,7 @@ CONFIGS = {
             mlp_only_layers=[],
             rope_scaling={"type": "default", "mrope_section": [8, 12, 12]},
         ),
-        vision_config={
-            "depth": 1,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 128,
-            "deepstack_visual_indexes": [0],
-        },
+        vision_config={**VISION, "deepstack_visual_indexes": [0]},
     ),
     "kimi-k2.5": {
         "architectures": ["KimiK25ForConditionalGeneration"],
