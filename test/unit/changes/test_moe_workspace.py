@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import interpreted
 import moe_workspace as moe_workspace_benchmark
 import pytest
 from common import output
@@ -498,35 +496,14 @@ BITS = "bits or whatever_the_sequence or inside_the_first_gemm or full_size"
 def test_the_engines_sequence_in_the_interpreter(marks: str, passed: int) -> None:
     """On the CPU a server never runs this sequence: here the engine's CUDA branch is taken, its kernels interpreted."""
     pytest.importorskip("triton")
-    test = Path(__file__).parents[2] / "gpu" / "test_moe_workspace_cuda.py"
     some = metadata.version("sglang") != DEFAULT and marks == "not product"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, str(test)] + some * ["-k", BITS],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1700,  # a minute of processor time
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    ran = re.search(r"\b(\d+) passed", result.stdout)
-    assert ran is not None, result.stdout
+    # A minute of processor time.
+    ran, said = interpreted.passed("test_moe_workspace_cuda.py", "-m", marks, *some * ["-k", BITS], timeout=1700)
     # Not skipped; one is about releases from 0.5.20 on.
-    assert int(ran[1]) >= 20 if some else int(ran[1]) in (passed, passed + (marks == "not product")), result.stdout
+    assert ran >= 20 if some else ran in (passed, passed + (marks == "not product")), said
 
 
 def test_marlins_columns_on_a_stand_in_for_its_kernel() -> None:
     pytest.importorskip("triton")
-    test = Path(__file__).parents[2] / "gpu" / "test_moe_workspace_marlin_cuda.py"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,  # ten seconds of processor time
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    ran = re.search(r"\b(\d+) passed", result.stdout)
-    assert ran is not None, result.stdout
-    assert int(ran[1]) >= 40, result.stdout  # not skipped; some are about later releases
+    ran, said = interpreted.passed("test_moe_workspace_marlin_cuda.py", timeout=900)  # ten seconds of processor time
+    assert ran >= 40, said  # not skipped; some are about later releases

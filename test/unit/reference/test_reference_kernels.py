@@ -4,14 +4,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import interpreted
 import numpy as np
 import pytest
 import torch
@@ -932,14 +930,5 @@ def test_signature(name: str, home: str) -> None:
 
 def test_the_triton_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    test = Path(__file__).parents[2] / "gpu" / "test_reference_kernels_cuda.py"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "19 passed" in result.stdout, result.stdout  # not skipped
+    ran, said = interpreted.passed("test_reference_kernels_cuda.py", timeout=600)
+    assert ran == 19, said  # not skipped
