@@ -262,13 +262,7 @@ def once(engine: Engine, given: Batch, run: Callable[[], Any]) -> float:
         started = time.perf_counter()
         run()
         return (time.perf_counter() - started) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    return timing.idle_ms(run)
 
 
 def peak(engine: Engine, given: Batch, run: Callable[[], Any]) -> int:

@@ -214,17 +214,6 @@ class Ways:
             columns.packed_slice_width = rule
 
 
-def once(run: Callable[[], Any]) -> float:
-    """Milliseconds of one call that finds the GPU idle."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
 def clean() -> None:
     gc.collect()
     torch.cuda.synchronize()
@@ -272,10 +261,10 @@ def cell(
 
     def measured(variant: Variant) -> float:
         with ways.variant(variant) as ours:
-            return once(lambda: ours(**given))
+            return timing.idle_ms(lambda: ours(**given))
 
     versions: dict[str, Callable[[], float]] = dict.fromkeys(
-        (timing.STOCK, timing.CONTROL), lambda: once(lambda: ways.stock(**given))
+        (timing.STOCK, timing.CONTROL), lambda: timing.idle_ms(lambda: ways.stock(**given))
     )
     versions |= {name: lambda variant=variant: measured(variant) for variant, name in chosen.items()}
     samples = timing.in_turn(versions, rounds)
@@ -328,7 +317,7 @@ def decode(ways: Ways, batch: Batch, tokens: int) -> dict[str, Any]:
             return (time.perf_counter() - started) / 20 * 1e3
 
         def replayed(graph: Any) -> float:
-            return once(lambda: [graph.replay() for _ in range(20)]) / 20
+            return timing.idle_ms(lambda: [graph.replay() for _ in range(20)]) / 20
 
         for kind, samples in (
             ("eager", timing.in_turn({n: lambda f=f: eager(f) for n, f in versions.items()}, 25)),

@@ -54,6 +54,17 @@ def median_ms(run: Run, repeats: int, *, warm_up: int = 2, before: Run | None = 
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
+def idle_ms(run: Run) -> float:
+    """Milliseconds of one call that finds the GPU idle: the host's time to start its kernels counts."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
 def median_wall_ms(run: Run, repeats: int) -> float:
     """Median milliseconds of one call as its caller sees it: nothing queued before, everything finished after."""
     times = []
