@@ -243,7 +243,7 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
     for path in pages():
         before = path.read_text(encoding="utf-8")
         now = page(before)
-        if not same.same(before, now, nudged(lambda load, before=before: page(before, load))):
+        if before != now and not same.same(before, now, nudged(lambda load, before=before: page(before, load))):
             found[path] = now
     for image in PLOTS:
         path, now = IMAGES / image, drawn(image)
@@ -251,7 +251,7 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
         if before and drawn_by(before) != drawn_by(now):
             stale = redraw
         else:
-            stale = not same.same(before, now, nudged(lambda load, image=image: drawn(image, load)))
+            stale = before != now and not same.same(before, now, nudged(lambda load, image=image: drawn(image, load)))
         if stale:
             found[path] = now
     return found

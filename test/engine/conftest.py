@@ -25,9 +25,10 @@ DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
 LONGEST = (
     "test_servers.py",
     "test_arithmetic.py",
+    "test_kv_sizing.py",
     "test_server_kinds.py",
     "test_tiny_moe.py",
-    "test_cutedsl_sizing.py",
+    "test_dead_input.py",
 )
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
 

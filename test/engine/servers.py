@@ -30,8 +30,8 @@ QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"
 ROUTED, TRTLLM = "flashinfer_trtllm_routed", "flashinfer_trtllm"
 SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
-ARITHMETIC = ["--data-path", str(SHIPPED / "test.jsonl"), "--num-questions", "24", "--num-shots", "1"]
-ARITHMETIC += ["--max-new-tokens", "128"]
+ASKED, LONGEST = 24, 64
+"""Of the questions with the shortest answers, and how many tokens those have at most: each costs a forward."""
 REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--reference-kernels"]
 PATIENCE = 1800
 """Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
@@ -47,6 +47,12 @@ def _has_native_buffer() -> bool:
 
 
 NATIVE_BUFFER = _has_native_buffer()
+
+
+def shortest(questions: int = ASKED) -> list[str]:
+    """Of the shipped model's held-out questions, as lines of JSON."""
+    lines = (SHIPPED / "test.jsonl").read_text().splitlines()
+    return sorted(lines, key=lambda line: len(json.loads(line)["answer"]))[:questions]
 
 
 def child_environment(**more: str) -> dict[str, str]:

@@ -98,8 +98,9 @@ def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_requ
     assert log.count("activation-segments: on from here") == 1
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize("fails_on", ["1", pytest.param("", marks=pytest.mark.product)])
+@pytest.mark.parametrize("fails_on", ["1", ""])
 def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
     """On where it works on both, off where it does not work on the second."""
     ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)

@@ -6,18 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from servers import ARITHMETIC, NATIVE_BUFFER, ROUTED, SERVER, check_figures, regress
+from servers import ASKED, LONGEST, NATIVE_BUFFER, ROUTED, SERVER, SHIPPED, check_figures, regress, shortest
 from sglang_moe_patches.observers import events
 from sglang_moe_patches.regression.compare import Comparison
-from tiny_moe.mutations import SHIPPED
 
 
 @pytest.fixture(scope="module")
 def arithmetic(tmp_path_factory) -> Path:
     """The folder of the report on the shipped model, both servers started by ``regress``."""
-    output = tmp_path_factory.mktemp("arithmetic") / "report"
-    model = str(SHIPPED / "model")
-    done = regress("--model", model, *ARITHMETIC, "--output", str(output), "--", *SERVER, ROUTED)
+    folder = tmp_path_factory.mktemp("arithmetic")
+    output, data = folder / "report", folder / "test.jsonl"
+    data.write_text("\n".join(shortest(ASKED + 1)) + "\n")
+    evaluation = ["--data-path", str(data), "--num-questions", str(ASKED), "--num-shots", "1"]
+    evaluation += ["--max-new-tokens", str(LONGEST)]
+    done = regress("--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED)
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
@@ -39,7 +41,7 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
     report = json.loads((arithmetic / "report.json").read_text())
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
-    assert len(stock["answers"]) == 24
+    assert len(stock["answers"]) == ASKED
     found = Comparison.from_dict(report)
     processes = (events.Process(run.changes, run.memory, run.acted) for run in (found.stock, found.patched))
     check_figures(*processes, moe_layers=3)

@@ -21,7 +21,8 @@ SHIPPED = Path(__file__).parents[2] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 QUESTIONS, OF_MUTATIONS = 24, 8
 LONGEST = 113
-FURTHER = {"one expert's scales swapped"}  # of the weights, as a misplaced row is
+FURTHER = {"one expert's scales swapped", "shared experts skipped in one layer"}
+"""Of the weights, as a misplaced row is; and what is lost, as a lost row is."""
 
 
 def ask(engine, model, questions=QUESTIONS) -> Run:

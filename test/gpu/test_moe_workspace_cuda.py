@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import threading
 import warnings
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 CONFIG = {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 2}
-if not INTERPRETED:
+if INTERPRETED:
+    CONFIG |= {"BLOCK_SIZE_M": 64}  # few programs: each takes milliseconds
+else:
     CONFIG |= {"num_warps": 4, "num_stages": 2}
 
 
@@ -232,6 +235,13 @@ def small(monkeypatch):
     monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
     monkeypatch.setattr(columns, "MOST_OF_THE_TIME", math.inf)
     monkeypatch.setattr(columns, "ALIGNMENT", 64)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, request):
+    """Our sum takes half of the interpreter's time: beside its own test, one of the sequence is enough."""
+    if INTERPRETED and not re.search("our_sum|bf16-True", request.node.name):
+        monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
 
 
 @pytest.fixture

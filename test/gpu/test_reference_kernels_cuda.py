@@ -164,10 +164,11 @@ def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
 
 def test_a_result_depends_on_the_token_alone():
     shared = layer(6, 256, 128, device=DEVICE)
-    arguments = batch(150, 6, 256, 2, DEVICE)
+    tokens = 150 if DEVICE == "cuda" else 40
+    arguments = batch(tokens, 6, 256, 2, DEVICE)
     whole = in_triton(**shared, **arguments)
-    order = torch.randperm(150, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    for chosen in (order, order[:64], order[77:78]):
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    for chosen in (order, order[: tokens // 2], order[-1:]):
         part = {k: v[chosen].contiguous() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         assert torch.equal(in_triton(**shared, **part), whole[chosen])
 
@@ -187,7 +188,8 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
 
 
 def test_passes_and_strips_change_nothing(monkeypatch):
-    shared, arguments = layer(3, 384, 64, device=DEVICE), batch(200, 3, 384, 2, DEVICE)
+    tokens, hidden = (200, 384) if DEVICE == "cuda" else (140, 128)  # at the least 128 tokens and 64 columns at a time
+    shared, arguments = layer(3, hidden, 64, device=DEVICE), batch(tokens, 3, hidden, 2, DEVICE)
     expected = in_triton(**shared, **arguments)
     run = nvfp4_triton.run_experts
     monkeypatch.setattr(nvfp4_triton, "run_experts", lambda *a, **k: run(*a, **k, scratch_bytes=1))

@@ -6,20 +6,30 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 GPU = Path(__file__).parents[1] / "gpu"
 
 
-def passed(test: str, *arguments: str, timeout: float) -> tuple[int, str]:
-    """How many tests of a file passed, none of them failing, and what pytest printed.
+def passed(tests: Sequence[str], arguments: Sequence[str] = (), *, timeout: float) -> tuple[int, str]:
+    """How many tests of some files passed, none of them failing, and what pytest printed.
 
-    :param test: the file below ``test/gpu``.
+    :param tests: the files, below ``test/gpu``.
     :param arguments: more of pytest's.
     :param timeout: seconds.
     """
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(GPU / test), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(str(GPU / test) for test in tests),
+            *arguments,
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -66,7 +66,8 @@ def out_of_place(folder: Path, families: dict[str, str]) -> list[str]:
     :param families: as :func:`scan` found them.
     """
     engine = _read(folder)
-    told = {module.name for module in engine.with_experts if proofs.is_told_out_of_place(module.tree)}
+    asked = [module for module in engine.with_experts if engine.mentions(module, "inplace")]
+    told = {module.name for module in asked if proofs.is_told_out_of_place(module.tree)}
     modules = {module.name: module for module in engine.with_experts}
     return [name for name in families if name in modules and told & engine.modules_of_experts(modules[name])]
 
@@ -151,6 +152,9 @@ class _Engine:
                 with suppress(SyntaxError, ValueError, RecursionError):
                     self._modules[name] = _Module(name, ast.parse(self._sources[name]))
         return self._modules[name]
+
+    def mentions(self, module: _Module, word: str) -> bool:
+        return word in self._sources[module.name]
 
     @cached_property
     def with_experts(self) -> list[_Module]:

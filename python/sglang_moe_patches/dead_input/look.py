@@ -84,11 +84,12 @@ def engine_offers() -> bool:
 
 
 def families_by_source() -> tuple[dict[str, str], list[str]]:
-    """What :func:`.families.scan` and :func:`.families.out_of_place` find of the installed engine."""
-    spec = util.find_spec(families.MODELS) if engine.has_module(families.MODELS) else None
+    """What :func:`.families.scan` and :func:`.families.out_of_place` find of the engine, which is not imported."""
+    home, *inner = families.MODELS.split(".")
+    spec = util.find_spec(home) if engine.has_module(home) else None
     if spec is None or not spec.submodule_search_locations:
         return {}, []
-    folder = Path(next(iter(spec.submodule_search_locations)))
+    folder = Path(next(iter(spec.submodule_search_locations)), *inner)
     found = families.scan(folder)
     return found, families.out_of_place(folder, found)
 

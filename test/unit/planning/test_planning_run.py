@@ -86,10 +86,21 @@ def test_prompt_logprobs_are_driven_and_the_second_start_leaves_room_for_them(gi
     [
         ("--log-level error", SECOND, 3, "not brought about by the verification: a retraction"),
         ("", ("--no-verify",), 3, "not verified"),
-        ("no logprobs", ("--prompt-logprobs", *SECOND), 3, "prompt log-probabilities were not seen at their bound"),
+        pytest.param(
+            *(
+                "no logprobs",
+                ("--prompt-logprobs", *SECOND),
+                3,
+                "prompt log-probabilities were not seen at their bound",
+            ),
+            marks=pytest.mark.product,
+        ),
         ("too large", SECOND, 1, "the server ran out of memory at start-up"),
         ("nothing is recorded", SECOND, 2, "nothing was recorded: the engine's rule, 0.8: images are not rehearsed"),
-        ("not needed", SECOND, 2, "nothing was recorded: kv-sizing is not needed here: of --enable-eplb"),
+        pytest.param(
+            *("not needed", SECOND, 2, "nothing was recorded: kv-sizing is not needed here: of --enable-eplb"),
+            marks=pytest.mark.product,
+        ),
         ("cannot start", SECOND, 2, "the patched server ended with exit code 1 at start-up"),
     ],
 )
@@ -102,7 +113,7 @@ def test_every_verdict_has_its_exit_code_and_its_reason(given, monkeypatch, caps
 
 
 def test_where_the_rule_leaves_no_kv_cache_a_higher_fraction_is_started_from(given, monkeypatch, capsys) -> None:
-    assert given.here(monkeypatch, *SECOND, wrong=("large weights",)) == 0
+    assert given.here(monkeypatch, "--no-verify", wrong=("large weights",)) == 3
     (server,) = given.written()["servers"]
     assert (server["first"]["fraction"], server["first"]["given"]) == (0.9, True)
     assert server["second"]["fraction"] == pytest.approx(0.9177)
@@ -118,7 +129,7 @@ def test_where_no_fraction_leaves_a_kv_cache_that_is_said(given, monkeypatch) ->
 def test_what_is_finished_stays_when_a_later_part_fails(given, monkeypatch) -> None:
     given.output.mkdir()
     (given.output / "plan.json").write_text("of an earlier plan")
-    assert given.here(monkeypatch, "--stock", *SECOND, wrong=("cannot start twice",)) == 2
+    assert given.here(monkeypatch, "--stock", "--no-verify", wrong=("cannot start twice",)) == 2
     stock, patched = given.written()["servers"]
     assert stock["first"]["tokens"] == patched["first"]["tokens"] > 0
     assert stock["record"]["need"] == patched["record"]["need"] > 0
@@ -136,8 +147,8 @@ def test_a_plan_that_starts_nothing_leaves_an_earlier_one_as_it_is(given, monkey
 
 def test_a_page_that_cannot_be_made_loses_no_figure(given, monkeypatch, capsys) -> None:
     monkeypatch.setattr(report, "render_html", lambda plan: 1 / 0)
-    assert given.here(monkeypatch, *SECOND) == 0
-    assert given.written()["verdict"] == "held"
+    assert given.here(monkeypatch, "--no-verify") == 3
+    assert given.written()["verdict"] == "incomplete"
     assert "plan.html could not be written: ZeroDivisionError" in capsys.readouterr().out
 
 
@@ -182,7 +193,9 @@ def test_arguments_that_the_engine_refuses_are_refused_in_its_words(given, monke
     assert not given.output.exists()
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "signals", [pytest.param([signal.SIGINT], marks=pytest.mark.product), [signal.SIGINT, signal.SIGTERM]]
+)
 def test_signals_end_the_servers_and_the_command(given, signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", GPU, *given.arguments],

@@ -930,5 +930,5 @@ def test_signature(name: str, home: str) -> None:
 
 def test_the_triton_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    ran, said = interpreted.passed("test_reference_kernels_cuda.py", timeout=600)
+    ran, said = interpreted.passed(["test_reference_kernels_cuda.py"], timeout=600)
     assert ran == 19, said  # not skipped

@@ -13,6 +13,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -91,10 +92,20 @@ def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
 # --- A whole run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_ends_with_a_report_and_no_process(given):
-    process = given.start()
-    shown, errors = process.communicate()
-    assert process.returncode == 0, shown + errors
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run as a user makes it, and what it showed."""
+    given = Given(tmp_path_factory.mktemp("whole"))
+    with given.nothing_left():
+        process = given.start()
+        shown, errors = process.communicate()
+        yield SimpleNamespace(given=given, code=process.returncode, shown=shown, errors=errors)
+    shutil.rmtree(given.temporary)
+
+
+def test_a_run_ends_with_a_report_and_no_process(whole):
+    given, shown = whole.given, whole.shown
+    assert whole.code == 0, shown + whole.errors
     assert "Patched is no worse than stock by more than 3 points." in shown
     assert sorted(path.name for path in given.output.iterdir()) == [
         "patched.log",
@@ -110,15 +121,14 @@ def test_a_run_ends_with_a_report_and_no_process(given):
     assert "tart-up" not in shown + (given.output / "report.html").read_text()
 
 
-def test_how_long_it_takes_is_said_before_and_what_it_can_show(given):
-    shown, _ = given.start().communicate()
-    lines = " ".join(shown.split())
+def test_how_long_it_takes_is_said_before_and_what_it_can_show(whole):
+    lines = " ".join(whole.shown.split())
     first = "100 questions to each server, one server after the other. If both are equally good"
     assert lines.index(first) < lines.index("stock: ready after")
     few = "(from 1.0 s for the first 8, asked first); the rest of this run about"  # the stand-in says that it took 1 s
     assert lines.index(f"stock: its 100 questions take about 2 s to 12 s {few}") > lines.index("stock: ready after")
     assert "patched: its 100 questions take about 2 s to 12 s (from 1.0 s for the first 8, asked first)." in lines
-    assert (given.folder / "evaluating").read_text().split() == ["8", "100", "8", "100"]
+    assert asked(whole.given) == ["8", "100", "8", "100"]
 
 
 def test_how_far_it_is_is_said_while_it_runs(given, monkeypatch, capsys):
@@ -187,10 +197,10 @@ def test_two_signals_leave_no_process_and_no_report(given, stage, number):
     assert not given.output.exists()
 
 
-def test_a_server_is_asked_to_end_and_leaves_nothing(given):
+def test_a_server_is_asked_to_end_and_leaves_nothing(whole):
     """Though it ends its own resource tracker with SIGKILL, as the engine does."""
-    _, errors = given.start().communicate()
-    assert given.happened("asked-to-end-stock"), errors
+    given = whole.given
+    assert given.happened("asked-to-end-stock"), whole.errors
     assert given.happened("asked-to-end-patched")
     assert len(given.had()) == 6
     assert [path for path in given.had() if path.exists()] == []
@@ -207,7 +217,7 @@ def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(
     assert list(given.temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("stage", ["starting", "evaluating", "of patched"])
+@pytest.mark.parametrize("stage", ["starting", pytest.param("evaluating", marks=pytest.mark.product), "of patched"])
 def test_a_killed_regress_leaves_no_file_and_loses_none(given, stage):
     if stage == "of patched":
         process = given.start("slow patched answers")
