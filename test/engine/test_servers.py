@@ -148,7 +148,7 @@ def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, t
     urls = ["--baseline-url", stock.url, "--patched-url", other.url]
     update_weights(other, checkpoint(dense_layers=0, seed=1))
     try:
-        done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
+        done = regress(*urls, *EVALUATION, "--max-new-tokens", "8", "--output", str(tmp_path / "report"))
     finally:
         update_weights(other, checkpoint(dense_layers=0))
     assert done.returncode == 1, done.stdout + done.stderr

@@ -703,7 +703,7 @@ def hooks():
     ("more", "reached"),
     [
         ({"top_k": 2, "routed_scaling_factor": 1.0}, False),
-        ({"top_k": 2}, False),
+        product({"top_k": 2}, False),
         ({"top_k": 1, "routed_scaling_factor": 1.0}, False),
         ({"tokens": 32}, False),
         ({"hooks": hooks()}, False),
@@ -759,8 +759,14 @@ def test_taking_it_back_leaves_the_modules_as_they_were(modules):
 # --- The sum ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.827])
-@pytest.mark.parametrize(("top_k", "columns_"), [(3, 64), (8, 896), (9, 1024), (6, 1500), (5, 1)])
+@pytest.mark.parametrize(
+    ("top_k", "columns_", "scale"),
+    [
+        *((3, 64, 1.0), (8, 896, 2.827), (9, 1024, 2.827), (6, 1500, 1.0), (5, 1, 2.827)),
+        *(product(3, 64, 2.827), product(8, 896, 1.0), product(9, 1024, 1.0)),
+        *(product(6, 1500, 2.827), product(5, 1, 1.0)),
+    ],
+)
 def test_our_sum_is_the_engines_sum(top_k, columns_, scale):
     generator = torch.Generator().manual_seed(top_k)
     x = torch.randn(35, top_k, columns_, generator=generator).to(DEVICE, DTYPE)

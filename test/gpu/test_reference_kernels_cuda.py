@@ -163,9 +163,9 @@ def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
 
 
 def test_a_result_depends_on_the_token_alone():
-    shared = layer(6, 256, 128, device=DEVICE)
-    tokens = 150 if DEVICE == "cuda" else 40
-    arguments = batch(tokens, 6, 256, 2, DEVICE)
+    tokens, hidden, intermediate = (150, 256, 128) if DEVICE == "cuda" else (40, 128, 64)
+    shared = layer(6, hidden, intermediate, device=DEVICE)
+    arguments = batch(tokens, 6, hidden, 2, DEVICE)
     whole = in_triton(**shared, **arguments)
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     for chosen in (order, order[: tokens // 2], order[-1:]):
