@@ -119,10 +119,12 @@ def shared_by(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.product)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
-    """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed."""
+    """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed.
+    Of a server that stands in: `test_a_killed_regress_leaves_no_file_and_loses_none`."""
     output = tmp_path / "report"
     arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--", "--tp", "2"]
     with tempfile.TemporaryDirectory(prefix="t") as temporary:  # not in tmp_path: sockets have short paths
