@@ -81,11 +81,11 @@ class InProcess:
     def arguments(self, **server_arguments: Any) -> Iterator[None]:
         """Within the block, models are built and run under these server arguments instead."""
         with ExitStack() as stack:
+            stack.callback(self._initialize_moe)  # after they are as they were, also where a model cannot be built
             for name, value in server_arguments.items():
                 stack.enter_context(self._argument(name, value))
             self._initialize_moe()
             yield
-        self._initialize_moe()
 
     @contextmanager
     def _argument(self, name: str, value: Any) -> Iterator[None]:

@@ -128,10 +128,9 @@ def stub_libcuda(folder: Path) -> Path:
     :returns: the library, in a folder of its own below ``folder``.
     :raises UnusableEnvironment: it cannot be built, or the kernels could not be imported even with it.
     """
-    spec = util.find_spec("sgl_kernel")
-    if spec is None or not spec.submodule_search_locations:
+    if not (libraries := _libraries("sgl_kernel")):
         raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
-    libraries = sorted(Path(spec.submodule_search_locations[0]).rglob("*.so"))
+    libraries += _libraries("deep_gemm")  # of some releases it looks for all of the driver when it is imported
     undefined = {name for library in libraries for name in _undefined_symbols(library)}
     # The one library that they load and neither a package index nor every system brings.
     if any(name.startswith("numa_") for name in undefined) and not _loads("libnuma.so.1"):
@@ -153,6 +152,13 @@ def stub_libcuda(folder: Path) -> Path:
     )
     partial.replace(target)  # whole or not at all: several servers may start at once
     return target
+
+
+def _libraries(package: str) -> list[Path]:
+    spec = util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    return sorted(Path(spec.submodule_search_locations[0]).rglob("*.so"))
 
 
 def _undefined_symbols(library: Path) -> set[str]:
