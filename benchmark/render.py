@@ -110,7 +110,7 @@ SECTIONS = {
     "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
     "segments-times": one("triton-server/kimi-k2.5-segments", lambda result: triton_server.tables([result])),
     "soak": one("soak/qwen3-30b", soak.tables),
-    "engine-suite": one("engine-suite/h200", engine_suite.tables),
+    "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "models": Section(("models/0.5.23",), lambda results: models.tables(results[0]), data=DATA.removeprefix("../")),

@@ -1,7 +1,7 @@
 """A stock and a patched server side by side for minutes: mixed prompts, aborts, flushes, weight updates.
 
     python benchmark/soak.py --gpus "0;1" --json soak.json       # Qwen3-30B's widths, 4 layers, BF16, 8 minutes
-    python benchmark/soak.py --gpus "0;1" --minutes 1 --seed 2
+    python benchmark/soak.py --gpus "0;0" --minutes 1 --seed 2    # both on one GPU
     python benchmark/soak.py --quick                             # a tiny model, CPU: does it run?
 
 Both servers serve one checkpoint from disk and get the same requests, drawn from one seed. In every round clients send
@@ -36,6 +36,7 @@ from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
 from common.shapes import MODELS, TINY
 from common.weights import Served
 from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.servers.server import Server, ServerFailed
@@ -43,6 +44,8 @@ from sglang_moe_patches.servers.server import Server, ServerFailed
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
+WORKSPACE_MB = "600"
+"""Layers whose tiles are tuned, as Qwen3-30B's, stay whole by themselves: something is to be cut."""
 #: Of what forwards had reserved in the first half: by so much more in the second than tensors grew it counts as flat.
 TOLERANCE = 0.02
 #: Parts of all requests: whose client goes away, and which are aborted by their id.
@@ -431,6 +434,7 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
     own |= {
         SELECT_VARIABLE: select,
         SEGMENTS.name: segments,
+        MOE_WORKSPACE_MB.name: WORKSPACE_MB,
         held.VARIABLE: str(wrote[0]),
         forwards.VARIABLE: str(wrote[1]),
         forwards.UNTIMED: "1",

@@ -113,7 +113,7 @@ def index(load: Load) -> str:
     soaked = load("soak/qwen3-30b")["figures"]["servers"]
     minutes, failed = soaked["patched"]["seconds"] / 60, sum(len(one["errors"]) for one in soaked.values())
     served = [load("serving/kimi-k2.5")["figures"]["servers"][name]["total_throughput"] for name in ("stock", "sized")]
-    suite = load("engine-suite/h200")["figures"]["files"].values()
+    suite = load("engine-suite/h200-0.5.17")["figures"]["files"].values()
     tests = sum(len(one["stock"]["tests"]) for one in suite)
     rows = [
         (
