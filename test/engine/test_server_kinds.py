@@ -186,7 +186,7 @@ def test_strict_ends_the_start_up_beside_a_plugin_that_has_wrapped_a_seam(checkp
     with pytest.raises(ServerFailed) as failure, strict:
         pass
     assert "SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied" in failure.value.args[0]
-    assert "output-buffer: unsupported, because" in strict.log_text()
+    assert "deferred-shared-experts: unsupported, because" in strict.log_text()
 
 
 @DEFAULT_ENGINE_ONLY
