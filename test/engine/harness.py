@@ -16,7 +16,7 @@ from common.in_process import InProcess
 from common.triton_on_cpu import triton_runner
 from sglang_moe_patches.observers import forwards
 
-__all__ = ["InProcess", "Kernels", "Pool", "graph_arguments", "padded_tokens", "triton_runner"]
+__all__ = ["InProcess", "Kernels", "Pool", "graph_arguments", "load_unquantized", "padded_tokens", "triton_runner"]
 
 
 class Kernels:
@@ -133,6 +133,20 @@ def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[
             prefill=PhaseConfig(backend=prefill, max_bs=piecewise_tokens),
         )
     }
+
+
+def load_unquantized(patch: Any) -> None:
+    """The session's engine loads models without its quantization, while ``patch`` stands."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from_server_args = ModelConfig.from_server_args
+
+    def unquantized(*args: Any, **kwargs: Any) -> Any:
+        config = from_server_args(*args, **kwargs)
+        config.quantization = None
+        return config
+
+    patch.setattr(ModelConfig, "from_server_args", unquantized)
 
 
 def padded_tokens(monkeypatch: Any, counts: list[int], attn_tp: int, extend: bool) -> list[int]:

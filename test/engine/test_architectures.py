@@ -18,6 +18,7 @@ import pytest
 import torch
 from architectures import CONFIGS, unknown_to_transformers
 from conftest import installed, without_buffer
+from harness import load_unquantized
 from sglang_moe_patches import log
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.dead_input import channel, families, look, offer
@@ -71,20 +72,12 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Builds a model by its configuration, and gives its greedy tokens and logits."""
     from sglang.srt.configs import load_config
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers import layernorm, radix_attention
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     monkeypatch.setattr(radix_attention.RadixAttention, "forward", attention)
     monkeypatch.setattr(FusedMoE, "run_moe_core", experts)
-    from_server_args = ModelConfig.from_server_args
-
-    def unquantized(*args: Any, **kwargs: Any) -> Any:
-        config = from_server_args(*args, **kwargs)
-        config.quantization = None
-        return config
-
-    monkeypatch.setattr(ModelConfig, "from_server_args", unquantized)
+    load_unquantized(monkeypatch)
     monkeypatch.setattr(load_config, "LoadConfig", lambda **how: LoadConfig(**{**how, "load_format": "dummy"}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     native = layernorm.GemmaRMSNorm.forward_native
