@@ -31,6 +31,13 @@ _NORMS_AFTER = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_bound
 _ADDS_IN_PLACE = frozenset({"residual_batch.add_to_output"})
 #: They answer with a tensor of its own.
 _COPIES = frozenset({"residual_batch.snapshot"})
+_NAMESPACES = frozenset({"locals", "vars", "eval", "exec"})
+#: They bind a name within an expression or a pattern, for another function, or for whenever they run.
+_UNFOLLOWED = (
+    *(ast.NamedExpr, ast.Match, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+)
 
 
 def _definition(code: Code) -> ast.FunctionDef:
@@ -39,6 +46,16 @@ def _definition(code: Code) -> ast.FunctionDef:
     (definition,) = ast.parse(engine.source(code)).body
     assert isinstance(definition, ast.FunctionDef)
     return definition
+
+
+def _is_followed(definition: ast.FunctionDef) -> bool:
+    """Whether names are bound in a function in ways alone that the proofs follow."""
+    inner = (node for node in ast.walk(definition) if node is not definition)
+    return not any(isinstance(node, _UNFOLLOWED) or _is_namespace(node) for node in inner)
+
+
+def _is_namespace(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in _NAMESPACES
 
 
 def input_dies(forward: Code) -> bool:
@@ -53,12 +70,15 @@ def input_dies(forward: Code) -> bool:
     return consumer is not None and (second is None or _is_only_offered(definition, second))
 
 
-def _consumer(definition: ast.FunctionDef) -> tuple[ast.stmt | None, str | None]:
+def _consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
     """The statement that gives up the input, and the second name that the input had before it."""
+    if not _is_followed(definition):
+        return None, None
     statements = [statement for statement in definition.body if _names(statement, "hidden_states")]
     second = _second_name(statements[0]) if statements else None
     first = statements[second is not None :][:1]
-    return (first[0] if first and _consumes(first[0]) else None), second
+    found = first[0] if first else None
+    return (found if isinstance(found, ast.Assign) and _consumes(found) else None), second
 
 
 def attention_lets_go(forward: Code) -> bool:
@@ -74,10 +94,10 @@ def attention_lets_go(forward: Code) -> bool:
     if consumer is None:
         return False
     following = definition.body[definition.body.index(consumer) + 1 :]
-    names = {"hidden_states"}
+    names = _assigned(consumer) - {"residual"}
     for place, statement in enumerate(following):
         if any(_is_norm_after(node) for node in ast.walk(statement)):
-            elsewhere = names - {"hidden_states"}  # which is assigned to there
+            elsewhere = names - _assigned(statement)
             return not names & _loaded(statement) and not any(elsewhere & _loaded(one) for one in following[place:])
         after = _followed(statement, names)
         if after is None:
@@ -88,6 +108,20 @@ def attention_lets_go(forward: Code) -> bool:
 
 def _loaded(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """The names to which an assignment assigns, in any case."""
+    return {one.id for one in _targets(statement) if isinstance(one, ast.Name)}
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+
+
+def _only_names(statement: ast.Assign) -> bool:
+    return all(isinstance(one, ast.Name) for one in _targets(statement))
 
 
 def _is_norm_after(node: ast.AST) -> bool:
@@ -103,26 +137,28 @@ def _followed(statement: ast.stmt, names: set[str]) -> set[str] | None:
     ``None``: it may be kept elsewhere, or the statement is of a kind that is not known here.
     """
     if isinstance(statement, ast.Assign):
-        held = _may_hold(statement.value, names)
-        made: set[str] = set()
-        for target in statement.targets:
-            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
-                if isinstance(one, ast.Name):
-                    made.add(one.id)
-                elif held:
-                    return None
-        return names | made if held else names - made
+        if _hands_on(statement.value, names) or any(names & _loaded(target) for target in statement.targets):
+            return None
+        made = _assigned(statement)
+        if not _may_hold(statement.value, names):
+            return names - made
+        return names | made if _only_names(statement) else None
     if isinstance(statement, ast.If):
+        if _hands_on(statement.test, names):
+            return None
         taken = _all_followed(statement.body, names)
         passed_by = _all_followed(statement.orelse, names)
         if taken is None or passed_by is None:
             return None
-        return taken if _there_are_tokens(statement.test) and not statement.orelse else taken | passed_by
+        return taken if _there_are_tokens(statement.test, names) and not statement.orelse else taken | passed_by
     if isinstance(statement, ast.With):
+        if any(isinstance(node, ast.Name) and node.id in names for item in statement.items for node in ast.walk(item)):
+            return None
         return _all_followed(statement.body, names)
     if isinstance(statement, ast.Try) and not statement.handlers:
         return _all_followed([*statement.body, *statement.orelse, *statement.finalbody], names)
-    return None if names & _loaded(statement) or isinstance(statement, ast.Return) else names
+    leaves = any(isinstance(node, ast.Return) for node in ast.walk(statement))
+    return None if leaves or names & _loaded(statement) else names
 
 
 def _all_followed(statements: list[ast.stmt], names: set[str]) -> set[str] | None:
@@ -133,24 +169,37 @@ def _all_followed(statements: list[ast.stmt], names: set[str]) -> set[str] | Non
 
 
 def _may_hold(value: ast.expr, names: set[str]) -> bool:
-    """Whether a value may have the memory that one of the names means: not a sum, nor what a submodule returns."""
-    if isinstance(value, ast.BinOp | ast.Compare):
+    """Whether a value may have the memory that one of the names means: not what a submodule returns."""
+    return bool(names & _loaded(value)) and not isinstance(value, ast.Compare) and not _is_submodule(value)
+
+
+def _hands_on(tree: ast.expr, names: set[str]) -> bool:
+    """Whether anything but a submodule is given what one of the names means, which may keep it."""
+    return any(
+        isinstance(node, ast.Call)
+        and names & _loaded(node)
+        and not _is_submodule(node)
+        and ast.unparse(node.func) != "isinstance"
+        for node in ast.walk(tree)
+    )
+
+
+def _is_submodule(node: ast.AST) -> bool:
+    """Whether it is a call of a submodule of the layer's, or of one of a list of them."""
+    if not isinstance(node, ast.Call):
         return False
-    if isinstance(value, ast.Call):
-        module = value.func.value if isinstance(value.func, ast.Subscript) else value.func
-        if isinstance(module, ast.Attribute) and isinstance(module.value, ast.Name) and module.value.id == "self":
-            return False
-    return bool(names & _loaded(value))
+    module = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    return isinstance(module, ast.Attribute) and isinstance(module.value, ast.Name) and module.value.id == "self"
 
 
-def _there_are_tokens(test: ast.expr) -> bool:
-    """Whether a condition asks for no more than tokens."""
+def _there_are_tokens(test: ast.expr, names: set[str]) -> bool:
+    """Whether a condition asks for no more than tokens, of one of the names where it asks for a shape."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return all(_there_are_tokens(value) for value in test.values)
-    asked = ast.unparse(test)
-    if asked == "not forward_batch.forward_mode.is_idle()":
-        return True
-    return isinstance(test, ast.Compare) and asked.partition(".")[2] in ("shape[0] != 0", "shape[0] > 0")
+        return all(_there_are_tokens(value, names) for value in test.values)
+    name, _, asked = ast.unparse(test).partition(".")
+    if isinstance(test, ast.Compare):
+        return name in names and asked in ("shape[0] != 0", "shape[0] > 0")
+    return f"{name}.{asked}" == "not forward_batch.forward_mode.is_idle()"
 
 
 def captures_sums_alone(forward: Code) -> bool:
@@ -167,20 +216,16 @@ def _names(tree: ast.AST, name: str) -> list[ast.Name]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
 
 
-def _consumes(statement: ast.stmt) -> bool:
+def _consumes(statement: ast.Assign) -> bool:
     """Whether a statement assigns a norm's result to ``hidden_states``, which is an argument of that norm."""
-    if (
-        not isinstance(statement, ast.Assign)
-        or len(statement.targets) != 1
-        or not isinstance(statement.value, ast.Call)
-    ):
+    if len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
         return False
-    (target,), call = statement.targets, statement.value
-    assigned = target.elts if isinstance(target, ast.Tuple) else [target]
+    call = statement.value
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     used = _names(call, "hidden_states")
     return (
-        any(isinstance(name, ast.Name) and name.id == "hidden_states" for name in assigned)
+        "hidden_states" in _assigned(statement)
+        and _only_names(statement)
         and ast.unparse(call.func) in _CONSUMERS
         and bool(used)
         and all(name in given for name in used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 from contextlib import nullcontext
@@ -563,6 +564,89 @@ def test_a_layer_that_may_still_use_what_attention_read_is_noticed():
     assert all(proofs.input_dies(getattr(AfterAttention, name)) for name in names)
     lets_go = [name for name in names if proofs.attention_lets_go(getattr(AfterAttention, name))]
     assert lets_go == ["lets_go", "lets_go_by_a_function", "tries"]
+
+
+def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hidden_states)", norm="", after="pass"):
+    norm = norm or "hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)"
+    prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
+    lines = [before or prepared, between, attends, norm, after, "return self.mlp(hidden_states)"]
+    (definition,) = ast.parse(
+        "def forward(self, hidden_states, forward_batch, **kwargs):\n  " + "\n  ".join(lines)
+    ).body
+    assert isinstance(definition, ast.FunctionDef)
+    return definition
+
+
+@pytest.mark.parametrize(
+    "lets_go",
+    [
+        {"attends": "with self.tp(forward_batch) as group: hidden_states = self.self_attn(hidden_states)"},
+        {"between": "hs = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states"},
+        {"attends": "if hidden_states.shape[0] != 0: hidden_states = self.self_attn[1](x=hidden_states)"},
+    ],
+)
+def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
+    assert proofs.attention_lets_go(parsed())
+    assert proofs.attention_lets_go(parsed(**lets_go))
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        {"between": "with self.keep(hidden_states) as kept: pass"},
+        {"between": "with self.keep() as kept, self.keep(kept, x=[hidden_states]): pass"},
+        {"attends": "with self.keep() as hidden_states: hidden_states = self.self_attn(hidden_states)"},
+        {"attends": "hidden_states = self.self_attn(kept := hidden_states)"},
+        {"attends": "hidden_states = self.self_attn(self.seen.append(hidden_states))"},
+        {"between": "kept = self.seen.append(hidden_states)"},
+        {"between": "kept = [keep(one) for one in (hidden_states,)]"},
+        {"between": "kept = hidden_states.share()"},
+        {"between": "kept = [hidden_states] + []", "after": "self.run(kept)"},
+        {"between": "kept, *others = hidden_states, 1"},
+        {"between": "[kept] = [hidden_states]"},
+        {"between": "self.kept[0] = hidden_states"},
+        {"between": "self.kept[hidden_states] = 1"},
+        {"between": "kept: object = hidden_states"},
+        {"between": "kept += [hidden_states]"},
+        {"between": "del self.kept[hidden_states]"},
+        {"between": "for kept in [hidden_states]: pass"},
+        {"between": "if self.seen.append(hidden_states): pass"},
+        {"between": "if (kept := hidden_states) is None: pass"},
+        {"between": "while keep(hidden_states): pass"},
+        {"between": "match hidden_states:\n    case kept: pass"},
+        {"between": "try: keep(hidden_states)\n  except E as kept: pass"},
+        {"between": "for i in kwargs: return i"},
+        {"between": "kept = lambda: hidden_states"},
+        {"between": "kept = lambda x=hidden_states: x"},
+        {"between": "def kept(x=hidden_states): return x"},
+        {"between": "class Kept: x = hidden_states"},
+        {"between": "kept = (hidden_states for i in kwargs)"},
+        {"between": "kept = locals()"},
+        {"before": "global hidden_states; hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"},
+        {"before": "hidden_states, kept = self.attn_boundary.prepare(hidden_states)", "after": "self.run(kept)"},
+        {"before": "hidden_states, self.kept = self.attn_boundary.prepare(hidden_states)"},
+        {"before": "hidden_states, *kept = self.attn_boundary.prepare(hidden_states)"},
+        {"attends": "if images.shape[0] != 0: hidden_states = self.self_attn(hidden_states)"},
+        {"attends": "x = self.self_attn(hidden_states)", "norm": "x = self.ffn_boundary.prepare(x)"},
+    ],
+    ids=lambda keeps: "; ".join(keeps.values()),
+)
+def test_a_layer_that_holds_what_attention_read_in_any_other_way_is_refused(keeps):
+    assert not proofs.attention_lets_go(parsed(**keeps))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "seen = lambda: hidden_states",
+        "global hidden_states",
+        "seen = locals()",
+        "residual = (kept := hidden_states)",
+    ],
+)
+def test_an_input_that_another_name_or_function_reaches_is_not_dead(before):
+    prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
+    assert not proofs.input_dies(parsed(before=f"{before}\n  {prepared}"))
 
 
 class Captures:
