@@ -32,11 +32,11 @@ _ADDS_IN_PLACE = frozenset({"residual_batch.add_to_output"})
 #: They answer with a tensor of its own.
 _COPIES = frozenset({"residual_batch.snapshot"})
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec"})
+_RUN_LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
 #: They bind a name within an expression or a pattern, for another function, or for whenever they run.
 _UNFOLLOWED = (
     *(ast.NamedExpr, ast.Match, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
-    *(ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, *_RUN_LATER),
 )
 
 
@@ -280,8 +280,20 @@ def loop_keeps_nothing(forward: Code) -> bool:
     Hidden states that are captured on the way are sums with the residual, which are tensors of their own; without a
     residual nothing is on offer. Something may be added to a layer's result, in place.
     """
-    found = list(loops(forward))
-    return len(found) == 1 and _keeps_nothing(found[0])
+    definition = _definition(forward)
+    found = list(loops(definition))
+    return len(found) == 1 and _keeps_nothing(found[0]) and not _is_reached_elsewhere(definition)
+
+
+def _is_reached_elsewhere(definition: ast.FunctionDef) -> bool:
+    """Whether anything but a function's own statements, as they are run, may read its ``hidden_states``."""
+    return any(
+        isinstance(node, ast.Global | ast.Nonlocal)
+        or _is_namespace(node)
+        or (isinstance(node, _RUN_LATER) and bool(_names(node, "hidden_states")))
+        for node in ast.walk(definition)
+        if node is not definition
+    )
 
 
 def loops(forward: Code) -> Iterator[ast.For]:
@@ -293,21 +305,20 @@ def loops(forward: Code) -> Iterator[ast.For]:
 
 def _keeps_nothing(loop: ast.For) -> bool:
     parents = {child: node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
-    uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == "hidden_states"]
-    assigned = 0
-    for use in uses:
+    runs = [parents[node] for node in ast.walk(loop) if _is_layer(node)]
+    if not all(isinstance(each, ast.Assign) and "hidden_states" in _assigned(each) for each in runs):
+        return False
+    for use in _names(loop, "hidden_states"):
         around = parents[use]
         if isinstance(use.ctx, ast.Store):
             statement = parents[around] if isinstance(around, ast.Tuple) else around
-            if not isinstance(statement, ast.Assign):
+            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
                 return False
-            if _is_layer(statement.value):
-                assigned += 1
-            elif not _adds_in_place(statement.value):
+            if not (_is_layer(statement.value) or _adds_in_place(statement.value)):
                 return False
         elif not (_is_a_sum(around, use) or _is_in_place(around, parents) or _is_given(around, parents)):
             return False
-    return assigned >= 1
+    return True
 
 
 def _is_a_sum(around: ast.AST, use: ast.Name) -> bool:
@@ -322,13 +333,13 @@ def _is_a_sum(around: ast.AST, use: ast.Name) -> bool:
 
 def _is_in_place(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether something is added in place, and the sum is nobody else's."""
+    user = parents[around]
     if isinstance(around, ast.Attribute) and around.attr == "add_":
-        return isinstance(parents[parents[around]], ast.Expr)
-    statement = parents[around]
+        return isinstance(user, ast.Call) and user.func is around and isinstance(parents[user], ast.Expr)
     return (
         _adds_in_place(around)
-        and isinstance(statement, ast.Assign)
-        and [ast.unparse(target) for target in statement.targets] == ["hidden_states"]
+        and isinstance(user, ast.Assign)
+        and [ast.unparse(target) for target in user.targets] == ["hidden_states"]
     )
 
 

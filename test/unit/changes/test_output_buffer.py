@@ -557,6 +557,7 @@ class AfterAttention:
 
 
 the_rest: Any = None
+hidden_states: Any = None
 
 
 def test_a_layer_that_may_still_use_what_attention_read_is_noticed():
@@ -742,6 +743,60 @@ class Loops:
             self.captured.append(hidden_states.add_(1))
         return hidden_states
 
+    def keeps_the_result_beside(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            kept = hidden_states = layer(hidden_states, batch)
+            self.captured.append(kept)
+        return hidden_states
+
+    def runs_two_layers_and_keeps_what_is_between(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            between = layer(hidden_states, batch)
+            hidden_states = self.layers[1](between, batch)
+            self.captured.append(between)
+        return hidden_states
+
+    def hands_on_a_method(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            self.captured.append(hidden_states.add_)
+            hidden_states = layer(hidden_states, batch)
+        return hidden_states
+
+    def has_a_function_that_reads_it(self: Any, hidden_states, batch):
+        def capture():
+            self.captured.append(hidden_states)
+
+        for layer in self.layers:
+            capture()
+            hidden_states = layer(hidden_states, batch)
+        return hidden_states
+
+    def has_a_function_beside(self: Any, hidden_states, batch):
+        def capture(value):
+            self.captured.append(value)
+
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch, capture)
+        return hidden_states
+
+    def reads_it_by_name(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            self.captured.append(locals())
+            hidden_states = layer(hidden_states, batch)
+        return hidden_states
+
+    def has_it_in_the_module(self: Any, batch):
+        global hidden_states
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, batch)
+        return hidden_states
+
+    def binds_it_within(self: Any, hidden_states, batch):
+        for layer in self.layers:
+            hidden_states = layer((kept := hidden_states), batch)
+            self.captured.append(kept)
+        return hidden_states
+
     def goes_over_them_twice(self: Any, hidden_states, batch):
         for layer in self.layers:
             hidden_states = layer(hidden_states, batch)
@@ -756,4 +811,10 @@ class Loops:
 def test_a_loop_that_may_keep_an_input_is_noticed():
     names = [name for name in vars(Loops) if not name.startswith("_")]
     keeping_nothing = [name for name in names if proofs.loop_keeps_nothing(getattr(Loops, name))]
-    assert keeping_nothing == ["plain", "captures_sums", "captures_where_there_is_no_residual", "adds_in_place"]
+    assert keeping_nothing == [
+        "plain",
+        "captures_sums",
+        "captures_where_there_is_no_residual",
+        "adds_in_place",
+        "has_a_function_beside",
+    ]
