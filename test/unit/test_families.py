@@ -110,6 +110,25 @@ def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
     assert found == {"a": ""}
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("from sglang.srt.models.b import Other", "from sglang.srt.models.a import Other"),
+        (
+            "from sglang.srt.models.b import TABLE\nOther = [TABLE]",
+            "from sglang.srt.models.a import Other\nTABLE = {1: Other}",
+        ),
+        (
+            "from sglang.srt.models.b import Base\nclass Other(Base): pass",
+            "from sglang.srt.models.a import Other\nclass Base(Other): pass",
+        ),
+    ],
+)
+def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
+    uses = LAYER.format(name="A").replace("        self.layers", "        self.other = Other()\n        self.layers")
+    assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}
+
+
 def test_what_must_be_refused_although_the_proofs_hold_is_in_a_list(scan, monkeypatch):
     monkeypatch.setitem(families.REFUSED, "ALayer", "its experts read it")
     assert scan(a=LAYER.format(name="A")) == {"a": "its experts read it"}

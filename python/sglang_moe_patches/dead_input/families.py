@@ -168,26 +168,37 @@ class _Engine:
             names |= more
         return [module for name in sorted(names) if (module := self.module(name))]
 
-    def find(self, module: _Module, name: str) -> list[_Class]:
-        """The classes that a name of a module means: one, or those of a table."""
+    def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
+        """The classes that a name of a module means: one, or those of a table.
+
+        :param above: modules and their names whose meaning this is a part of: modules may import from each other.
+        """
         if name in module.classes:
             return [module.classes[name]]
+        if (module.name, name) in above:
+            return []
+        above |= {(module.name, name)}
         if name in module.imported:
             home, original = module.imported[name]
             found = self.module(home)
-            return self.find(found, original) if found else []
-        return [each for inner in module.assigned.get(name, ()) if inner != name for each in self._known(module, inner)]
+            return self.find(found, original, above) if found else []
+        inner = [each for each in module.assigned.get(name, ()) if each != name]
+        return [found for each in inner for found in self._known(module, each, above)]
 
-    def _known(self, module: _Module, name: str) -> list[_Class]:
-        return self.find(module, name) if name in module.classes or name in module.imported else []
+    def _known(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
+        return self.find(module, name, above) if name in module.classes or name in module.imported else []
 
-    def line(self, kind: _Class) -> Iterator[_Class]:
-        """A class and those that it inherits from."""
+    def line(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
+        """A class and those that it inherits from.
+
+        :param below: what inherits from it.
+        """
         yield kind
+        below |= {kind}
         for base in kind.bases:
             for found in self._known(kind.module, base):
-                if found is not kind:
-                    yield from self.line(found)
+                if found not in below:
+                    yield from self.line(found, below)
 
     def method(self, kind: _Class, name: str) -> ast.FunctionDef | None:
         return next((each.methods[name] for each in self.line(kind) if name in each.methods), None)
