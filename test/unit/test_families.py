@@ -110,6 +110,17 @@ def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
     assert found == {"a": ""}
 
 
+def test_experts_are_found_around_a_circle_of_classes_whichever_is_asked_first(tmp_path: Path):
+    circle = "class A:\n  x = B, C\nclass B:\n  x = A\nclass C:\n  def __init__(self):\n    self.experts = FusedMoE()\n"
+    (tmp_path / "a.py").write_text(circle + "class D:\n  x = E\nclass E:\n  x = D\n")
+    for first in "ABCDE":
+        engine = families._Engine(tmp_path)
+        module = engine.module("a")
+        assert module is not None
+        found = {name: engine.is_moe(module.classes[name]) for name in (first, *"ABCDE")}
+        assert found == {"A": True, "B": True, "C": True, "D": False, "E": False}
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -206,10 +206,18 @@ class _Engine:
     def is_moe(self, kind: _Class) -> bool:
         """Whether it has routed experts, or one of the classes that it uses has."""
         if kind not in self._moe:
-            self._moe[kind] = False  # for now: classes may use each other
-            self._moe[kind] = bool(kind.makes_experts) or any(
-                self.is_moe(used) for name in (*kind.mentions, *kind.bases) for used in self._known(kind.module, name)
-            )
+            reached, left = {kind}, [kind]  # classes may use each other
+            while left:
+                one = left.pop()
+                if self._moe.get(one, bool(one.makes_experts)):
+                    self._moe[kind] = True
+                    return True
+                if one in self._moe:
+                    continue
+                more = {used for name in (*one.mentions, *one.bases) for used in self._known(one.module, name)}
+                left += more - reached
+                reached |= more
+            self._moe |= dict.fromkeys(reached, False)
         return self._moe[kind]
 
     def layers(self, stack: _Class) -> list[_Class]:
