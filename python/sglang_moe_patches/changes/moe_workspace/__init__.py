@@ -110,12 +110,17 @@ def _does(layer: Layer, status: Status) -> str:
 
 
 def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    largest, least = tokens * top_k * hidden * itemsize, columns.smallest_tensor(columns.most_bytes())
-    if largest >= least:
+    """Which runner it was is not known: each is told its own threshold, where they have two."""
+    largest, most = tokens * top_k * hidden * itemsize, columns.most_bytes()
+    least = {"Triton": columns.smallest_tensor(most), "Marlin": columns.smallest_packed_tensor(most)}
+    whole = [runner for runner, size in least.items() if largest < size]
+    if not whole:
         return ""
+    sizes = {size: f"{size / 1e6:,.1f} MB" for size in least.values()}
+    starts = [f"{sizes[size]} in {runner}" for runner, size in least.items()] if len(sizes) > 1 else sizes.values()
     return (
-        f"no forward was large enough: the largest [tokens, top-k, hidden] was {largest / 1e6:,.1f} MB, "
-        f"slices start at {least / 1e6:,.1f} MB"
+        f"no forward was large enough{'' if len(whole) == len(least) else f' for {whole[0]}'}: "
+        f"the largest [tokens, top-k, hidden] was {largest / 1e6:,.1f} MB, slices start at {', '.join(starts)}"
     )
 
 
