@@ -209,7 +209,33 @@ def captures_sums_alone(forward: Code) -> bool:
     consumer, _ = _consumer(definition)
     arguments = [*definition.args.args, *definition.args.kwonlyargs]
     captures = {argument.arg for argument in arguments if "captur" in argument.arg}
-    return not any(captures & _loaded(statement) for statement in definition.body if statement is not consumer)
+    return not any(
+        (isinstance(node, ast.Name) and node.id in captures)
+        or (isinstance(node, ast.Constant) and "captur" in str(node.value))  # of the other keywords
+        for statement in definition.body
+        if statement is not consumer
+        for node in ast.walk(statement)
+    )
+
+
+def keeps_no_result(forward: Code) -> bool:
+    """Whether a layer's ``forward`` keeps nothing that it computes: what it returns is the next layer's input.
+
+    It may mark a tensor with a constant. What submodules and norms keep is not asked.
+    """
+    definition = _definition(forward)
+    nodes = list(ast.walk(definition))
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    made = {"hidden_states"}
+    while more := {name for node in assigned if made & _loaded(node.value) for name in _assigned(node)} - made:
+        made |= more
+    marks = [target for node in assigned if isinstance(node.value, ast.Constant) for target in node.targets]
+    return not any(
+        (isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store) and node not in marks)
+        or (isinstance(node, ast.Expr | ast.AugAssign) and made & _loaded(node.value))
+        or (isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call) and made & _loaded(node))
+        for node in nodes
+    )
 
 
 def _names(tree: ast.AST, name: str) -> list[ast.Name]:
@@ -377,6 +403,7 @@ def why_not(layer: str, forward: Code) -> str:
         f"{layer} may still use its input": input_dies,
         f"{layer} may still use what attention read": attention_lets_go,
         f"{layer} may keep what is captured": captures_sums_alone,
+        f"{layer} may keep its result": keeps_no_result,
     }
     return next((reason for reason, proof in proved.items() if not proof(forward)), "")
 

@@ -669,6 +669,34 @@ def test_a_layer_that_captures_by_itself_is_noticed():
     assert proofs.captures_sums_alone(Captures.sums)
     assert not proofs.captures_sums_alone(Captures.by_itself)
     assert proofs.why_not("Layer", Captures.by_itself) == "Layer may still use what attention read"
+    (in_place,) = ast.parse("def forward(self, captured): captured += [1]").body
+    assert isinstance(in_place, ast.FunctionDef)
+    assert not proofs.captures_sums_alone(in_place)
+    assert not proofs.captures_sums_alone(parsed(after="seen = kwargs['captured_outputs']"))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "after"),
+    [
+        (True, "self.last = hidden_states"),
+        (True, "self.last: object = hidden_states"),
+        (True, "self.seen[0] = self.mlp(hidden_states)"),
+        (True, "self.seen += (hidden_states,)"),
+        (True, "seen += [hidden_states]"),
+        (True, "self.seen.append(hidden_states)"),
+        (True, "result = self.mlp(hidden_states)\n  self.seen.append(result)"),
+        (True, "for self.last in (hidden_states,): pass"),
+        (True, "with self.keep(hidden_states): pass"),
+        (True, "with self.keep() as self.last: pass"),
+        (False, "hidden_states.mark = True"),
+        (False, "note(forward_batch)"),
+        (False, "with self.keep() as result: pass"),
+    ],
+)
+def test_a_layer_that_may_keep_what_the_next_one_is_given_is_noticed(keeps, after):
+    layer = parsed(after=after)
+    assert proofs.attention_lets_go(layer)
+    assert proofs.why_not("Layer", layer) == ("Layer may keep its result" if keeps else "")
 
 
 @pytest.mark.parametrize(
