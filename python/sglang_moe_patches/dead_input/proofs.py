@@ -359,7 +359,7 @@ def _is_a_sum(around: ast.AST, use: ast.Name) -> bool:
 
 def _is_in_place(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether something is added in place, and the sum is nobody else's."""
-    user = parents[around]
+    user = parents.get(around)  # the loop itself has none
     if isinstance(around, ast.Attribute) and around.attr == "add_":
         return isinstance(user, ast.Call) and user.func is around and isinstance(parents[user], ast.Expr)
     return (

@@ -825,6 +825,11 @@ class Loops:
             self.captured.append(kept)
         return hidden_states
 
+    def goes_over_what_it_assigns(self: Any, hidden_states, batch):
+        for layer in hidden_states:
+            hidden_states = layer(self.embeds, batch)
+        return hidden_states
+
     def goes_over_them_twice(self: Any, hidden_states, batch):
         for layer in self.layers:
             hidden_states = layer(hidden_states, batch)
