@@ -1,8 +1,10 @@
-"""Of what the terminal, the shell and the network of whoever runs the tests say, nothing counts."""
+"""Of what the terminal, the shell and the network of whoever runs the tests say, nothing counts, nor how fast it is."""
 
 from __future__ import annotations
 
 import os
+
+from hypothesis import HealthCheck, settings
 
 TERMINAL = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 """How wide help and tables are, and whether in colour."""
@@ -11,3 +13,9 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 
 for name in (*TERMINAL, *PROXIES):
     os.environ.pop(name, None)
+
+# The same cases on every machine, however long one takes there.
+settings.register_profile(
+    "everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("everywhere")

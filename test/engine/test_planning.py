@@ -64,7 +64,7 @@ def engine_says(*arguments: str, memory: float = GPU_MIB) -> float:
 
 @pytest.mark.every_release
 @pytest.mark.usefixtures("warm")
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(chunk=st.sampled_from([1024, 4096, 8192, 16384]), tp=st.sampled_from([1, 8]), memory=st.floats(3e4, 2e5))
 def test_the_terms_add_up_to_what_server_args_sets_aside(chunk: int, tp: int, memory: float) -> None:
     arguments = ["--chunked-prefill-size", str(chunk), "--tp-size", str(tp)]

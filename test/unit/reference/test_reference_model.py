@@ -56,7 +56,7 @@ def test_transformers_reads_the_config(directory, spec):
     assert GenerationConfig.from_pretrained(directory).do_sample is False
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text())
 def test_the_tokenizer_round_trips_any_text(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=False) == text

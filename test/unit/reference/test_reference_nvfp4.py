@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.reference import nvfp4
 
@@ -47,7 +47,6 @@ class TestEncode:
         assert got.tolist() == [c + (8 if sign < 0 else 0) for c in (code, even, code + 1)]
 
     @given(st.lists(finite, min_size=1, max_size=40))
-    @settings(deadline=None)
     def test_nearest(self, xs: list[float]) -> None:
         got = nvfp4.encode_e2m1(torch.tensor(xs))
         assert got.tolist() == [nearest_code(max(-6.0, min(6.0, x))) for x in xs]
@@ -61,7 +60,6 @@ class TestQuantize:
         st.lists(moderate, min_size=32, max_size=32),
         st.floats(min_value=2.0**-10, max_value=2.0**10, width=32),
     )
-    @settings(deadline=None)
     def test_definition(self, xs: list[float], global_scale: float) -> None:
         """Formulas evaluated in float64; a choice may be off by float32 rounding of what is rounded, not by more."""
         packed, block_scale = nvfp4.quantize(torch.tensor(xs), global_scale)
@@ -142,7 +140,6 @@ class TestDequantize:
 
 class TestGlobalScale:
     @given(st.lists(moderate, min_size=1, max_size=20))
-    @settings(deadline=None)
     def test_largest_block_scale_is_the_largest_number(self, xs: list[float]) -> None:
         x = torch.tensor(xs)
         got = nvfp4.global_scale_for(x)
