@@ -16,9 +16,11 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +105,9 @@ def main() -> None:
     try:
         answer = _answer(asked["arguments"], GPUS[asked["gpu"]])
     except Exception as error:
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split()) or f"in {place.name}, {Path(place.filename).name}:{place.lineno}"
+        sys.exit(f"{type(error).__name__}: {said}")
     json.dump(answer, out)
     out.close()
 
@@ -146,6 +150,8 @@ class _Nothing:
 
 def _claim(gpu: Gpu) -> None:
     """Let PyTorch answer as if there were GPUs of a kind."""
+    # DeepGEMM asks where CUDA is when it is imported, and uses it when it compiles.
+    os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     import torch
 
     properties = SimpleNamespace(
