@@ -39,6 +39,7 @@ def test_the_add_norm_works_in_place_as_on_a_gpu(engine):
     torch.testing.assert_close(hidden, total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_answer_does_not_depend_on_how_its_prefill_is_chunked(engine, checkpoint):
     """What else is in the batch decides where a prompt is cut. Without sums in float64, (40, 7) answers otherwise."""

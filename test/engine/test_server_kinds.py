@@ -189,6 +189,7 @@ def test_strict_ends_the_start_up_beside_a_plugin_that_has_wrapped_a_seam(checkp
     assert "deferred-shared-experts: unsupported, because" in strict.log_text()
 
 
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_unknown_change_ends_the_start_up(checkpoint, tmp_path):
     with (
