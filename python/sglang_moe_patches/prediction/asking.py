@@ -105,11 +105,16 @@ def main() -> None:
     try:
         answer = _answer(asked["arguments"], GPUS[asked["gpu"]])
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split()) or f"in {place.name}, {Path(place.filename).name}:{place.lineno}"
-        sys.exit(f"{type(error).__name__}: {said}")
+        sys.exit(_said(error))
     json.dump(answer, out)
     out.close()
+
+
+def _said(error: Exception) -> str:
+    """An error in one line; one without words says where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split()) or f"in {place.name}, {Path(place.filename).name}:{place.lineno}"
+    return f"{type(error).__name__}: {said}"
 
 
 def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
     try:
         layer = _layer(server_args, view, gpu)
     except Exception as error:
-        unknown = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        unknown = _said(error)
     if layer is not None and layer["runner"]:
         view.moe_runner_backend = layer["runner"]
     return {
