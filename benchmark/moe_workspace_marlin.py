@@ -36,7 +36,7 @@ from common.shapes import MODELS, Layout, Rank
 from moe_workspace import MB, interval, spread
 from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns, marlin
-from sglang_moe_patches.kernels import column_copy
+from sglang_moe_patches.kernels import moe_sum, sum_and_copy
 from sglang_moe_patches.patch import Patcher
 
 STARTED = time.monotonic()
@@ -81,7 +81,7 @@ class Layer:
     def in_float(self, name: str, expert: int) -> torch.Tensor:
         """[k, n] of one expert's weights in float32."""
         from sglang.srt.layers.quantization.marlin_utils import get_scale_perms
-        from sglang.test.test_marlin_utils import get_weight_perm
+        from sglang.srt.layers.quantization.moe_wna16 import get_weight_perm
 
         packed, scales = self.weights[name][expert], self.weights[f"{name}_scale"][expert].float()
         shifts = torch.arange(0, 32, 4, device=packed.device)
@@ -146,7 +146,8 @@ class Batch:
 class Variant:
     """Columns by the rule; in so many slices, whatever it says; or with so many MB asked for.
 
-    :param copies: "ours"; "torch": by PyTorch's copy; "none": the weights were permuted ahead (answers are wrong then).
+    :param copies: "ours"; "torch": by PyTorch's copy, in launches of their own; "none": the weights were permuted ahead
+        (answers are wrong then).
     """
 
     slices: int | None = None
@@ -154,8 +155,17 @@ class Variant:
     copies: str = "ours"
 
 
-def _copy_by_torch(source: Any, start: int, stop: int, target: Any) -> None:
-    target.copy_(source[..., start:stop])
+def _apart(experts_output: Any, output: Any, scale: float, copied: Any) -> None:
+    moe_sum.moe_sum(experts_output, output, scale)
+    for source, start, stop, target in copied:
+        target.copy_(source[..., start:stop])
+
+
+COPIES: dict[str, Callable[..., None]] = {
+    "ours": sum_and_copy.sum_and_copy,
+    "torch": _apart,
+    "none": lambda experts_output, output, scale, copied: moe_sum.moe_sum(experts_output, output, scale),
+}
 
 
 class Ways:
@@ -180,20 +190,16 @@ class Ways:
 
     def ours(self, variant: Variant) -> Any:
         if variant not in self._ours:
-            copy, name, smallest = (
-                column_copy.copy_columns,
-                columns.MOE_WORKSPACE_MB.name,
-                columns.SMALLEST_TENSOR_BYTES,
-            )
-            if variant.copies != "ours":
-                column_copy.copy_columns = _copy_by_torch if variant.copies == "torch" else lambda *given: None
+            between, smallest = sum_and_copy.sum_and_copy, columns.SMALLEST_TENSOR_BYTES
+            name = columns.MOE_WORKSPACE_MB.name
+            sum_and_copy.sum_and_copy = COPIES[variant.copies]
             os.environ[name] = "" if variant.mb is None else str(variant.mb)
             if variant.slices:
                 columns.SMALLEST_TENSOR_BYTES = 1
             assert self._plan.install is not None
             self._plan.install(Patcher())
             del os.environ[name]
-            column_copy.copy_columns, columns.SMALLEST_TENSOR_BYTES = copy, smallest
+            sum_and_copy.sum_and_copy, columns.SMALLEST_TENSOR_BYTES = between, smallest
             self._ours[variant] = getattr(self._module, marlin.NAME)
             setattr(self._module, marlin.NAME, self.stock)
         return self._ours[variant]

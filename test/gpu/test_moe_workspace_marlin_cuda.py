@@ -30,7 +30,7 @@ import marlin_moe as stand_in  # noqa: E402
 from sglang_moe_patches import engine, log  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import columns, marlin, streams  # noqa: E402
 from sglang_moe_patches.dead_input import channel  # noqa: E402
-from sglang_moe_patches.kernels import column_copy, moe_sum  # noqa: E402
+from sglang_moe_patches.kernels import moe_sum, sum_and_copy  # noqa: E402
 from sglang_moe_patches.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -200,16 +200,11 @@ def small(monkeypatch):
     monkeypatch.setattr(log, "_said", set(), raising=False)
 
 
-def copied(source, start, stop, target):
-    target.copy_(source[..., start:stop])
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, request):
     """Our kernels take long in the interpreter: one test is enough."""
     if INTERPRETED and "kernels" not in request.node.name:
-        monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
-        monkeypatch.setattr(column_copy, "copy_columns", copied)
+        monkeypatch.setattr(sum_and_copy, "sum_and_copy", sum_and_copy.sum_and_copy_torch)
 
 
 @pytest.fixture
@@ -537,19 +532,36 @@ def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path
         marlin.plan()
 
 
-# --- The copy --------------------------------------------------------------------------------------------------------
+# --- The sum and the copy --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("columns_", "start", "stop"), [(512, 128, 384), (4096, 0, 2304), (320, 256, 320)])
-def test_the_copy_of_our_kernels_is_the_range_and_nothing_else(dtype, columns_, start, stop):
-    source = torch.randint(0, 100, (3, 5, columns_), device=DEVICE).to(dtype)
-    memory = torch.full((15 * (stop - start) + 64,), 7, device=DEVICE).to(dtype)
-    target = memory[32 : 32 + 15 * (stop - start)].view(3, 5, stop - start)
-    column_copy.copy_columns(source, start, stop, target)
-    assert torch.equal(target.float(), source[..., start:stop].float())
-    assert (memory[:32].float() == 7).all()
-    assert (memory[32 + target.numel() :].float() == 7).all()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("tokens", "columns_", "start", "stop"), [(5, 512, 128, 384), (3, 4096, 0, 2304), (0, 320, 256, 320)]
+)
+def test_our_kernels_sum_one_range_and_copy_another_and_touch_nothing_else(dtype, tokens, columns_, start, stop):
+    width = stop - start
+    experts_output = torch.randn(tokens, 3, width, device=DEVICE).to(DTYPE)
+    both = [torch.full((tokens + 2, columns_), math.nan, device=DEVICE).to(DTYPE) for _ in range(2)]
+    copied, memories = [], []
+    for kind, rows, of_column in ((torch.int32, 15, 2), (dtype, 6, 1)):
+        source = torch.randint(0, 100, (3, rows // 3, columns_ * of_column), device=DEVICE).to(kind)
+        size = rows * width * of_column
+        memories.append(torch.full((size + 64,), 7, device=DEVICE).to(kind))
+        target = memories[-1][32 : 32 + size].view(3, rows // 3, width * of_column)
+        copied.append((source, start * of_column, stop * of_column, target))
+    outputs = [memory[1 : 1 + tokens, start:stop] for memory in both]
+    sum_and_copy.sum_and_copy(experts_output, outputs[0], 2.5, copied)
+    sum_and_copy.sum_and_copy(experts_output, outputs[1], 2.5, ())
+    moe_sum.moe_sum_torch(experts_output, expected := torch.empty_like(outputs[0]), 2.5)
+    for memory, output in zip(both, outputs, strict=True):
+        assert torch.equal(output, expected)
+        output.fill_(math.nan)
+        assert memory.isnan().all()
+    for (source, first, last, target), memory in zip(copied, memories, strict=True):
+        assert torch.equal(target.float(), source[..., first:last].float())
+        assert (memory[:32].float() == 7).all()
+        assert (memory[32 + target.numel() :].float() == 7).all()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

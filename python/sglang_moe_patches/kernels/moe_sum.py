@@ -21,7 +21,9 @@ BLOCK_COLUMNS = 1024
 if triton is not None:
 
     @triton.jit
-    def _moe_sum_kernel(  # type: ignore[no-untyped-def]
+    def sum_block(  # type: ignore[no-untyped-def]
+        token,
+        block,
         experts_output_ptr,
         output_ptr,
         scale,
@@ -31,8 +33,7 @@ if triton is not None:
         BLOCK: tl.constexpr,
     ):
         """Sum one token's experts in a block of columns."""
-        token = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        column = block * BLOCK + tl.arange(0, BLOCK)
         mask = column < columns
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for expert in tl.static_range(TOP_K):
@@ -40,6 +41,33 @@ if triton is not None:
             total += tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
         total *= scale
         tl.store(output_ptr + token * output_stride + column, total.to(output_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _moe_sum_kernel(  # type: ignore[no-untyped-def]
+        experts_output_ptr,
+        output_ptr,
+        scale,
+        columns,
+        output_stride,
+        TOP_K: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        sum_block(token, block, experts_output_ptr, output_ptr, scale, columns, output_stride, TOP_K, BLOCK)
+
+
+def checked(experts_output: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:
+    """Tokens, top-k and columns of what is summed, which must be as :func:`moe_sum` says."""
+    tokens, top_k, columns = experts_output.shape
+    assert experts_output.is_contiguous()
+    assert output.shape == (tokens, columns)
+    assert output.stride(1) == 1
+    return tokens, top_k, columns
+
+
+def block_columns(columns: int) -> int:
+    """How many of them one program sums."""
+    return min(BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
 
 
 def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:
@@ -50,11 +78,8 @@ def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) ->
         distance apart.
     :param scale: the model's routed scaling factor.
     """
-    tokens, top_k, columns = experts_output.shape
-    assert experts_output.is_contiguous()
-    assert output.shape == (tokens, columns)
-    assert output.stride(1) == 1
-    block = min(BLOCK_COLUMNS, triton.next_power_of_2(columns))
+    tokens, top_k, columns = checked(experts_output, output)
+    block = block_columns(columns)
     _moe_sum_kernel[(tokens, triton.cdiv(columns, block))](
         experts_output,
         output,

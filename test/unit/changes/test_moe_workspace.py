@@ -460,30 +460,46 @@ def test_columns_in_one_runner_do_without_the_other(monkeypatch):
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_the_sum_compiles_and_moves_16_bytes_at_a_time(capability, dtype, tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("interpreted kernels are not compiled")
-    from sglang_moe_patches.kernels import moe_sum
+def ptx_of(kernel, types: dict[str, str], constants: dict[str, int], capability: int) -> str:
+    """What a kernel becomes for a GPU of that capability, its pointers and integers multiples of 16."""
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = moe_sum._moe_sum_kernel
-    constants = {"TOP_K": 8, "BLOCK": 1024}
-    types = {"scale": "fp32", "columns": "i32", "output_stride": "i32"} | dict.fromkeys(constants, "constexpr")
-    aligned = ("experts_output_ptr", "output_ptr", "columns", "output_stride")
+    types = types | dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
+    aligned = [name for name in names if types[name] == "i32" or types[name].startswith("*")]
     source = ASTSource(
         fn=kernel,
-        signature={name: types.get(name, f"*{dtype}") for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        signature={name: types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    return str(made.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels are not compiled")
+    from sglang_moe_patches.kernels import moe_sum, sum_and_copy
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sums = {"experts_output_ptr": f"*{dtype}", "output_ptr": f"*{dtype}", "scale": "fp32"}
+    sums |= dict.fromkeys(("columns", "output_stride"), "i32")
+    ptx = ptx_of(moe_sum._moe_sum_kernel, sums, {"TOP_K": 8, "BLOCK": 1024}, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 1
+    copies = {f"{which}_{end}_ptr": "*i64" for which in ("first", "second") for end in ("source", "target")}
+    copies |= {f"{which}_{what}": "i32" for which in ("first", "second") for what in ("stride", "words")}
+    copies |= dict.fromkeys(("first_programs", "copy_programs"), "i32")
+    blocks = {"TOP_K": 8, "BLOCK": 1024, "FIRST_BLOCK": 1024, "SECOND_BLOCK": 256}
+    ptx = ptx_of(sum_and_copy._sum_and_copy_kernel, sums | copies, blocks, capability)
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
+    assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == len(re.findall(r"st\.global\.v2\.b64", ptx)) == 5
 
 
 BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full_size"
@@ -491,7 +507,7 @@ BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full
 
 
 @pytest.mark.parametrize(
-    ("marks", "passed"), [("not product", 99), pytest.param("product", 16, marks=pytest.mark.product)]
+    ("marks", "passed"), [("not product", 96), pytest.param("product", 16, marks=pytest.mark.product)]
 )
 def test_the_engines_sequence_and_marlins_in_the_interpreter(marks: str, passed: int) -> None:
     """On the CPU a server never runs them: here the engine's CUDA branch is taken, its kernels interpreted, and

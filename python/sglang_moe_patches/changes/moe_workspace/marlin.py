@@ -4,8 +4,8 @@ Marlin holds one tensor for both GEMMs' outputs, as wide as the wider one. Here 
 given up when the activation has read it, and the second one is a promise: the sum over the top-k runs the engine's GEMM
 and our sum for one range of columns after another. Marlin's weights lie in tiles of 16 rows and 64 columns, whose
 rows have the layer's whole width, so that a range of columns is no view: its weights and scales, whose columns change
-places within a tile alone, are copied into memory of a range's size ahead of each GEMM. All of it is on the stream of
-the call, and nothing outlives it.
+places within a tile alone, are copied into memory of a range's size ahead of each GEMM, in the launch that sums the
+range before. All of it is on the stream of the call, and nothing outlives it.
 
 What the engine has is an operator. The function under it runs with other names to look up.
 """
@@ -229,16 +229,15 @@ def gemm_and_sum(
     scale: float,
     *,
     gemm: Callable[..., Any],
-    slice_sum: Callable[..., None],
-    copy_columns: Callable[..., None],
+    sum_and_copy: Callable[..., None],
 ) -> Any:
     """Compute the promised tensor and sum it over the top-k, range by range.
 
     :param output: [tokens, hidden]; written, and returned.
     :param scale: factor of the sum.
     :param gemm: the engine's.
-    :param slice_sum: ours, into columns of the output.
-    :param copy_columns: of a tensor, into memory of their own.
+    :param sum_and_copy: ours: sums a range into its columns of the output, and copies the next one's weights and scales
+        into memory of their own.
     """
     call = promise.call
     assert call.gemm is not None
@@ -249,27 +248,29 @@ def gemm_and_sum(
     widest = call.ranges[0][1]
     values = promise.make(call.rows * widest)
     own_weights, own_scales = (tensor.new_empty(tensor.numel() // hidden * widest) for tensor in (weights, scales))
+    summed = values.view(tokens, -1, widest)[:0], output[:0, :widest], scale
     for start, stop in call.ranges:
         width = stop - start
-        part = values[: call.rows * width].view(call.rows, width)
-        if call.zeroed:
-            part.zero_()
-        columns_of = []
+        copied = []
         for tensor, memory, of_column in ((weights, own_weights, words), (scales, own_scales, 1)):
             shape = (*tensor.shape[:2], width * of_column)
             target = memory[: shape[0] * shape[1] * shape[2]].view(shape)
-            copy_columns(tensor, start * of_column, stop * of_column, target)
-            columns_of.append(target)
+            copied.append((tensor, start * of_column, stop * of_column, target))
+        sum_and_copy(*summed, copied)
+        part = values[: call.rows * width].view(call.rows, width)
+        if call.zeroed:
+            part.zero_()
         gemm(
             activations,
             part,
-            columns_of[0],
+            copied[0][-1],
             None if bias is None else bias[:, start:stop].contiguous(),
-            columns_of[1],
+            copied[1][-1],
             *rest,
             **kwargs | {"size_n": width},
         )
-        slice_sum(part.view(tokens, -1, width), output[:, start:stop], scale)
+        summed = part.view(tokens, -1, width), output[:, start:stop], scale
+    sum_and_copy(*summed, ())
     return output
 
 
@@ -281,8 +282,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     """
     import torch
 
-    from sglang_moe_patches.kernels.column_copy import copy_columns
-    from sglang_moe_patches.kernels.moe_sum import moe_sum
+    from sglang_moe_patches.kernels.sum_and_copy import sum_and_copy
 
     def gemm(activations: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(output, Output):
@@ -298,8 +298,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
             output,
             scale,
             gemm=getattr(module, GEMM),
-            slice_sum=moe_sum,
-            copy_columns=copy_columns,
+            sum_and_copy=sum_and_copy,
         )
 
     stand_in = _Torch(torch, runners.symmetric_memory(), sum_)
