@@ -6,9 +6,10 @@
 
 One process, no server, no checkpoint: the engine's own ``fused_marlin_moe`` on random INT4 weights at one rank's
 widths, called as its runner calls it. Stock, stock again and each number of slices in turn, by CUDA events; every run
-starts from an idle GPU, so that the host's time to start slices counts. The peak is what one call allocates beyond
-what was allocated before it, its output included. *Permuted ahead* is what slices would take if each range of weights
-lay by itself since the model was loaded: no copies. The error is that of some tokens, against their experts in float32.
+starts from an idle GPU, so that the host's time to start slices counts. *Queued* ones follow others, as in a forward of
+many layers. The peak is what one call allocates beyond what was allocated before it, its output included. *Permuted
+ahead* is what slices would take if each range of weights lay by itself since the model was loaded: no copies. The error
+is that of some tokens, against their experts in float32.
 
 The engine compiles its kernel first, for some four minutes, once on a machine.
 """
@@ -265,15 +266,19 @@ def cell(
         )
     }
 
-    def measured(variant: Variant) -> float:
+    def measured(variant: Variant, timed: Callable[..., float]) -> float:
         with ways.variant(variant) as ours:
-            return timing.idle_ms(lambda: ours(**given))
+            return timed(lambda: ours(**given))
 
-    versions: dict[str, Callable[[], float]] = dict.fromkeys(
-        (timing.STOCK, timing.CONTROL), lambda: timing.idle_ms(lambda: ways.stock(**given))
-    )
-    versions |= {name: lambda variant=variant: measured(variant) for variant, name in chosen.items()}
-    samples = timing.in_turn(versions, rounds)
+    def in_turn(timed: Callable[..., float], rounds: int) -> dict[str, list[float]]:
+        versions: dict[str, Callable[[], float]] = dict.fromkeys(
+            (timing.STOCK, timing.CONTROL), lambda: timed(lambda: ways.stock(**given))
+        )
+        versions |= {name: lambda variant=variant: measured(variant, timed) for variant, name in chosen.items()}
+        return timing.in_turn(versions, rounds)
+
+    samples, queued = in_turn(timing.idle_ms, rounds), in_turn(timing.queued_ms, max(3, rounds // 2))
+    queued_stock = queued[timing.STOCK]
     control = [b / a for a, b in zip(samples[timing.STOCK], samples[timing.CONTROL], strict=True)]
     w2 = batch.layer.weights["w2"].nbytes + batch.layer.weights["w2_scale"].nbytes
     for variant, name in chosen.items():
@@ -294,6 +299,10 @@ def cell(
             "interval": interval(ratios),
             "control": statistics.median(control),
             "control_interval": interval(control),
+            "queued": statistics.median(b / a for a, b in zip(queued_stock, queued[name], strict=True)),
+            "queued_control": statistics.median(
+                b / a for a, b in zip(queued_stock, queued[timing.CONTROL], strict=True)
+            ),
             "rounds": rounds,
             "stock_peak": stock_peak,
             "stock_errors": stock_errors,
@@ -474,7 +483,8 @@ def tables(result: output.Result, tokens: int = 16384) -> str:
         if one["slices"] < 2:
             return f"{one['stock_peak'] / MB:,.0f}, whole"
         low, high = one["interval"]
-        return f"{one['peak'] / MB:,.0f}, {one['slices']}: {one['slowdown']:.3f} ({low:.3f}-{high:.3f})"
+        queued = f", queued {one['queued']:.3f}" if "queued" in one else ""
+        return f"{one['peak'] / MB:,.0f}, {one['slices']}: {one['slowdown']:.3f} ({low:.3f}-{high:.3f}){queued}"
 
     lines: list[tuple[str, ...]] = []
     for (model, layout), cells in layers.items():

@@ -79,19 +79,21 @@ _current: ContextVar[Call] = ContextVar("marlin_call")
 
 
 class _Both:
-    """The one tensor for both outputs, which is never allocated."""
+    """The one tensor for both outputs, which is never allocated: the first one is asked for first."""
 
-    __slots__ = ("_call", "_make")
+    __slots__ = ("_call", "_halved", "_make")
 
     def __init__(self, call: Call, make: Callable[[int], Any]) -> None:
-        self._call, self._make = call, make
+        self._call, self._make, self._halved = call, make, False
 
     def __getitem__(self, part: slice) -> _First | Output:
         call = self._call
-        if part.stop == call.rows * call.gate_columns:
-            return _First(call, self._make)
-        assert part.stop == call.rows * call.ranges[-1][1]
-        return Output(call, self._make)
+        if self._halved:
+            assert part.stop == call.rows * call.ranges[-1][1]
+            return Output(call, self._make)
+        self._halved = True
+        assert part.stop == call.rows * call.gate_columns
+        return _First(call, self._make)
 
 
 class _First:
@@ -174,42 +176,51 @@ def column_ranges(given: dict[str, Any], most_bytes: int | None) -> list[tuple[i
     :param given: the function's arguments, by name.
     :param most_bytes: what the runner may hold, where that was asked for.
     """
-    hidden_states, w1, w2, scale = (given[name] for name in ("hidden_states", "w1", "w2", "w2_scale"))
-    bias = given.get("w2_bias")
-    (tokens, hidden), (experts, k_tiles, words) = hidden_states.shape, w2.shape
-    for fits, reason in (
-        (not given.get("no_combine"), "the tensor itself is asked for"),
-        (not (given["inplace"] and streams.beside), "its output is its input, which another stream may still read"),
-        (not any(_some(given[name]) for name in ("g_idx2", "sort_indices2")), "activations are reordered (act-order)"),
-        (not _some(given["w2_zeros"]), "zero points are packed"),
-        (hidden % columns.MARLIN_TILE == 0, f"Marlin's tiles do not divide {hidden} columns"),
-        (words == hidden * (given["num_bits"] // 2), f"the weights are {tuple(w2.shape)}"),
-        (
-            scale.ndim == 3 and scale.shape[2] == hidden and scale.is_contiguous() and w2.is_contiguous(),
-            f"the weights' scales are {tuple(scale.shape)}",
-        ),
-        (bias is None or bias.shape == (experts, hidden), "the bias is not one per column"),
-    ):
-        if not fits:
-            message = "moe-workspace: Marlin's [tokens, top-k, hidden] tensor stays whole, because %s"
-            log.once(logging.INFO, f"marlin {reason}", message, reason)
-            return columns.ranges(hidden, hidden)
-    buffer = channel.offered()
+    # From an idle GPU the host's time to get here counts: nothing is put into words that nobody reads.
+    hidden_states, w1, w2, scale = given["hidden_states"], given["w1"], given["w2"], given["w2_scale"]
+    tokens, hidden = hidden_states.shape
+    if (reason := _whole_because(given, hidden, w2, scale)) is not None:
+        message = "moe-workspace: Marlin's [tokens, top-k, hidden] tensor stays whole, because %s"
+        log.once(logging.INFO, f"marlin {reason}", message, reason)
+        return columns.ranges(hidden, hidden)
+    buffer, second_bytes = channel.offered(), w2.nbytes + scale.nbytes
     width = columns.packed_slice_width(
         tokens,
         given["topk_ids"].shape[1],
         hidden,
-        16 * k_tiles,
+        16 * w2.shape[1],
         hidden_states.itemsize,
         gate_columns=_gate_columns(w1, given),
-        column_bytes=(w2.nbytes + scale.nbytes) // hidden,
-        weight_bytes=w1.nbytes + w2.nbytes + given["w1_scale"].nbytes + scale.nbytes,
+        column_bytes=second_bytes // hidden,
+        weight_bytes=w1.nbytes + given["w1_scale"].nbytes + second_bytes,
         share=triton.share(given["expert_map"] is not None),
         output_elsewhere=buffer is not None
         and channel.fits(buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device),
         most_bytes=most_bytes,
     )
     return columns.ranges(hidden, width)
+
+
+def _whole_because(given: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
+    """Why no range of columns can be had by itself; ``None`` where it can."""
+    bias = given.get("w2_bias")
+    if given.get("no_combine"):
+        return "the tensor itself is asked for"
+    if given["inplace"] and streams.beside:
+        return "its output is its input, which another stream may still read"
+    if _some(given["g_idx2"]) or _some(given["sort_indices2"]):
+        return "activations are reordered (act-order)"
+    if _some(given["w2_zeros"]):
+        return "zero points are packed"
+    if hidden % columns.MARLIN_TILE:
+        return f"Marlin's tiles do not divide {hidden} columns"
+    if w2.shape[2] != hidden * (given["num_bits"] // 2):
+        return f"the weights are {tuple(w2.shape)}"
+    if scale.ndim != 3 or scale.shape[2] != hidden or not (scale.is_contiguous() and w2.is_contiguous()):
+        return f"the weights' scales are {tuple(scale.shape)}"
+    if bias is not None and bias.shape != (len(w2), hidden):
+        return "the bias is not one per column"
+    return None
 
 
 def _some(tensor: Any) -> bool:
