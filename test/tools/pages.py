@@ -10,7 +10,7 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     status:CHANGE                   what a change is where: "applied up to 0.5.12.post1, hardened from 0.5.13"
     changes                         a table of the changes, what they do, and what they are where
     variables                       a table of the environment variables that this package and its changes read
-    statuses                        a line for each release, a column for each change
+    statuses                        a line for releases that are alike, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
     families                        a line for each kind of families of models, a column for each kind of MoE runner
     offers                          which families offer their dead input where, and why others do not
@@ -117,14 +117,17 @@ def variables() -> str:
 
 
 def statuses(found: dict[str, Any]) -> str:
-    """A table with a line for each release; in bold those that are tested every time."""
+    """A table with a line for neighbouring releases that are alike; in bold those that are tested every time."""
     names = known(found)
-    lines = ["| SGLang | torch | " + " | ".join(names) + " | tests |", "| --- " * (len(names) + 3) + "|"]
+    lines = ["| SGLang | torch | " + " | ".join(names) + " | tests passed |", "| --- " * (len(names) + 3) + "|"]
+    told = {}
     for release, facts in found.items():
-        shown = f"**{release}**" if release in releases.EVERY_TIME else release
-        tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" · ")[0]
-        told = " | ".join(facts["changes"].get(name, NOT_ASKED)[0] for name in names)
-        lines.append(f"| {shown} | {facts['torch']} | {told} | {tests} |")
+        tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" ")[0]
+        asked = (facts["changes"].get(name, NOT_ASKED)[0] for name in names)
+        told[release] = " | ".join((facts["torch"], *asked, tests))
+    for line, alike in runs(told):
+        shown = (f"**{release}**" if release in releases.EVERY_TIME else release for release in alike)
+        lines.append(f"| {', '.join(shown)} | {line} |")
     return "\n".join(lines)
 
 

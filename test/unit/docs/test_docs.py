@@ -164,8 +164,22 @@ def test_a_change_that_a_release_was_not_asked_about_is_shown_as_such():
     for facts in told.values():
         facts |= {"torch": "2.0", "tests": "3 passed · 1 skipped"}
     assert pages.statuses(told).splitlines()[2:] == [
-        "| 1 | 2.0 | applied | not asked | 3 passed |",
-        "| 2 | 2.0 | applied | native | 3 passed |",
+        "| 1 | 2.0 | applied | not asked | 3 |",
+        "| 2 | 2.0 | applied | native | 3 |",
+    ]
+
+
+def test_neighbouring_releases_that_are_alike_share_a_line():
+    told = found(*[("applied", "")] * 5)
+    for facts in told.values():
+        facts |= {"torch": "2.0", "tests": "3 passed"}
+    told["3"]["torch"] = "2.1"
+    told["5"]["tests"] = "1 failed · 2 passed"
+    assert pages.statuses(told).splitlines()[2:] == [
+        "| 1, 2 | 2.0 | applied | 3 |",
+        "| 3 | 2.1 | applied | 3 |",
+        "| 4 | 2.0 | applied | 3 |",
+        "| 5 | 2.0 | applied | 1 failed · 2 passed |",
     ]
 
 
