@@ -25,6 +25,15 @@ from sglang_moe_patches.prediction import advice, config, forward
 
 MB = 1e6
 TOKENS = 16384
+#: What `doctor --model` says at length, as the table says it: the page explains it.
+BRIEF = {
+    advice.OWN_WORKSPACE: "the vendor's workspace",
+    advice.UNMEASURED: "family not measured",
+    "a scale a row": "scales of rows not measured",
+    "linear attention": "linear attention",
+    "an indexer chooses": "sparse attention",
+    "not predicted": "not predicted",
+}
 SERVED = Path(__file__).with_name("models.json")
 #: Of the resolved server arguments, what the formulas read.
 RESOLVED = (
@@ -138,13 +147,12 @@ def _said(found: dict[str, Any]) -> str:
     """Why nothing acts, where nothing does; and what is not known of this model in particular, in few words."""
     said = []
     if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
-        said.append("columns cost more than 2 %: on request")
+        said.append("on request")
     elif not any(change["acts"] for change in found["changes"]):
-        said.append(f"nothing acts behind {found['server']['runner'] or 'a runner that is not known'}")
+        said.append("nothing acts")
     for line in found["unknown"]:
         if line not in advice.ALWAYS_UNKNOWN:
-            brief = advice.OWN_WORKSPACE if advice.OWN_WORKSPACE in line else line.split(":")[0]
-            said.append(line if line.startswith("not predicted") else brief)
+            said.append(next((brief for words, brief in BRIEF.items() if words in line), line))
     return "; ".join(said)
 
 

@@ -193,7 +193,7 @@ def in_short(results: Sequence[output.Result]) -> str:
     """Stock and patched in one line: the KV cache by the rule and as planned; what verifications did not see."""
     both: dict[tuple[str, str], dict[str, Any]] = {}
     reserves = {}
-    unseen: dict[str, list[str]] = {}
+    unseen: dict[str, dict[str, list[str]]] = {}
     for result in results:
         figures = result["figures"]
         plan = (described(figures), f"{figures['chunk']:,}")
@@ -201,7 +201,7 @@ def in_short(results: Sequence[output.Result]) -> str:
         for name, server in figures.get("servers", {}).items():
             both.setdefault(plan, {})[name] = server
             for missing in server["recommendations"][0]["verified"]["not_seen"]:
-                unseen.setdefault(missing, []).append(f"{plan[0]}, {name}")
+                unseen.setdefault(missing, {}).setdefault(plan[0], []).append(name)
     rows = []
     for plan, found in both.items():
         first = found["stock"]["trials"][0]
@@ -222,7 +222,10 @@ def in_short(results: Sequence[output.Result]) -> str:
         *("", "chunk", "set aside, GB", "needed: stock", "patched", "KV tokens by the rule", "planned, stock"),
         *("planned, patched", "held, MB free"),
     )
-    where = "; ".join(f"{missing} ({'; '.join(plans)})" for missing, plans in unseen.items())
+    where = "; ".join(
+        f"{missing} ({'; '.join(', '.join((plan, *names)) for plan, names in plans.items())})"
+        for missing, plans in unseen.items()
+    )
     said = f"\nNot seen in the verification: {where}.\n" if unseen else ""
     return output.table(header, rows, left=2) + said
 

@@ -171,7 +171,7 @@ def section(name: str, load: Load = output.load) -> str:
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
     if len(lines) > MOST_COMMANDS:
-        lines = [lines[0], f"# and {len(lines) - 1} like it, in the data"]
+        lines = [lines[0], f"# and {len(lines) - 1} like it"]
     typed = [" (typed in)" if result.get("transcribed") else "" for result in results]
     folder, data = names[0].split("/")[0], SECTIONS[name].data
     if len(names) > 2:

@@ -255,17 +255,19 @@ def share_of_tensors(one: dict[str, Any], said: bool) -> str:
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
-        *("server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
+        *("run", "server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
         *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s"),
     )
     rows = []
     for result in results:
         figures = result["figures"]
-        for name, one in figures["servers"].items():
+        run = f"{plan.described(figures)}, {result['conditions']['engine']}"
+        for place, (name, one) in enumerate(figures["servers"].items()):
             said = predicted(figures, name)
             rows.append(
                 (
-                    f"{name}, {plan.described(figures)}",
+                    '"' if place else run,
+                    name,
                     f"{one['tensors'] / MB:,.0f}",
                     f"{one['slack'] / MB:,.0f}",
                     share_of_tensors(one, said is not None and name in ("stock-segments", "patched")),
@@ -277,7 +279,7 @@ def tables(results: Sequence[output.Result]) -> str:
                     f"{statistics.median(one['mixed_per_s']):.1f}",
                 )
             )
-    return output.table(header, rows)
+    return output.table(header, rows, left=2)
 
 
 def main() -> None:

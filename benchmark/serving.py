@@ -274,7 +274,7 @@ def predicted(figures: dict[str, Any], name: str) -> str:
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
-        *("server", "requests", "KV tokens", "tokens/s", "predicted", "at once", "ms a token", "first token s"),
+        *("run", "server", "KV tokens", "tokens/s", "predicted", "at once", "ms a token", "first token s"),
         *("retractions", "lowest free MB", "start s", "rehearsal s"),
     )
     rows = []
@@ -282,9 +282,10 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
+        run = f"{plan.described(figures)}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
-        for name, one in figures["servers"].items():
-            cells = [f"{name}, {plan.described(figures)}", load, f"{one['tokens']:,}"]
+        for place, (name, one) in enumerate(figures["servers"].items()):
+            cells = ['"' if place else run, name, f"{one['tokens']:,}"]
             if "total_throughput" in one:
                 gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
                 free = one["lowest_free"]

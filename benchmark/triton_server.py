@@ -167,10 +167,11 @@ def tables(results: list[output.Result]) -> str:
     rows = []
     for result in results:
         found = result["figures"]
-        for name, one in found.items():
+        for place, (name, one) in enumerate(found.items()):
             rows.append(
                 [
-                    f"{name}, {run_of(result)}",
+                    '"' if place else run_of(result),
+                    name,
                     f"{one['peak'] / MB:,.0f}",
                     f"{one['before'] / MB:,.0f}",
                     f"{one['reserved'] / MB:,.0f}",
@@ -185,10 +186,10 @@ def tables(results: list[output.Result]) -> str:
                 ]
             )
     header = (
-        *("server", "peak MB", "held before MB", "reserved MB", "first ms", "prefill ms", "time", "decode ms"),
+        *("run", "server", "peak MB", "held before MB", "reserved MB", "first ms", "prefill ms", "time", "decode ms"),
         *("batch ms", "mixed s", "slices", "equal answers"),
     )
-    return output.table(header, rows)
+    return output.table(header, rows, left=2)
 
 
 def in_short(results: list[output.Result]) -> str:

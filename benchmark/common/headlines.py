@@ -67,10 +67,10 @@ def gain(load: Load) -> str:
 - **Triton MoE runner** (`auto` for BF16, FP8 and INT8 on NVIDIA): a forward of 16,384 tokens needs
   **{kimi[1]:,.0f} instead of {kimi[0]:,.0f} MB** with Kimi-K2.5's widths (one rank's sizes of TP=4, BF16, H200). Every
   token and log-probability equal, prefills at {times[0]:.2f} of stock's time
-  ([servers](docs/benchmarks/triton-server.md)). A layer of little work, as most are in FP8, is cut less by default: it
-  may cost 2 % of the time ([your model](docs/models.md)). On request
-  ([`SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`](docs/moe-workspace.md)) Qwen3-235B's widths need {qwen[1]:,.0f} instead of
-  {qwen[0]:,.0f} MB, at {times[1]:.2f}.
+  ([servers](docs/benchmarks/triton-server.md)). A layer of little work, as most are in FP8, is cut less: by default it
+  may cost 2 % of the time ([your model](docs/models.md)).
+  [On request](docs/moe-workspace.md) Qwen3-235B's widths need {qwen[1]:,.0f} instead of {qwen[0]:,.0f} MB, at
+  {times[1]:.2f}.
 - **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/kv-sizing.md)): the second start has
   **{sized["tokens"]:,} instead of {stock["tokens"]:,} tokens** and serves {sized["total_throughput"]:,.0f} instead of
   {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long requests at once:
