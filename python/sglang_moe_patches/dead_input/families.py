@@ -18,8 +18,8 @@ from sglang_moe_patches.dead_input import proofs
 
 LOOKS_AT = (
     (
-        "`doctor`: the families that it names; `models/`, their decoder layers and the loop over the layers",
-        "did a family that was known drop out (`dead_input/proofs.py`)? where is the residual (argument, "
+        "`doctor`'s families; `models/`: their decoder layers and the loop over them",
+        "did one drop out (`dead_input/proofs.py`)? where is the residual (argument, "
         "`forward_batch.residual_stream`)? is what is captured on the way still a sum, or a copy?",
     ),
 )

@@ -14,8 +14,8 @@ LOOKS_AT = (
     (
         "`model_executor/model_runner.py`: `ModelRunner`'s methods from loading to capturing, `forward`; "
         "`forward_batch_info.py`",
-        "which stages are there now (`observers/memory.py`, `STAGES`)? the batch's lengths and prefixes, the pools and "
-        "`max_total_num_tokens` under which names?",
+        "which stages (`observers/memory.py`, `STAGES`)? what are the batch's lengths and prefixes, the pools and "
+        "`max_total_num_tokens` called?",
     ),
     (
         "`mem_cache/kv_cache_configurator.py`, `environ.py` (`…LOGPROB…CHUNK`), FlashInfer's routed-experts functions",

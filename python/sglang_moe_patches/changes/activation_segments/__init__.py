@@ -59,8 +59,8 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="activation-segments",
-    summary="after the start, activations come from expandable segments, of which the allocator keeps less; by itself "
-    "where that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
+    summary="after the start, activations come from expandable segments, of which the allocator keeps less: where "
+    "that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
     unneeded=_unneeded,
     variables=(decide.SEGMENTS,),

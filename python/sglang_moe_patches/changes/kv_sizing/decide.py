@@ -28,8 +28,8 @@ def _mode(text: str) -> str:
 
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: a server's first start measures what it needs, and later ones give the rest to the KV cache; given: also "
-    "where a --mem-fraction-static is given, as the engine's own is too low to start",
+    "auto: a server's first start measures what it needs, later ones give the rest to the KV cache; given: also "
+    "beside a --mem-fraction-static, where the engine's own is too low to start",
     _mode,
     "off",
 )

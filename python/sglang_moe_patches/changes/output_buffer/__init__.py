@@ -66,16 +66,15 @@ ATTENTION_INPUTS = Count(
 )
 CHANGE = Change(
     name="output-buffer",
-    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input: "
-    "in every family of models whose code shows that it is dead; DeepSeek's attention inputs are dropped with every "
-    "runner; other models are left alone",
+    summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input, in every family of "
+    "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
     plan=_plan,
     looks_at=(
         (
             "`grep -rn moe_output_buffer_ctx .`: `layers/moe/moe_runner/base.py`, `models/deepseek_v2.py` "
             "(`DeepseekV2DecoderLayer.forward`), and every other model that offers",
-            "does the condition of the offer look at the residual by now? does a new model offer? is the name still "
-            "imported inside `forward`?",
+            "does the offer look at the residual by now? does a new model offer? is the name still imported inside "
+            "`forward`?",
         ),
     ),
     does=_does,
