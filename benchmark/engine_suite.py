@@ -221,7 +221,8 @@ def tables(result: output.Result) -> str:
         if stock["tests"] or patched["tests"] or other:
             subtests = sum(test["subtests"] for test in stock["tests"].values())
             acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
-            cells = (f"`{path}`", said(stock), said(patched), acted or "-")
+            outcomes = said(stock), said(patched)
+            cells = (f"`{path}`", outcomes[0], '"' if outcomes[0] == outcomes[1] else outcomes[1], acted or "-")
             rows.append((*cells, f"{subtests:,}" if subtests else "-", str(len(other))))
     ran = {path: len(stock["tests"]) for path, (stock, _) in files.items() if stock["tests"]}
     lost = sum(len(broken(stock, patched)) for stock, patched in files.values())

@@ -106,7 +106,8 @@ def replayed(log: str) -> dict[str, bool]:
 
 def server_tables(*results: output.Result) -> str:
     """A row for each kind of step: milliseconds of stock, and how fast each other server is beside it."""
-    rows, answers = [], []
+    rows: list[list[str]] = []
+    answers: dict[str, list[str]] = {}
     for result in results:
         found = result["figures"]
         modes = found["modes"]
@@ -120,13 +121,14 @@ def server_tables(*results: output.Result) -> str:
                     row.append(f"{r['ratio']:.3f}{spread}" if r else "")
                 rows.append(row)
         equal = found["questions"] - len(found["differing"])
-        answers.append(
-            f"{found['model']} widths, TP={found['tp']}: answers equal to stock's {equal} of {found['questions']} "
-            f"({' and '.join(modes)}); stock's own in {modes[0]} and {modes[-1]} mode "
-            f"{found['modes_alike']} of {found['questions'] // len(modes)}.\n"
+        said = (
+            f"answers equal to stock's {equal} of {found['questions']} ({' and '.join(modes)}); stock's own in "
+            f"{modes[0]} and {modes[-1]} mode {found['modes_alike']} of {found['questions'] // len(modes)}.\n"
         )
+        answers.setdefault(said, []).append(f"{found['model']} widths, TP={found['tp']}")
     header = ("one request at a time", "stock, ms", "speed of patched (range)", "of stock again (range)")
-    return f"{''.join(answers)}\n{output.table(header, rows)}"
+    alike = "".join(f"{'; '.join(servers)}: {said}" for said, servers in answers.items())
+    return f"{alike}\n{output.table(header, rows)}"
 
 
 # --- Host time -------------------------------------------------------------------------------------------------------
