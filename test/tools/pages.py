@@ -67,6 +67,8 @@ def span(names: list[str], every: list[str]) -> str:
     return f"up to {names[-1]}" if names[0] == every[0] else f"from {names[0]} to {names[-1]}"
 
 
+SAME = '"'
+"""A cell that says what the one above it does."""
 NOT_ASKED = ("not asked", "")
 """Of a change that came later than what was found on a release."""
 
@@ -196,10 +198,13 @@ def families(found: dict[str, Any]) -> str:
         "| --- " * (len(grouped) + 1) + "|",
     ]
     places = {name: number for number, name in enumerate(rows)}
+    above: list[str] = []
     for _, alike in groupby(rows, key=rows.__getitem__):
         models = list(alike)
-        told = (columns[names[0]][places[models[0]]] for names in grouped)
-        lines.append(f"| {'; '.join(models)} | {' | '.join(told)} |")
+        told = [columns[names[0]][places[models[0]]] for names in grouped]
+        shown = (SAME if above and cell == above[place] else cell for place, cell in enumerate(told))
+        lines.append(f"| {'; '.join(models)} | {' | '.join(shown)} |")
+        above = told
     return "\n".join(lines)
 
 
