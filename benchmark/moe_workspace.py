@@ -621,14 +621,14 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
     ]
     lines = [
         (
-            f"{key[0]} TP={key[1][2:]} {key[2].upper()}, {key[3]}",
+            f"{key[0]} TP={key[1][2:]} {key[2].upper()}" + (f", {key[3]}" if key[3] != "default" else ""),
             f"{peak / MB:,.0f}",
             *(said(c[key], peak) for c in columns_of),
         )
         for key, peak in stock.items()
         if key[4] == tokens
     ]
-    header = (f"{tokens:,} tokens; tiles", "stock, MB", "default", *(f"{mb} MB asked for" for mb in settings))
+    header = (f"{tokens:,} tokens", "stock, MB", "default", *(f"{mb} MB asked for" for mb in settings))
     cut = [one for one in columns_of[0].values() if one is not None]
     low = [one["interval"][0] for one in cut]
     rows = [
