@@ -4,6 +4,8 @@ matter."""
 from __future__ import annotations
 
 import math
+import sys
+from importlib.util import spec_from_loader
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.dead_input import channel, offer, proofs
 from sglang_moe_patches.observers import acted
 from sglang_moe_patches.observers.events import ChangeStatus
-from sglang_moe_patches.patch import Patcher, Status, look
+from sglang_moe_patches.patch import Patcher, Plan, Status, look
 from sglang_moe_patches.reference import families as tiny
 from sglang_moe_patches.reference.model import ModelSpec, make_model
 
@@ -114,6 +116,41 @@ def test_a_family_whose_code_cannot_be_read_is_left_alone(path, run, monkeypatch
     with caplog.at_level("INFO"):
         assert same(run(path, output_buffer.CHANGE), stock)
     assert "OSError: source code not available" in caplog.text
+
+
+class CannotBeImported:
+    """Finds one module, whose code fails."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_loader(name, self) if name == self.name else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise self.error("no such operator")
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
+    error, engine, path, run, kernels, monkeypatch
+):
+    """The engine passes over such a module, and serves the others."""
+    stock, name = run(path), "sglang.srt.models.deepseek_v2"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [CannotBeImported(name, error), *sys.meta_path])
+    reason = f"cannot import {name}: {error.__name__}: no such operator"
+    assert look(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
+    for change in (output_buffer.CHANGE, moe_workspace.CHANGE):
+        assert look(change).reason.startswith(f"some models are left alone: {reason}")
+    with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
+        model = engine.load(path)
+        assert same(engine.generate(model, PROMPTS, STEPS), stock)
+        assert written_over(engine, model, kernels) == [False, True, True, True]
 
 
 def written_over(engine, model, kernels):

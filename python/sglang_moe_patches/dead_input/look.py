@@ -106,6 +106,9 @@ def offers() -> Offers:
     engine.own(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
+    except engine.Unsupported as error:  # the engine serves none of its models either: others lose nothing of it
+        return Offers((), f"some models are left alone: {error}", way)
+    try:
         known(engine.own(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.own(module, "DeepseekV2Model"))
     except Exception as error:  # whatever becomes of one family takes nothing else with it

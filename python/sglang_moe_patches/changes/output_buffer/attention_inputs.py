@@ -31,7 +31,10 @@ def dropped() -> Install:
     import torch
 
     communicator = engine.module("sglang.srt.layers.communicator")
-    deepseek = engine.module("sglang.srt.models.deepseek_v2")
+    try:
+        deepseek = engine.module("sglang.srt.models.deepseek_v2")
+    except engine.Unsupported:  # the engine serves none of its models either
+        return lambda patcher: None
     attention = engine.own(deepseek, "DeepseekV2AttentionMLA")
     engine.own(attention, "forward")
     engine.require("forward" in vars(attention), "DeepseekV2AttentionMLA has no forward of its own")
