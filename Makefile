@@ -109,10 +109,12 @@ pages: env ## write what is generated in the pages: of releases and changes, and
 demo/bf16: | env
 	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.export bf16 benchmark/tiny_moe $@
 
-demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic, stock and patched, and compare them
-	rm -rf demo/report
+demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic: stock and patched, then sized by its record
+	rm -rf demo/report demo/second-start
 	$(BIN)/sglang-moe-patches regress $(REGRESS) --model $(MODEL) --data-path $(DATA) \
 	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- $(SERVER)
+	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/second_start.py --model $(MODEL) --output demo/second-start \
+	  -- $(SERVER)
 
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
 	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.accuracy

@@ -100,6 +100,7 @@ PLANS = under(
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
     "gain": Section(headlines=headlines.gain),
+    "second-start": Section(headlines=headlines.second_start),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),

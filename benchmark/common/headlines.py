@@ -86,6 +86,16 @@ def gain(load: Load) -> str:
 """
 
 
+def second_start(load: Load) -> str:
+    """What a server said at its second start."""
+    said = load("serving/kimi-k2.5")["figures"]["servers"]["sized"]["said"][0]
+    return f"""
+```
+sglang-moe-patches: kv-sizing: {said}
+```
+"""
+
+
 def index(load: Load) -> str:
     """A line for each page of benchmarks."""
     kimi, deepest = peaks(load(PEAKS["Kimi-K2.5"])), tokens(load("plan/kimi-k2.5-16384"))

@@ -51,6 +51,13 @@ def test_the_engines_own_tests_are_asked_for_with_a_checkout():
     assert "python benchmark/engine_suite.py /there --list" in said
 
 
+def test_the_demo_ends_with_a_second_start_by_the_record():
+    """Make ends at what fails before."""
+    *_, compares, last = make("-n", "demo", f"UV={sys.executable}").stdout.replace("\\\n", "").splitlines()
+    assert "regress" in compares
+    assert "test/tools/second_start.py --model " in last
+
+
 def test_a_python_without_what_is_needed_is_named(tmp_path: Path):
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\nexit 1\n")
