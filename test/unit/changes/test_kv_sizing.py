@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import signal
 import stat
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -17,14 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches import cli, doctor, patch
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.changes.kv_sizing import decide, launcher, metric, record, rehearse, script, size
+from sglang_moe_patches.changes.kv_sizing import decide, launcher, metric, record, rehearse, script, seams, size
 from sglang_moe_patches.changes.kv_sizing.conduct import ATTEMPTS, Conductor
+from sglang_moe_patches.changes.kv_sizing.facts import GIB
 from sglang_moe_patches.changes.kv_sizing.memory import Memory
 from sglang_moe_patches.changes.kv_sizing.record import Record
 from sglang_moe_patches.changes.kv_sizing.script import Batch, Configuration, PhaseKind
 from sglang_moe_patches.changes.kv_sizing.size import Start
 from sglang_moe_patches.changes.kv_sizing.watch import EVERY_S, SAVED_EVERY_S, Watch
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.patch import Patcher, Plan
 from typer.testing import CliRunner
 
 GB = 1_000_000_000
@@ -319,11 +323,26 @@ def test_a_folder_that_is_a_file_is_one_line(tmp_path):
         record.change(tmp_path / "file" / "kv.json", KEY, lambda old: MEASURED)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_folder_is_one_line(tmp_path):
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A folder in which nobody writes; root does in spite of its mode, so for root opening says what it would say."""
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    if os.geteuid() == 0:
+        opens = Path.open
+
+        def refuses(self, mode="r", *given, **more):
+            if self.parent == tmp_path and set(mode) & set("wax+"):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return opens(self, mode, *given, **more)
+
+        monkeypatch.setattr(Path, "open", refuses)
+    yield tmp_path
+    tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_read_only_folder_is_one_line(read_only):
     with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
-        record.change(tmp_path / "kv.json", KEY, lambda old: MEASURED)
+        record.change(read_only / "kv.json", KEY, lambda old: MEASURED)
 
 
 def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path, monkeypatch):
@@ -338,6 +357,28 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path, monkeypatc
         record.change(path, KEY, lambda old: None)
     monkeypatch.undo()
     assert record.read(path) == {KEY: MEASURED}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kv.json", "kv.json.lock"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sglang_moe_patches.changes.kv_sizing import record
+
+setattr(record.os, sys.argv[2], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+record.change(Path(sys.argv[1]), sys.argv[3], lambda old: None)
+"""
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_who_is_killed_while_it_writes_leaves_the_old_file_and_nobody_waiting(tmp_path, at):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: MEASURED)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), at, KEY], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert record.read(path) == {KEY: MEASURED}
+    record.change(path, KEY, record.ran_out)
+    assert record.read(path) == {KEY: replace(MEASURED, ooms=1)}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kv.json", "kv.json.lock"]
 
 
@@ -820,3 +861,197 @@ def test_a_watch_that_fails_says_it_once_and_ends_no_server(caplog):
     watch.end()
     assert saved == []
     assert caplog.text.count("free memory is not watched any more") == 1
+
+
+# --- A start of several ranks ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """What the driver says to one rank, and the file that it would read."""
+
+    path: Path
+    device: str = "H200"
+    total: int = 141 * GB
+    before: int = 140 * GB
+    silent: bool = False
+
+    def read(self):
+        if self.silent:
+            raise RuntimeError("the driver does not answer")
+        return Memory(self.before, self.total)
+
+
+def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", **arguments):
+    """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
+
+    class Told(Exception):
+        pass
+
+    def first_ask(told):
+        everybody.append(told)
+        raise Told
+
+    def run(rank, agree):
+        given = SimpleNamespace(**{"model_path": "m", "tp_size": len(ranks), "mem_fraction_static": 0.8, **arguments})
+        setattr(given, launcher.MARK, not by_user)
+        model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
+        runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
+        state = seams.State(ranks[rank].path)
+        monkeypatch.setattr(seams, "agree", agree)
+        seams._size(state, runner, ranks[rank].before / GIB, False)
+        assert runner.mem_fraction_static == given.mem_fraction_static
+        return state, runner.mem_fraction_static
+
+    everybody: list[seams.Told] = []
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_is_first", lambda runner: runner.gpu_id == 0)
+    monkeypatch.setattr(seams.memory, "read", lambda gpu: ranks[gpu].read())
+    monkeypatch.setattr(seams.memory, "device", lambda gpu: ranks[gpu].device)
+    for rank in range(len(ranks)):
+        with suppress(Told):
+            run(rank, first_ask)
+    caplog.clear()
+    with caplog.at_level("INFO", logger=seams.logger.name):
+        found = [run(rank, lambda told: everybody) for rank in range(len(ranks))]
+    states, fractions = zip(*found, strict=True)
+    return states, set(fractions), [each.message.removeprefix(seams.SAYS) for each in caplog.records]
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch, caplog):
+    """A file with the record of a server with two ranks."""
+    path = tmp_path / "kv.json"
+    (first, _), _, _ = start(monkeypatch, caplog, Rank(path), Rank(path))
+    record.change(path, first.key, lambda old: MEASURED)
+    return path
+
+
+SIZED = 0.9285  # 8 GB of 140 were needed, and 2 GB are the margin
+
+
+def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(recorded, monkeypatch, caplog):
+    for path in (recorded, recorded.parent / "none.json", recorded.parent):
+        states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(path))
+        assert (fractions, said) == ({SIZED}, [])
+        assert [(state.fraction, state.known) for state in states] == [(SIZED, MEASURED)] * 2
+
+
+@pytest.mark.parametrize("text", ['{"format": 1, "records": {"a', "\0", None])
+def test_where_the_first_rank_cannot_read_all_start_by_the_rule(text, recorded, monkeypatch, caplog):
+    if text is None:
+        recorded.unlink()
+        recorded.mkdir()
+    else:
+        recorded.write_text(text)
+    states, fractions, (said,) = start(monkeypatch, caplog, Rank(recorded), Rank(recorded))
+    assert fractions == {0.8}
+    assert said.startswith(f"the engine's rule, 0.8000: {recorded} ")
+    assert said.endswith("; this start rehearses")
+    assert all(state.decision.rehearse for state in states)
+
+
+def another(**changed):
+    return lambda monkeypatch: changed
+
+
+OF_ANOTHER = {
+    "GPU": another(device="B200"),
+    "GPU of the kind with more memory": another(total=282 * GB),
+    "model": another(config='{"layers": 2}'),
+    "argument": another(chunked_prefill_size=64),
+    "variable": lambda monkeypatch: monkeypatch.setenv("SGLANG_MOE_PATCHES_SEGMENTS", "on"),
+    "driver": lambda monkeypatch: monkeypatch.setattr(seams.memory, "driver", lambda: "another"),
+    "engine": lambda monkeypatch: monkeypatch.setattr(seams.engine, "version", lambda: "another"),
+    "torch": lambda monkeypatch: monkeypatch.setattr("torch.__version__", "another"),
+    "package": lambda monkeypatch: monkeypatch.setattr("sglang_moe_patches.__version__", "another"),
+    "status of a change": lambda monkeypatch: monkeypatch.setattr(seams.patch, "_in_force", {"a": Plan.native()}),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER)
+def test_a_record_of_another_is_none(what, recorded, monkeypatch, caplog):
+    changed = OF_ANOTHER[what](monkeypatch) or {}
+    rank = Rank(recorded, **{name: changed.pop(name) for name in ("device", "total") if name in changed})
+    states, fractions, said = start(monkeypatch, caplog, rank, rank, **changed)
+    assert fractions == {0.8}
+    assert said == ["the engine's rule, 0.8000: nothing is recorded of this configuration; this start rehearses"]
+    assert all(state.decision.rehearse for state in states)
+
+
+def test_beside_a_second_server_on_a_gpu_all_start_by_the_rule(recorded, monkeypatch, caplog):
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded, before=100 * GB))
+    assert fractions == {0.8}
+    assert said == ["the engine's rule, 0.8000: 41,000 MB of the GPU are others', 1,000 MB when it was measured"]
+    assert not any(state.decision.rehearse for state in states)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"device": "H100"}, "the ranks' GPUs or arguments differ"),
+        ({"silent": True}, "RuntimeError: the driver does not answer"),
+    ],
+)
+def test_where_one_rank_cannot_tell_all_start_by_the_rule_and_nothing_is_recorded(
+    other, why, recorded, monkeypatch, caplog
+):
+    for ranks in ((Rank(recorded), Rank(recorded, **other)), (Rank(recorded, **other), Rank(recorded))):
+        states, fractions, said = start(monkeypatch, caplog, *ranks)
+        assert (fractions, said) == ({0.8}, [f"the engine's rule, 0.8000: {why}"])
+        assert [state.start for state in states] == [None, None]
+
+
+def test_a_users_fraction_stands_beside_a_record(recorded, monkeypatch, caplog):
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), by_user=True)
+    assert (fractions, said) == ({0.8}, ["--mem-fraction-static 0.8000 is given and stands"])
+    assert [state.start for state in states] == [None, None]
+
+
+# --- A rehearsal of several ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch, caplog):
+    """The first rank's, with a rehearsal in front of it."""
+    (state, _), _, _ = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), Rank(tmp_path / "kv.json"))
+    scheduler = Scheduler(monkeypatch)
+    vars(scheduler).update(server_args=SimpleNamespace(), process_input_requests=print)
+    caplog.clear()
+    caplog.set_level("INFO", logger=seams.logger.name)
+    return seams.Serving(state, scheduler)
+
+
+def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):
+    results = [rehearse.Result(lowest=9 * GB), rehearse.Result(failure="no answer")]
+    monkeypatch.setattr(seams, "agree", lambda told: results)
+    serving._rehearsed(results[0])
+    assert [each.message for each in caplog.records] == [
+        f"{seams.SAYS}the rehearsal failed, and nothing is recorded: rank 1: no answer"
+    ]
+    assert not serving.state.path.exists()
+
+
+def test_where_others_gave_memory_back_meanwhile_nothing_is_recorded(serving, monkeypatch, caplog):
+    results = [rehearse.Result(lowest=50 * GB)] * 2
+    monkeypatch.setattr(seams, "agree", lambda told: results)
+    serving._rehearsed(results[0])
+    assert "more memory was free than was set aside, so nothing is recorded: others gave it back" in caplog.text
+    assert not serving.state.path.exists()
+
+
+def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, read_only, monkeypatch, caplog):
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams, "agree", lambda told: [told, ""])
+    serving.begin()
+    (said,) = [each.message for each in caplog.records]
+    assert said.startswith(f"{seams.SAYS}no rehearsal: {serving.state.path} cannot be written (")
+    assert state_of(serving.scheduler) == before
+
+
+def test_a_rank_whose_first_can_write_nothing_takes_its_rehearsal_back(serving, monkeypatch):
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams, "agree", lambda told: ["kv.json cannot be written", told])
+    serving.state.first = False
+    serving.begin()
+    assert state_of(serving.scheduler) == before

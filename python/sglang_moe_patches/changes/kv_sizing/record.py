@@ -172,7 +172,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _write(path: Path, records: Mapping[str, Record]) -> None:
     whole = {"format": FORMAT, "records": {name: asdict(each) for name, each in records.items()}}
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    # One name, as one writes at a time: what a killed process left, the next one writes over.
+    partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             json.dump(whole, file, indent=1, ensure_ascii=False)
