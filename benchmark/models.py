@@ -69,19 +69,21 @@ def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
 # --- What was measured -----------------------------------------------------------------------------------------------
 
 
-def measured() -> tuple[dict[Sizes, tuple[float, float]], dict[Sizes, tuple[float, float]]]:
+def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     """Peaks of whole forwards and of the runner alone, stock and patched, by the sizes of a rank's MoE layer."""
     wholes, alone = {}, {}
-    for path in sorted((output.RESULTS / "peak-memory").glob("triton-*.json")):
+    for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         found = output.load(f"peak-memory/{path.stem}")["figures"]
         share = MODELS[found["model"]].shard(found["shard"])
-        key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], bool(found["served"].get("fp8")))
-        peaks = [found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")]
-        wholes[key] = (peaks[0], peaks[1])
+        quantization = forward.BLOCKS if found["served"].get("fp8") else None
+        key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], quantization)
+        peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
+        knob = found.get("moe_workspace_mb")
+        wholes[key] = f"{peaks}, {knob} MB asked for" if knob else peaks
     for cell in _cells():
         layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
-        key = _key(MODELS[cell["model"]], layout, "triton", cell["weights"] == "fp8")
-        alone[key] = (cell["stock_peak"], cell["peak"])
+        key = _key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
+        alone[key] = f"runner alone {in_mb(cell['stock_peak'], cell['peak'])}"
     return wholes, alone
 
 
@@ -92,9 +94,9 @@ def _cells() -> Iterator[dict[str, Any]]:
                 yield cell
 
 
-def _key(model: Any, layout: Layout, runner: str, fp8: bool) -> Sizes:
+def _key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
     rank = forward.as_the_engine_runs(model, runner).per_rank(layout)
-    return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, forward.BLOCKS if fp8 else None
+    return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
 
 # --- The page --------------------------------------------------------------------------------------------------------
@@ -124,9 +126,7 @@ def tables(result: output.Result) -> str:
             sizes["moe_intermediate"] * server["layout"]["ep"] // server["layout"]["tp"],
             *(server["runner"], server["quantization"]),
         )
-        seen = in_mb(*wholes[key]) if key in wholes else ""
-        if not seen and key in alone:
-            seen = f"runner alone {in_mb(*alone[key])}"
+        seen = wholes.get(key) or alone.get(key, "")
         rows.append((name, on, server["runner"] or "not known", _peak(found), seen, _said(found)))
     header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "what is not known")
     return output.table(header, rows, left=6)

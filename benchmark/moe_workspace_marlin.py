@@ -7,9 +7,9 @@
 One process, no server, no checkpoint: the engine's own ``fused_marlin_moe`` on random INT4 weights at one rank's
 widths, called as its runner calls it. Stock, stock again and each number of slices in turn, by CUDA events; every run
 starts from an idle GPU, so that the host's time to start slices counts. *Queued* ones follow others, as in a forward of
-many layers. The peak is what one call allocates beyond what was allocated before it, its output included. *Permuted
-ahead* is what slices would take if each range of weights lay by itself since the model was loaded: no copies. The error
-is that of some tokens, against their experts in float32.
+many layers. The peak is what one call allocates beyond what was allocated before it, its output included, unless it is
+*given*, as a server's layer gives its dead input. *Permuted ahead* is what slices would take if each range of weights
+lay by itself since the model was loaded: no copies. The error is that of some tokens, against their experts in float32.
 
 The engine compiles its kernel first, for some four minutes, once on a machine.
 """
@@ -37,6 +37,7 @@ from common.shapes import MODELS, Layout, Rank
 from moe_workspace import MB, interval, spread
 from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns, marlin
+from sglang_moe_patches.dead_input import channel
 from sglang_moe_patches.kernels import moe_sum, sum_and_copy
 from sglang_moe_patches.patch import Patcher
 
@@ -149,11 +150,13 @@ class Variant:
 
     :param copies: "ours"; "torch": by PyTorch's copy, in launches of their own; "none": the weights were permuted ahead
         (answers are wrong then).
+    :param offered: the output is given, as a server's layer gives its dead input.
     """
 
     slices: int | None = None
     mb: int | None = None
     copies: str = "ours"
+    offered: bool = False
 
 
 def _apart(experts_output: Any, output: Any, scale: float, copied: Any) -> None:
@@ -180,6 +183,7 @@ class Ways:
         self._module = engine.module(marlin.MODULE)
         self.stock = getattr(self._module, marlin.NAME)
         self.ran: list[tuple[int, int]] = []
+        self.dead_input: torch.Tensor | None = None
         self._ours: dict[Variant, Any] = {}
         ranges = marlin.column_ranges
 
@@ -215,8 +219,14 @@ class Ways:
 
             columns.packed_slice_width = width
         self.ran = []
+        ours = self.ours(variant)
+
+        def offered(**given: Any) -> Any:
+            with channel.moe_output_buffer_ctx(self.dead_input):
+                return ours(**given)
+
         try:
-            yield self.ours(variant)
+            yield offered if variant.offered else ours
         finally:
             columns.packed_slice_width = rule
 
@@ -245,6 +255,7 @@ def cell(
     :param checked: tokens and their outputs in float32.
     """
     given, rank = batch.given, batch.layer.rank
+    ways.dead_input = torch.empty_like(given["hidden_states"])
     stock_errors = [errors(ways.stock(**given), checked) for _ in range(2)]
     stock_peak = timing.memory_of(lambda: ways.stock(**given))[0]
     facts: dict[Variant, dict[str, Any]] = {}
@@ -261,7 +272,9 @@ def cell(
         variant: f"columns {variant}"
         for index, variant in enumerate(variants)
         if not any(
-            ran[variant] == ran[other] and variant.copies == other.copies and variant != Variant()
+            ran[variant] == ran[other]
+            and (variant.copies, variant.offered) == (other.copies, other.offered)
+            and variant != Variant()
             for other in variants[:index]
         )
     }
@@ -291,6 +304,7 @@ def cell(
             "asked_slices": variant.slices,
             "asked_mb": variant.mb,
             "copies": variant.copies,
+            "offered": variant.offered,
             "slices": max(1, len(ran[variant])),
             "width": ran[variant][0][1] if ran[variant] else rank.hidden,
             "stock_ms": statistics.median(samples[timing.STOCK]),
@@ -431,9 +445,14 @@ def by_rule(one: dict[str, Any]) -> tuple[float, float, int]:
     return layer, cost, len(columns.ranges(hidden, width))
 
 
+def fresh(one: dict[str, Any]) -> bool:
+    """Whether a cell has our copies, and an output of its own."""
+    return one["copies"] == "ours" and not one.get("offered")
+
+
 def fit(result: output.Result) -> str:
     """Each cell's cost beside the rule's, and constants that fit it best."""
-    cells = [one for one in result["figures"]["cells"] if one["slices"] > 1 and one["copies"] == "ours"]
+    cells = [one for one in result["figures"]["cells"] if one["slices"] > 1 and fresh(one)]
     rows = []
     for one in cells:
         layer, cost, chosen = by_rule(one)
@@ -481,17 +500,19 @@ def tables(result: output.Result, tokens: int = 16384) -> str:
 
     def said(one: dict[str, Any]) -> str:
         if one["slices"] < 2:
-            return f"{one['stock_peak'] / MB:,.0f}, whole"
+            time = f": {one['slowdown']:.3f}" if one["slowdown"] else ""
+            return f"{one['stock_peak'] / MB:,.0f}, whole{time}"
         low, high = one["interval"]
         queued = f", queued {one['queued']:.3f}" if "queued" in one else ""
         return f"{one['peak'] / MB:,.0f}, {one['slices']}: {one['slowdown']:.3f} ({low:.3f}-{high:.3f}){queued}"
 
     lines: list[tuple[str, ...]] = []
     for (model, layout), cells in layers.items():
-        ours = [one for one in cells if one["copies"] == "ours"]
+        server = next((one for one in cells if one.get("offered")), None)
+        ours = [one for one in cells if fresh(one)]
         # As the rule is now: its constants were fitted to these cells.
         chosen = by_rule(ours[0])[2]
-        by_itself = next((one for one in ours if one["slices"] == chosen), ours[0] | {"slices": 1})
+        by_itself = next((one for one in ours if one["slices"] == chosen), ours[0] | {"slices": 1, "slowdown": None})
         within = [one for one in ours if one["slowdown"] <= 1.02 and one["slices"] > 1]
         least = min(within, key=lambda one: one["peak"], default=None)
         asked = next((one for one in ours if one["asked_mb"] == ASKED[model, layout]), by_itself)
@@ -503,11 +524,20 @@ def tables(result: output.Result, tokens: int = 16384) -> str:
                 said(by_itself),
                 said(least) if least else "-",
                 f"{ASKED[model, layout]}: {said(asked)}",
+                said(server) if server else "-",
                 ", ".join(f"{one['slices']}: {one['slowdown']:.3f}" for one in ahead),
             )
         )
-    header = (f"{tokens:,} tokens", "stock, MB; ms", "default", "least within 2 %", "MB asked for", "permuted ahead")
-    ours = [one for one in figures["cells"] if one["copies"] == "ours" and one["slices"] > 1]
+    header = (
+        f"{tokens:,} tokens",
+        "stock, MB; ms",
+        "default",
+        "least within 2 %",
+        "MB asked for",
+        "output given",
+        "permuted ahead",
+    )
+    ours = [one for one in figures["cells"] if fresh(one) and one["slices"] > 1]
     checked = [one for one in ours if one["errors"]]
     stock, patched = (
         [e["mean"] for one in checked for e in one["stock_errors"]],
@@ -629,6 +659,7 @@ def measure(ways: Ways, options: Any) -> dict[str, Any]:
                     continue
                 batch = Batch(layer, tokens, device, dtype)
                 variants = [Variant(), *(Variant(mb=mb) for mb in (ASKED[model, layout], *options.mb))]
+                variants += [Variant(mb=ASKED[model, layout], offered=True)]
                 variants += [Variant(slices=n) for n in options.slices]
                 if tokens == options.tokens[0]:
                     most = max(options.slices)

@@ -135,7 +135,6 @@ def tables(result: output.Result) -> str:
         (
             name,
             f"{one['before'] / MB:,.1f}",
-            f"{one['engine']['weight']}",
             worst(one["again"]),
             worst(one["differs"]),
             one["update"],
@@ -143,7 +142,7 @@ def tables(result: output.Result) -> str:
         )
         for name, one in figures["servers"].items()
     ]
-    header = ("server", "allocated, MB", "weights by the engine, GB", "asked again, differs by", "from stock by")
+    header = ("server", "allocated, MB", "asked again, differs by", "from stock by")
     said = output.table((*header, "weight update", "then from stock by"), rows)
     return f"{said}\n\nGiven up: {figures['measured'] / MB:,.1f} MB (predicted: {figures['predicted'] / MB:,.1f} MB)."
 

@@ -12,11 +12,11 @@ computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is 
 on the engine's own kernels. What each server should need is written down first, from the sizes (the package's
 prediction/forward.py).
 
-Both are asked the same prompts, one at a time; every token and log-probability must be equal, or there is no result
-(each server is asked twice: answers that a server itself does not repeat are named in that case). The second
-forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off workspaces), and
-of the second one the allocator's history is recorded. Figures are those of one rank, bytes beyond what was allocated
-before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes while it runs.
+Both are asked the same prompts twice, one at a time; every token and log-probability that the stock server repeats must
+be equal, or there is no result. Where it repeats none, as Marlin does on Hopper, it is said how far apart answers are.
+The second forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off
+workspaces), and of the second one the allocator's history is recorded. Figures are those of one rank, bytes beyond what
+was allocated before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes.
 --moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
 """
 
@@ -27,6 +27,8 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,20 @@ REFERENCE_SCRATCH = 64 * 2**20
 LINE_POINTS = 150
 #: The engine's files whose line says for which part of the model something was allocated.
 MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", "minimax_m2.py")
+
+
+@contextmanager
+def asked_for(mb: int | None) -> Iterator[None]:
+    """SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of a prediction, as the patched server has it; ``None``: unset."""
+    before = os.environ.pop(MOE_WORKSPACE_MB.name, None)
+    if mb:
+        os.environ[MOE_WORKSPACE_MB.name] = str(mb)
+    try:
+        yield
+    finally:
+        os.environ.pop(MOE_WORKSPACE_MB.name, None)
+        if before is not None:
+            os.environ[MOE_WORKSPACE_MB.name] = before
 
 
 def by_sizes(
@@ -82,7 +98,10 @@ def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, A
     fusion = "--disable-shared-experts-fusion" not in options.server_arguments and environment.has_gpu()
     found = {}
     for name in servers.SERVERS:
-        made = by_sizes(served, name, options.tokens, tp=options.tp, workspace_mb=options.workspace_mb, fusion=fusion)
+        with asked_for(options.moe_workspace_mb):
+            made = by_sizes(
+                served, name, options.tokens, tp=options.tp, workspace_mb=options.workspace_mb, fusion=fusion
+            )
         found[name] = asdict(made) | {"live_at_kernel_bytes": made.live, "peak_forward_bytes": made.peak}
     return found
 
@@ -199,6 +218,35 @@ def difference(found: dict[str, Any], key: str) -> str:
     return f"{less:+,.1f}" if less else "0.0"
 
 
+ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilities apart, at most")
+
+
+def distances(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """How far answers are from the stock server's first ones: its own second ones, and each other server's."""
+    prompts, answers = found["prompts"], found["answers"]
+    rows = []
+    for name, given in answers.items():
+        same = [
+            (a, b)
+            for a, b in zip(answers["stock"][:prompts], given[prompts:] if name == "stock" else given, strict=False)
+            if a["tokens"] == b["tokens"]
+        ]
+        apart = [abs(x - y) for a, b in same for x, y in zip(a["logprobs"], b["logprobs"], strict=True)]
+        title = "stock, asked again" if name == "stock" else name
+        rows.append((title, f"{len(same)} of {prompts}", f"{max(apart):.2f}" if apart else "-"))
+    return rows
+
+
+def with_knob(result: output.Result) -> str:
+    """The peak of one run with SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB, predicted beside measured, and its answers."""
+    found = result["figures"]
+    cells = [f"{found['model']}, TP={found['shard']}'s sizes, {found['moe_workspace_mb']} MB asked for"]
+    for server in servers.SERVERS:
+        cells += [in_mb(of_result(result, server).peak), in_mb(found["memory"][server]["peak_forward_bytes"])]
+    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
+    return output.table(header, [tuple(cells)]) + "\n" + output.table(ANSWERS, distances(found))
+
+
 def prediction_table(predicted: dict[str, Any]) -> str:
     """What each server should need, part by part."""
     both = [predicted[name] for name in servers.SERVERS]
@@ -235,9 +283,12 @@ def tables(result: output.Result) -> str:
         f"{' with the shares of TP=' + str(found['shard']) if found['shard'] > 1 else ''}, "
         f"{found['tokens']:,} tokens, kernel workspace {found['workspace_mb']} MiB"
         f"{', --enable-symm-mem' if found['symm_mem'] else ''}. Answers equal: "
-        f"{found['prompts'] - len(found['differing']['patched'])} of {found['prompts']}.\n",
+        f"{found['prompts'] - len(found['differing']['patched'])} of {found['prompts']}; repeated by stock: "
+        f"{found['prompts'] - len(found['unrepeatable']['stock'])}.\n",
         output.table(header, rows),
     ]
+    if found["differing"]["patched"]:
+        parts.append(output.table(ANSWERS, distances(found)))
     if memory[0]["peak_forward_bytes"]:
         parts.append(gained(result) + "\n")
     for moment, title in {"at_kernel": "when the routed kernel starts", "at_peak": "at the peak"}.items():
@@ -276,10 +327,12 @@ def of_result(result: output.Result, server: str) -> prediction.Prediction:
     served = weights.Served(
         MODELS[found["model"]].shard(found.get("shard", 1)), runner=runner, fp8=kept.get("fp8", False)
     )
-    # All results are from before slices had a price.
-    return by_sizes(
-        served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"], at_any_cost=True
-    )
+    knob = found.get("moe_workspace_mb")
+    with asked_for(knob):
+        # Results without the knob are from before slices had a price.
+        return by_sizes(
+            served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"], at_any_cost=not knob
+        )
 
 
 def against_sizes(results: list[output.Result]) -> str:
@@ -395,8 +448,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    if options.moe_workspace_mb:
-        os.environ[MOE_WORKSPACE_MB.name] = str(options.moe_workspace_mb)  # of the prediction
     if not options.model.startswith("tiny") or options.plot or options.runner == "marlin":
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:
@@ -414,12 +465,12 @@ def main() -> int:
         finally:
             output.keep_logs(options, work)
     result = output.result("peak_memory", found, {"engine": found["states"]["stock"]["version"]})
-    if found["differing"]["patched"]:
+    if wrong := set(found["differing"]["patched"]) - set(found["unrepeatable"]["stock"]):
         if options.json:
             output.write(options.json, result)
         print(
-            f"peak_memory.py: no figures: these prompts were answered otherwise than by the stock server: "
-            f"{found['differing']}; these otherwise by the same server the second time: {found['unrepeatable']}",
+            f"peak_memory.py: no figures: the patched server answered prompts {sorted(wrong)} otherwise than the stock "
+            f"server, which repeats them; otherwise the second time: {found['unrepeatable']}",
             file=sys.stderr,
         )
         return 1
