@@ -27,6 +27,7 @@ import models
 import moe_workspace
 import moe_workspace_marlin
 import mori_rows
+import nvfp4_hopper
 import overhead
 import peak_memory
 import plan
@@ -103,6 +104,7 @@ SECTIONS = {
     "second-start": Section(headlines=headlines.second_start),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
+    "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", nvfp4_hopper.tables),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
@@ -114,6 +116,7 @@ SECTIONS = {
     "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
+    "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
     "models": Section(("models/0.5.23",), lambda results: models.tables(results[0]), data=DATA.removeprefix("../")),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),

@@ -54,6 +54,12 @@ def buffers(result: Result) -> tuple[float, float]:
 def gain(load: Load) -> str:
     """The README's lines."""
     kimi, qwen = (peaks(load(PEAKS[name])) for name in ("Kimi-K2.5", "Qwen3-235B"))
+    packed = peaks(load("peak-memory/marlin-kimi-k2.5-shard8"))
+    layer_time = next(
+        cell["slowdown"]
+        for cell in load("moe-workspace-marlin/h200")["figures"]["cells"]
+        if (cell["model"], cell["layout"], cell["asked_mb"]) == ("kimi-k2.5", "tp8", 700)
+    )
     stock, sized = (load("serving/kimi-k2.5")["figures"]["servers"][name] for name in ("stock", "sized"))
     alone = tokens(load("plan/kimi-k2.5-16384"))[1]
     layer, (before, after) = shuffled(load("weight-shuffle/h200")), buffers(load("cutedsl-memory/layouts"))
@@ -69,8 +75,9 @@ def gain(load: Load) -> str:
   token and log-probability equal, prefills at {times[0]:.2f} of stock's time
   ([servers](docs/benchmarks/triton-server.md)). A layer of little work, as most are in FP8, is cut less: by default it
   may cost 2 % of the time ([your model](docs/models.md)).
-  [On request](docs/moe-workspace.md) Qwen3-235B's widths need {qwen[1]:,.0f} instead of {qwen[0]:,.0f} MB, at
-  {times[1]:.2f}.
+  [On request](docs/moe-workspace.md) Kimi-K2.5's own INT4 (Marlin, sizes of TP=8) needs
+  {packed[1]:,.0f} instead of {packed[0]:,.0f} MB, at {layer_time:.2f} of a layer's time; Qwen3-235B's widths need
+  {qwen[1]:,.0f} instead of {qwen[0]:,.0f} MB, at {times[1]:.2f}.
 - **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/kv-sizing.md)): the second start has
   **{sized["tokens"]:,} instead of {stock["tokens"]:,} tokens** and serves {sized["total_throughput"]:,.0f} instead of
   {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long requests at once:

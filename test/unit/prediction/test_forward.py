@@ -28,6 +28,7 @@ WITHOUT = {
     "launcher-cost": "times",
     "mori-rows": "rows and times",
     "mutations": "answers",
+    "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
     "overhead": "times",
     "plan": "what was left of a GPU's memory: the allocator's blocks and libraries' workspaces, not tensors",
     "regress": "answers, accuracy and the whole server's memory",
