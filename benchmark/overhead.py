@@ -19,6 +19,7 @@ CUDA functions are replaced before.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -223,6 +224,8 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
+    from sglang_moe_patches.dead_input import offer
+    from sglang_moe_patches.dead_input.look import known
     from sglang_moe_patches.patch import SELECT_VARIABLE, look
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
@@ -262,6 +265,15 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         self.self_attn.forward()
         return skeleton.run(server)
 
+    # A server's layers are made to offer when their model is built; the model here is built once.
+    found = known(DeepseekV2DecoderLayer)
+    offering = functools.partial(
+        offer.make_layer_forward,
+        is_compiling=torch.compiler.is_compiling,
+        takes=found.takes,
+        residual_of=found.residual_of,
+        tensor_of=found.tensor_of,
+    )
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
     hidden_states = torch.empty_like(skeleton.hidden_states)
@@ -273,6 +285,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         server = "patched" if name == "patched" else "stock"
         if name == "patched":
             install(patches)
+            patches.wrap(DeepseekV2DecoderLayer, "forward", offering)
         try:
             for _ in range(20):
                 given = skeleton.layer.forward(None, hidden_states, None, residual)

@@ -71,17 +71,9 @@ LAYERS_TAKE = ("positions", "hidden_states", "forward_batch", "residual")
 """What most decoder layers take, in this order."""
 
 
-def argument(names: Sequence[str], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """How an argument is found in a call: by its place, or by its name; ``None`` where it is not given.
-
-    :param names: of what can be given by its place.
-    """
-    place = list(names).index(name) if name in names else sys.maxsize
-
-    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[place] if place < len(args) else kwargs.get(name)
-
-    return find
+def place(names: Sequence[str], name: str) -> int:
+    """An argument's place among those that can be given by their place; beyond all of them for any other."""
+    return list(names).index(name) if name in names else sys.maxsize
 
 
 def make_layer_forward(
@@ -97,18 +89,21 @@ def make_layer_forward(
     :param residual_of: the residual that comes with the input, of the batch and the argument of that name.
     :param tensor_of: the tensor of the input, or something else that is not offered.
     """
-    find_input, find_batch, find_residual = (
-        argument(takes, name) for name in ("hidden_states", "forward_batch", "residual")
-    )
+    input_at, batch_at, residual_at = (place(takes, name) for name in ("hidden_states", "forward_batch", "residual"))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         least = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
         if least is not None:
-            tensor, batch = tensor_of(find_input(args, kwargs)), find_batch(args, kwargs)
+            # Written out three times: this is done for each layer of each step.
+            given = len(args)
+            hidden_states = args[input_at] if input_at < given else kwargs.get("hidden_states")
+            batch = args[batch_at] if batch_at < given else kwargs.get("forward_batch")
+            residual = args[residual_at] if residual_at < given else kwargs.get("residual")
+            tensor = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
             if (
                 getattr(tensor, "nbytes", 0) >= least
-                and may_offer(tensor, residual_of(batch, find_residual(args, kwargs)))
+                and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
                 # A batch without requests may pass by attention, and its input on to the experts.
                 and not (batch is not None and batch.forward_mode.is_idle())
             ):

@@ -297,11 +297,23 @@ def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_
     assert "the dead input of str's layers is left alone: AttributeError" in caplog.text
 
 
-def test_an_argument_is_found_by_its_place_or_its_name():
-    find = offer.argument(("hidden_states", "residual"), "residual")
-    assert find(("h", "r"), {}) == find(("h",), {"residual": "r"}) == "r"
-    assert find(("h",), {}) is None
-    assert offer.argument(("hidden_states",), "forward_batch")(("h",), {"forward_batch": "b"}) == "b"
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("h", "b", "r"), {}),
+        (("h", "b"), {"residual": "r"}),
+        ((), {"hidden_states": "h", "forward_batch": "b", "residual": "r"}),
+    ],
+)
+def test_an_argument_is_found_by_its_place_or_its_name(args, kwargs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(offer, "may_offer", lambda tensor, residual: asked.append((tensor, residual)))
+    names = ("hidden_states", "forward_batch", "residual")
+    how = {"tensor_of": lambda found: SimpleNamespace(found=found, nbytes=1)}
+    forward = offer.make_layer_forward(lambda *args, **kwargs: "ran", lambda: False, names, lambda b, r: b + r, **how)
+    assert forward(SimpleNamespace(**{offer._OFFERS_FROM: 0}), *args, **kwargs) == "ran"
+    ((tensor, residual),) = asked
+    assert (tensor.found, residual) == ("h", "br")
 
 
 @pytest.mark.parametrize(
