@@ -100,7 +100,7 @@ def make_layer_forward(
             hidden_states = args[input_at] if input_at < given else kwargs.get("hidden_states")
             batch = args[batch_at] if batch_at < given else kwargs.get("forward_batch")
             residual = args[residual_at] if residual_at < given else kwargs.get("residual")
-            tensor = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
+            tensor: Any = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
             if (
                 getattr(tensor, "nbytes", 0) >= least
                 and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
