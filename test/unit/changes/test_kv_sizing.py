@@ -20,7 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches import cli, doctor, patch
 from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.changes.kv_sizing import decide, launcher, metric, record, rehearse, script, seams, size
+from sglang_moe_patches.changes.kv_sizing import (
+    decide,
+    facts,
+    images,
+    launcher,
+    metric,
+    record,
+    rehearse,
+    script,
+    seams,
+    size,
+)
 from sglang_moe_patches.changes.kv_sizing.conduct import ATTEMPTS, Conductor
 from sglang_moe_patches.changes.kv_sizing.facts import GIB
 from sglang_moe_patches.changes.kv_sizing.memory import Memory
@@ -768,14 +779,181 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
     assert [(each.lowest, each.failure, each.driven) for each in results] == [(7 * GB, "", ())]
 
 
-def test_pools_of_several_kinds_are_not_rehearsed(monkeypatch):
-    scheduler = Scheduler(monkeypatch)
-    monkeypatch.setattr(rehearse, "server_facts", lambda runner: SimpleNamespace(hybrid="Mamba"))
+def refused(scheduler):
+    """:returns: why there is no rehearsal."""
     rehearsal, before = rehearse.Rehearsal(scheduler, 0, print), state_of(scheduler)
-    with pytest.raises(RuntimeError, match="Mamba pools are not rehearsed yet"):
+    with pytest.raises(RuntimeError) as why:
         rehearsal.begin()
     rehearsal.end()
     assert state_of(scheduler) == before
+    return str(why.value)
+
+
+def a_pool(name, *bases, **has):
+    return type(name, bases or (object,), {})() if not has else type(name, bases or (object,), has)()
+
+
+PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool"), a_pool("HybridReqToTokenPool")
+
+
+@pytest.mark.parametrize(
+    ("pool", "table", "named"),
+    [
+        (a_pool("MHATokenToKVPool"), PLAIN_TABLE, ""),
+        (a_pool("SWAKVPool"), PLAIN_TABLE, ""),
+        (a_pool("HybridLinearKVPool"), STATE_TABLE, ""),
+        (a_pool("SWAKVPool"), STATE_TABLE, "SWAKVPool"),
+        (a_pool("HybridLinearKVPool"), PLAIN_TABLE, ""),
+        (a_pool("MHATokenToKVPool"), STATE_TABLE, "MHATokenToKVPool"),
+        (a_pool("DeepSeekV4TokenToKVPool", type("BaseSWAKVPool", (), {})), PLAIN_TABLE, "DeepSeekV4TokenToKVPool"),
+        (a_pool("Another", type("SWAKVPool", (), {})), PLAIN_TABLE, "Another"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed(pool, table, named, monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    runner = scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool, runner.req_to_token_pool = pool, table
+    if named:
+        assert refused(scheduler) == f"pools of the kind {named} are not rehearsed yet"
+    else:
+        assert rehearse_it(scheduler).driven
+
+
+@pytest.mark.parametrize(("chunk", "tokens", "enough"), [(64, 64, False), (64, 67, True), (None, 200, False)])
+def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, enough, monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    limits = replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
+    monkeypatch.setattr(rehearse, "limits_of", lambda scheduler, facts: limits)
+    if enough:
+        assert rehearse_it(scheduler).driven
+    else:
+        assert refused(scheduler) == f"sliding windows of {tokens} tokens have no room for {limits.largest} more"
+
+
+# --- Sliding windows, states, images ---------------------------------------------------------------------------------
+
+
+def facts_of(monkeypatch, pool, table, **runner):
+    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
+    config = SimpleNamespace(context_len=1000, vocab_size=5000)
+    given = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": config, "max_total_num_tokens": 900}
+    return facts.server_facts(SimpleNamespace(**{**given, **runner}))
+
+
+def test_a_sliding_windows_pool_bounds_what_is_driven(monkeypatch):
+    pool = a_pool("SWAKVPool", size_swa=700, mem_usage=2)
+    told = facts_of(monkeypatch, pool, PLAIN_TABLE, sliding_window_size=128)
+    assert (told.hybrid, told.window, told.window_tokens, told.kv_bytes) == ("sliding-window", 128, 700, 2 * GIB)
+    c = script.configuration({}, told)
+    assert (c.window, c.window_tokens, c.states) == (128, 700, False)
+    whole = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, sliding_window_size=128)
+    assert (whole.window, whole.window_tokens) == (0, 0)  # one KV cache for all layers
+
+
+def test_states_count_as_kv_cache_and_end_a_prefix(monkeypatch):
+    table = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+    told = facts_of(monkeypatch, a_pool("HybridLinearKVPool", mem_usage=2), table)
+    assert (told.hybrid, told.kv_bytes, told.window_tokens) == ("Mamba", 5 * GIB, 0)
+    assert script.configuration({}, told).states
+
+
+def of_kind(c, kind):
+    found = [phase for phase in script.rehearsed(c).phases if phase.kind is kind]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("page", [1, 64, 96])
+def test_a_prefix_ends_where_a_state_is_kept(page):
+    c = replace(LIMITS, states=True, page=page)
+    before = of_kind(c, PhaseKind.BEHIND_PREFIX).bound.longest_prefix
+    assert before % script.STATE_EVERY == before % page == 0
+    assert 0 <= LIMITS.input_tokens - LIMITS.chunk - before < script.STATE_EVERY * page
+    alone = of_kind(replace(c, radix_cache=False, page=1), PhaseKind.BEHIND_PREFIX)
+    assert alone.bound.longest_prefix == 8 * LIMITS.chunk
+
+
+def test_no_more_prompts_are_driven_together_than_there_are_windows_for():
+    short = replace(LIMITS, input_tokens=100)
+    assert short.together == 11
+    assert replace(short, window=512, window_tokens=2570).together == 4
+    assert replace(short, window=512, window_tokens=1000).together == 1
+
+
+def test_requests_share_a_prefix_where_there_are_windows_for_all_of_them():
+    assert of_kind(replace(LIMITS, window=128, window_tokens=40_000), PhaseKind.SHARED_PREFIX)
+    assert of_kind(replace(LIMITS, window=4096, window_tokens=40_000), PhaseKind.SHARED_PREFIX) is None
+
+
+@pytest.mark.parametrize(("requests", "sharers"), [(300, 8), (9, 8), (8, 7), (3, 2), (2, None)])
+def test_as_many_share_a_prefix_as_run_beside_the_filler(requests, sharers):
+    c = replace(LIMITS, requests=requests)
+    phase = of_kind(c, PhaseKind.SHARED_PREFIX)
+    assert (phase and phase.bound.requests) == sharers
+    if phase:
+        before = phase.bound.prefix // sharers
+        new = [len(prompt) - before for prompt in phase.prompts(script.Tokens("x", 5000))[1:]]
+        assert len(new) == sharers
+        assert LIMITS.chunk > sum(new) == phase.bound.tokens
+
+
+def test_a_decode_of_all_requests_stays_in_the_windows_pool():
+    def new(**windows):
+        return of_kind(replace(LIMITS, **windows), PhaseKind.EAGER_DECODE).new_tokens
+
+    plain = new()
+    assert new(window=16, window_tokens=50_000) == plain  # a window for each
+    few = new(window=4096, window_tokens=20_000)
+    assert 2 < few < plain
+    assert LIMITS.requests * (few + script.SHORT_PROMPT) + 2 * LIMITS.chunk <= 20_000
+
+
+def test_where_requests_follow_the_pools_all_that_was_needed_may_grow_with_them():
+    plain, follows = (size.decide(START, replace(MEASURED, requests_follow=each)) for each in (False, True))
+    grows = (20 * GB + 28 * GB - plain.reserve) / (20 * GB) - 1
+    assert follows.reserve == pytest.approx(plain.reserve + grows * 8 * GB, abs=0.03 * GB)
+    served = size.decide(START, replace(MEASURED, requests_follow=True, serving_need=9 * GB))
+    assert served.reserve > follows.reserve + GB
+
+
+def test_what_the_rule_keeps_for_images_is_kept_beside_what_was_needed():
+    kept = size.decide(replace(START, images=6 * GB), MEASURED)
+    assert kept.reserve >= 8 * GB + 6 * GB + size.MARGIN
+    assert kept.fraction == pytest.approx(1 - (14 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    # What was taken while serving was taken by images too.
+    assert size.decide(replace(START, images=6 * GB), replace(MEASURED, serving_need=12 * GB)) == kept
+    assert size.decide(replace(START, images=6 * GB), replace(MEASURED, serving_need=15 * GB)).reserve >= 17 * GB
+
+
+def test_images_are_said_not_to_be_driven(monkeypatch):
+    told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, is_multimodal=True)
+    assert script.rehearsed(replace(LIMITS, images=script.configuration({}, told).images)).not_driven == (
+        "images: the engine's own allowance is kept for them",
+    )
+
+
+@pytest.fixture
+def seeing(monkeypatch):
+    """A model runner that takes images, for which the rule makes the fraction a tenth smaller."""
+    monkeypatch.setattr(images, "factor", lambda config: config)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.5)
+    return SimpleNamespace(model_config=0.9)
+
+
+def test_the_rules_share_for_images_and_their_cache_are_kept(seeing):
+    assert images.allowance(seeing, {}, 0.81, 100) == pytest.approx(9.5 * GIB, abs=1)
+
+
+def test_where_the_rule_keeps_nothing_for_images_it_stands(seeing):
+    seeing.model_config = 1.0
+    with pytest.raises(images.NothingKept, match="the rule keeps nothing for them"):
+        images.allowance(seeing, {}, 0.81, 100)
+
+
+def test_graphs_that_images_have_captured_while_serving_leave_the_rule(seeing, monkeypatch):
+    monkeypatch.setenv(images.GRAPHS, "1")
+    with pytest.raises(images.NothingKept, match=f"nor what {images.GRAPHS} captures"):
+        images.allowance(seeing, {}, 0.81, 100)
 
 
 # --- The watch -------------------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
     "--enable-lora": (lambda a: a.get("enable_lora") or a.get("lora_paths"), _COMES_AND_GOES),
     "--enable-memory-saver": (lambda a: a.get("enable_memory_saver"), _COMES_AND_GOES),
     "--cpu-offload-gb": (lambda a: a.get("cpu_offload_gb"), _COMES_AND_GOES),
+    "--enable-unified-memory": (lambda a: a.get("enable_unified_memory"), "whose pools take from one another"),
+    "--keep-mm-feature-on-device": (lambda a: a.get("keep_mm_feature_on_device"), _COMES_AND_GOES),
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), "which keeps what a flush drops"),
 }
 """Servers that stay with the engine's rule: how one is known by its resolved arguments, and what stands against it."""
@@ -89,9 +91,14 @@ def stands_back(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
         if has(arguments):
             return f"of {name}, {reason}"
     for name in IN_THE_ENGINE:
-        if environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "t", "on"):
+        if is_on(name, environ):
             return f"{name} is set"
     return None
+
+
+def is_on(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a switch of the engine's is."""
+    return environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "t", "on")
 
 
 # --- What a fingerprint is made of -----------------------------------------------------------------------------------

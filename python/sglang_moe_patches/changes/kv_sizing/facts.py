@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_moe_patches.changes.kv_sizing.script import Batch, ServerFacts
+from sglang_moe_patches.changes.kv_sizing.script import MAMBA, Batch, ServerFacts
 
 GIB = 1 << 30
+WINDOWS = "sliding-window"
+REHEARSED = {"SWAKVPool": WINDOWS, "HybridLinearKVPool": MAMBA}
+"""The pools of more than one KV cache that are known, by the engine's name for the one of the keys and values."""
 LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK")
 """Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
 
@@ -41,8 +44,9 @@ def server_facts(runner: Any) -> ServerFacts:
     pool, table = pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
+    window_tokens = int(getattr(pool, "size_swa", 0) or 0)
     return ServerFacts(
-        kv_bytes=pool_bytes(pool),
+        kv_bytes=pool_bytes(pool) + pool_bytes(getattr(table, "mamba_pool", None)),
         kv_tokens=int(runner.max_total_num_tokens),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
         table_bytes=0 if rows is None else rows.numel() * rows.element_size(),
@@ -51,6 +55,8 @@ def server_facts(runner: Any) -> ServerFacts:
         vocabulary=int(config.vocab_size),
         images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
         hybrid=hybrid(pool, table),
+        window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
+        window_tokens=window_tokens,
         allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
         logprob_switch=_logprob_switch(),
     )
@@ -78,5 +84,14 @@ def hybrid(pool: Any, table: Any) -> str:
     """The kind of pool that is more than one KV cache, or "" for none."""
     kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
     if any("SWA" in kind for kind in kinds):
-        return "sliding-window"
-    return "Mamba" if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
+        return WINDOWS
+    return MAMBA if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
+
+
+def not_known(runner: Any) -> str:
+    """A pool of more than one KV cache that is not :data:`REHEARSED`; "": there is none."""
+    pool, table = pools(runner)
+    kind = hybrid(pool, table)
+    # One that is not the other's too: of a table that has states a request takes one.
+    known = REHEARSED.get(type(pool).__name__) == kind == (hybrid(None, table) or kind)
+    return "" if not kind or known else type(pool).__name__

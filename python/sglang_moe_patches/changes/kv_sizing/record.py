@@ -34,6 +34,7 @@ class Record:
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
     :param table_bytes: of the request table, which grows with the KV cache.
+    :param requests_follow: requests at once are as many as the pools have room for, so that the need may grow with them.
     :param need: the most that was taken of what is set aside, by all ranks; 0: nothing was measured.
     :param ranks: the same for each rank.
     :param driven: phases that were seen at their bounds; ``missed``: that were not; ``left_out``: that cannot be driven
@@ -55,6 +56,7 @@ class Record:
     tokens: int = 0
     kv_bytes: int = 0
     table_bytes: int = 0
+    requests_follow: bool = False
     need: int = 0
     ranks: tuple[int, ...] = ()
     driven: tuple[str, ...] = ()

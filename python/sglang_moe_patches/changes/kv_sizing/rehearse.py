@@ -20,7 +20,7 @@ from typing import Any
 from sglang_moe_patches.changes.kv_sizing import memory
 from sglang_moe_patches.changes.kv_sizing.conduct import Conductor
 from sglang_moe_patches.changes.kv_sizing.decide import arguments_of
-from sglang_moe_patches.changes.kv_sizing.facts import batch_facts, server_facts
+from sglang_moe_patches.changes.kv_sizing.facts import batch_facts, not_known, server_facts
 from sglang_moe_patches.changes.kv_sizing.script import Batch, Configuration, ServerFacts, configuration, rehearsed
 from sglang_moe_patches.changes.kv_sizing.size import lowest
 from sglang_moe_patches.log import logger
@@ -172,12 +172,18 @@ class Rehearsal:
         first = memory.read(self.gpu)
         self._free, self._reserved = first.free, first.reserved
         self._lowest, self._most_reserved = first.free, first.reserved
+        if pool := not_known(self.runner):
+            raise RuntimeError(f"pools of the kind {pool} are not rehearsed yet")
         facts = server_facts(self.runner)
-        if facts.hybrid:
-            raise RuntimeError(f"{facts.hybrid} pools are not rehearsed yet")
+        limits = limits_of(self.scheduler, facts)
+        # Longer prompts would wait for ever, or come in chunks that are smaller.
+        least = max(limits.largest, limits.window) + 2 * limits.page
+        if limits.window_tokens and limits.window_tokens <= least:
+            raise RuntimeError(
+                f"sliding windows of {limits.window_tokens} tokens have no room for {limits.largest} more"
+            )
         self._keep_random_state()
         self._keep_counters()
-        limits = limits_of(self.scheduler, facts)
         if self.reads:
             load = rehearsed(limits)
             self._conductor = Conductor(load, limits, make_request, make_abort, self._late)

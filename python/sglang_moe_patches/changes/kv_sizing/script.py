@@ -6,6 +6,7 @@ Nothing here imports the engine or torch.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,15 @@ RISING = 8
 """Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
 next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
 chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
+
+
+MAMBA = "Mamba"
+"""Of :attr:`ServerFacts.hybrid`: a state for each request, beside the KV cache."""
+STATE_EVERY = 256
+"""Tokens. A state is kept where a request ends, or at multiples of 64 to 256 tokens, as release, model and strategy go:
+at multiples of these in any case."""
+WINDOW_KEPT = 128
+"""Tokens that may stay behind a sliding window until they are given back (0.5.23: every so many)."""
 
 
 class PhaseKind(StrEnum):
@@ -87,11 +97,13 @@ class Seen(Protocol):
 class ServerFacts:
     """What a model runner consists of, as far as its release tells.
 
-    :param kv_tokens: of the KV cache, ``page`` of them a page; ``kv_bytes``: of all of it on this rank.
+    :param kv_tokens: of the KV cache, ``page`` of them a page; ``kv_bytes``: of all of it on this rank, with Mamba's
+        states.
     :param table_bytes: of the request table, which has a row for each of ``table_requests``.
     :param context: tokens of the model's context.
     :param images: the model takes them.
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
+    :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
     :param allocator: its configuration.
     :param logprob_switch: the variable that has prompt log-probabilities computed in chunks; "": none, or it is on.
     """
@@ -105,6 +117,8 @@ class ServerFacts:
     vocabulary: int
     images: bool = False
     hybrid: str = ""
+    window: int = 0
+    window_tokens: int = 0
     allocator: str = ""
     logprob_switch: str = ""
 
@@ -137,6 +151,13 @@ class Configuration:
     """``--max-prefill-tokens``: of several requests in one forward."""
     all_to_all: bool = False
     """Experts get their tokens from an all-to-all backend, whose buffers follow the routing."""
+    window: int = 0
+    """Tokens of a sliding window."""
+    window_tokens: int = 0
+    """Tokens of the KV cache of the layers that have one; 0: none has."""
+    states: bool = False
+    """Layers keep a state for each request, and a prefix is cached where one was kept."""
+    images: bool = False
 
     @property
     def largest(self) -> int:
@@ -148,6 +169,9 @@ class Configuration:
         """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
         # One more than those must fit into the KV cache: what they wait for.
         most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1]
+        if self.window_tokens:
+            # A request is admitted where the pool has a window for it, however short it is.
+            most.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
         if self.chunk:
             most.append(-(-self.chunk // self._paged))
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
@@ -192,6 +216,10 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
         all_to_all=info.get("moe_a2a_backend") not in (None, "none"),
+        window=facts.window,
+        window_tokens=facts.window_tokens,
+        states=facts.hybrid == MAMBA,
+        images=facts.images,
     )
 
 
@@ -308,7 +336,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
-    before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // c.page * c.page
+    step = math.lcm(c.page, min(STATE_EVERY, chunk)) if c.states and c.radix_cache else c.page
+    before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
     if c.chunk is None:
         missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
     elif before < c.page:
@@ -319,22 +348,31 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(
             Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
         )
+        # The filler is one of the requests that run at once.
+        sharers = min(SHARING, c.requests - 1)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
-        part = (min(chunk, c.prefill_tokens or chunk) - 1) // SHARING // c.page * c.page
+        part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page
         filler = min(3 * chunk, room // chunk * chunk)
-        if c.radix_cache and part and before + filler + 2 * chunk + SHARING * c.page <= c.cache_tokens:
+        fits = sharers > 1 and before + filler + 2 * chunk + sharers * c.page <= c.cache_tokens
+        if c.window_tokens:
+            # One window is the prefix's, and one with two chunks the filler's.
+            windows = sharers * (max(part, c.window) + 2 * c.page) + 2 * (chunk + c.window)
+            fits = fits and windows <= c.window_tokens
+        if c.radix_cache and part and fits:
             # The filler runs while the others arrive, so that they share the forward after its last chunk.
-            sharing = Bound(PREFILLS, tokens=SHARING * part, requests=SHARING, prefix=SHARING * before)
+            sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * before)
             phases.append(
                 Phase(
                     PhaseKind.SHARED_PREFIX,
-                    f"{SHARING} requests behind one prefix",
+                    f"{sharers} requests behind one prefix",
                     sharing,
-                    _sharing(filler, before, part, c),
+                    _sharing(filler, before, [part] * sharers, c),
                 )
             )
         else:
-            missing.append("several requests behind the longest prefix: no radix cache, or the KV cache is too small")
+            missing.append(
+                "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
+            )
     if c.mixed and c.chunk is not None:
         decodes = min(MIXED_DECODES, c.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes, all_ranks=0)
@@ -353,6 +391,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(
             Phase(PhaseKind.LOGPROBS, "prompt log-probabilities", asked, _several(chunk, c.together), logprobs=True)
         )
+    if c.images:
+        missing.append("images: the engine's own allowance is kept for them")
     if c.all_to_all:
         missing.append("tokens that all go to the experts of one rank")
     return Load(tuple(phases), tuple(missing))
@@ -406,10 +446,10 @@ def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], lis
     return prompts
 
 
-def _sharing(filler: int, shared: int, part: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+def _sharing(filler: int, shared: int, parts: list[int], c: Configuration) -> Callable[[Tokens], list[list[int]]]:
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = Tokens("prefix", c.vocabulary).some(shared)
-        return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(SHARING))]
+        return [tokens.some(filler), *(prefix + tokens.some(part) for part in parts)]
 
     return prompts
 
@@ -441,5 +481,8 @@ def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phas
 
 def room(requests: int, c: Configuration, most: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
-    cache = c.cache_tokens - 2 * c.largest
-    return max(2, min(most, int(0.9 * cache) // requests - SHORT_PROMPT - 2 * c.page, c.input_tokens - SHORT_PROMPT))
+    caches = [c.cache_tokens]
+    if c.window_tokens and requests * (c.window + WINDOW_KEPT + 2 * c.page) > c.window_tokens - 2 * c.largest:
+        caches.append(c.window_tokens)  # which has no whole window for each
+    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches) - SHORT_PROMPT - 2 * c.page
+    return max(2, min(most, each, c.input_tokens - SHORT_PROMPT))

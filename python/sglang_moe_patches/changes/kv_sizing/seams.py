@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes.kv_sizing import decide, memory, metric, record, rehearse, size
-from sglang_moe_patches.changes.kv_sizing.facts import GIB, pool_bytes, pools, server_facts
+from sglang_moe_patches.changes.kv_sizing import decide, images, memory, metric, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing.facts import GIB, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.changes.kv_sizing.record import Record
+from sglang_moe_patches.changes.kv_sizing.script import MAMBA
 from sglang_moe_patches.changes.kv_sizing.watch import Watch
 from sglang_moe_patches.log import logger
 from sglang_moe_patches.patch import Install, Patcher
@@ -133,12 +134,13 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
             assert state.start is not None
             assert state.known is not None
             state.say(
-                "%.4f instead of the rule's %.4f: %s tokens instead of %s; %s MB of margin, measured %s ago%s",
+                "%.4f instead of the rule's %.4f: %s tokens instead of %s; %s MB of margin%s, measured %s ago%s",
                 state.fraction,
                 state.start.fraction,
                 f"{int(self.max_total_num_tokens):,}",
                 f"{state.known.rule_tokens:,}",
                 f"{state.decision.margin / 1e6:,.0f}",
+                f", {state.start.images / 1e6:,.0f} MB the engine's for images" if state.start.images else "",
                 record.age(state.known, time.time()),
                 "; rehearses once more" if state.decision.rehearse else "",
             )
@@ -197,17 +199,16 @@ def _is_first(runner: Any) -> bool:
 
 
 def _look_around(state: State, runner: Any, before_gib: float, fraction: float, arguments: Mapping[str, Any]) -> Told:
-    for has, what in (
-        (getattr(runner, "is_multimodal", False), "images"),
-        (getattr(runner, "is_hybrid_swa", False), "sliding-window pools"),
-        (getattr(runner, "mambaish_config", None) is not None, "Mamba pools"),
-    ):
-        if has:
-            return Told(f"{what} are not rehearsed yet")
+    kept = 0
+    if getattr(runner, "is_multimodal", False):
+        try:
+            kept = images.allowance(runner, arguments, fraction, before_gib)
+        except images.NothingKept as error:
+            return Told(str(error))
     now = memory.read(int(runner.gpu_id))
     made_of = _made_of(runner, arguments, now.total)
     key = record.fingerprint(made_of)
-    start = size.Start(int(before_gib * GIB), now.total, fraction)
+    start = size.Start(int(before_gib * GIB), now.total, fraction, kept)
     if not _is_first(runner):
         return Told("", start, key)
     known, unreadable = None, ""
@@ -288,9 +289,9 @@ class Serving:
         state, problem = self.state, ""
         rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed)
         try:
+            rehearsal.begin()
             if state.first:
                 record.change(state.path, state.key, lambda old: record.begun(replace(old, made_of=state.made_of)))
-            rehearsal.begin()
         except Exception as error:
             problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
         problem = next(filter(None, agree(problem)), "")
@@ -338,8 +339,9 @@ class Serving:
             rule_tokens=facts.kv_tokens if state.fraction is None else 0,
             fraction=fraction,
             tokens=facts.kv_tokens,
-            kv_bytes=pool_bytes(pools(runner)[0]),
+            kv_bytes=facts.kv_bytes,
             table_bytes=facts.table_bytes,
+            requests_follow=facts.hybrid == MAMBA,
             # What a forward that did not run would have taken is not known: as much again as was left.
             need=max(needs) + (rehearse.LEAST_FREE if stopped else 0),
             ranks=needs,

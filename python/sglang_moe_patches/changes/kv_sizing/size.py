@@ -29,11 +29,13 @@ class Start:
     :param before: free memory before its weights were loaded, of the rank with the least.
     :param total: memory of its GPU.
     :param fraction: by the engine's rule.
+    :param images: what of that the rule keeps for images, which are not rehearsed.
     """
 
     before: int
     total: int
     fraction: float
+    images: int = 0
 
     @property
     def reserve(self) -> float:
@@ -76,7 +78,7 @@ def decide(start: Start, record: Record | None, unreadable: str = "") -> Decisio
     if abs(then - now) > OTHERS * start.total:
         return _rule(start, f"{now / 1e6:,.0f} MB of the GPU are others', {then / 1e6:,.0f} MB when it was measured")
     margin = MARGIN * (1 + record.ooms)
-    wanted = with_growth(start, record, max(record.need, record.serving_need) + margin)
+    wanted = with_growth(start, record, max(record.need + start.images, record.serving_need) + margin)
     fraction = math.floor((1 - wanted / start.before) / ENDS) * ENDS
     reserve = start.before * (1 - fraction)
     if not 0 < fraction < 1 or start.reserve - reserve < LEAST_GAIN * rule_bytes(start, record):
@@ -95,7 +97,10 @@ def rule_bytes(start: Start, record: Record) -> float:
 
 
 def with_growth(start: Start, record: Record, wanted: float) -> float:
-    """What is to be set aside with what grows with the KV cache: the request table, at most in proportion to it.
+    """What is to be set aside with what grows with the KV cache, at most in proportion to it.
+
+    That is the request table; and where requests follow the pools, all that was needed, which a decode of more of them
+    may have taken.
 
     :param wanted: without that.
     """
@@ -103,8 +108,9 @@ def with_growth(start: Start, record: Record, wanted: float) -> float:
     if measured <= 0:
         return wanted
     larger = rule_bytes(start, record) + start.reserve - wanted
-    # The table takes from the KV cache by which it grows: without that, a little more than is needed.
-    return wanted + max(0.0, larger / measured - 1) * record.table_bytes
+    grows = record.table_bytes + (max(record.need, record.serving_need) if record.requests_follow else 0)
+    # It takes from the KV cache by which it grows: without that, a little more than is needed.
+    return wanted + max(0.0, larger / measured - 1) * grows
 
 
 def lowest(seen: int, began: int, reserved_growth: int) -> int:

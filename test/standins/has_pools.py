@@ -1,0 +1,81 @@
+"""A plugin of the engine's that has a plain tiny model kept in pools of more than one kind: kv-sizing on the CPU.
+
+The pools, their allocators, the prefix cache and the scheduler are the engine's, as for gpt-oss (``POOLS=windows``) and
+Qwen3-Next (``POOLS=states``). Attention on the CPU knows of none of them: of a layer with a sliding window it gets what
+the pool has where it has it, and states are kept and copied that no layer reads.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import wrapt
+
+WINDOW = 32
+STATE = (64, 32, 128)  # 1 MB with the rest, of 4 bytes each
+
+
+def register():
+    here = "sglang.srt."
+    windows = {here + "configs.model_config": have_windows, here + "mem_cache.swa_memory_pool": read_windows}
+    states = {
+        here + "model_executor.model_runner": have_states,
+        here + "configs.hybrid_arch": have_states,
+        here + "layers.attention.attention_registry": attend_as_ever,
+    }
+    for module, hook in (windows if os.environ.get("POOLS") == "windows" else states).items():
+        wrapt.register_post_import_hook(hook, module)
+
+
+def have_windows(module):
+    original = module.ModelConfig._derive_hybrid_model
+
+    def derive(self):
+        original(self)
+        layers = range(self.hf_text_config.num_hidden_layers)
+        self.is_hybrid_swa, self.sliding_window_size = True, WINDOW
+        self.swa_attention_layer_ids, self.full_attention_layer_ids = list(layers[::2]), list(layers[1::2])
+        self.swa_head_dim, self.swa_v_head_dim = self.head_dim, self.v_head_dim
+
+    module.ModelConfig._derive_hybrid_model = derive
+
+
+def read_windows(module):
+    def by_their_places(original):
+        def get(self, layer):
+            found = original(self, layer)
+            if self.layers_mapping[layer][1]:
+                found = found[self.full_to_swa_index_mapping.clamp(0, len(found) - 1)]
+            return found
+
+        return get
+
+    pool = module.SWAKVPool
+    pool.get_key_buffer = by_their_places(pool.get_key_buffer)
+    pool.get_value_buffer = by_their_places(pool.get_value_buffer)
+
+
+def a_config():
+    import torch
+    from sglang.srt.configs import mamba_utils
+
+    shape = mamba_utils.Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=64, head_dim=32, state_size=128, conv_kernel=4
+    )
+    kinds = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+    params = mamba_utils.Mamba2CacheParams(shape=shape, layers=[0], dtype=kinds)
+    return SimpleNamespace(mamba2_cache_params=params, full_attention_layer_ids=list(range(64)))
+
+
+def have_states(module):
+    if hasattr(module, "mamba2_config"):
+        found = []
+        module.mamba2_config = lambda model_config: (found or found.append(a_config()) or found)[0]
+    elif hasattr(getattr(module, "ModelRunner", None), "mamba2_config"):
+        found = []
+        module.ModelRunner.mamba2_config = property(lambda self: (found or found.append(a_config()) or found)[0])
+
+
+def attend_as_ever(module):
+    module.attn_backend_wrapper = lambda runner, backend, *args, **kwargs: backend
