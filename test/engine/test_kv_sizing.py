@@ -18,7 +18,7 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches.changes.kv_sizing import metric, record, size
 
-STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
+STAND_INS = {name: (ROOT / f"test/standins/{name}.py").read_text() for name in ("tells_memory", "has_pools")}
 FREE, MARGIN = 300_000_000, 200_000_000
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
@@ -28,7 +28,8 @@ SAYS = "sglang-moe-patches: kv-sizing: "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
-    plugins.write_module(made / "plugin", "tells_memory", STAND_INS)
+    for name, text in STAND_INS.items():
+        plugins.write_module(made / "plugin", name, text)
     return made
 
 
@@ -115,6 +116,46 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert proven.proven
     assert proven.need == measured.need
     assert proven.lowest_serving == FREE
+
+
+def with_pools(name: str, model: Path, folder: Path, pools: str, *arguments: str, **variables: str) -> Server:
+    """The same, whose model is kept in pools of more than one kind, with the cache of prefixes."""
+    made = sized(name, model, folder, *arguments, POOLS=pools, **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+KINDS = {
+    # So few tokens of sliding windows that they bound what runs at once, and how long.
+    "windows": (["--max-running-requests", "40", "--swa-full-tokens-ratio", "0.01"], {}),
+    # Requests follow the states that there is room for.
+    "states": (["--max-running-requests", "64"], {"NEED": "20000000"}),
+}
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+@pytest.mark.parametrize("pools", KINDS)
+def test_a_server_with_pools_of_more_than_one_kind_is_rehearsed_and_sized(pools: str, folder: Path, checkpoint):
+    place = folder / pools
+    place.mkdir()
+    arguments, variables = KINDS[pools]
+    model = checkpoint(family="qwen3-moe")
+    found = []
+    for name in ("first", "second"):
+        running = with_pools(name, model, place, pools, *arguments, **variables)
+        with started(running):
+            assert answers(running, prompts=PROMPTS) == answers(running, prompts=PROMPTS)
+            found.append((info(running), the_record(place)))
+    (rule, measured), (larger, proven) = found
+    assert (measured.missed, measured.left_out, measured.proven) == ((), (), False)
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert (proven.missed, proven.proven) == ((), True)
+    assert larger["mem_fraction_static"] > rule["mem_fraction_static"]
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    requests = [each["internal_states"][0]["effective_max_running_requests_per_dp"] for each in (rule, larger)]
+    assert measured.requests_follow == (requests[1] > requests[0]) == (pools == "states")
+    assert f"eager decode of {requests[1]} requests" in proven.driven
 
 
 @pytest.mark.product

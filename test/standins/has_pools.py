@@ -22,23 +22,26 @@ def register():
     states = {
         here + "model_executor.model_runner": have_states,
         here + "configs.hybrid_arch": have_states,
+        here + "mem_cache.kv_cache_builder": have_states,  # has imported it by name
         here + "layers.attention.attention_registry": attend_as_ever,
     }
-    for module, hook in (windows if os.environ.get("POOLS") == "windows" else states).items():
+    for module, hook in {"windows": windows, "states": states}.get(os.environ.get("POOLS", ""), {}).items():
         wrapt.register_post_import_hook(hook, module)
 
 
 def have_windows(module):
-    original = module.ModelConfig._derive_hybrid_model
+    derive = module.ModelConfig._derive_hybrid_model
 
-    def derive(self):
-        original(self)
-        layers = range(self.hf_text_config.num_hidden_layers)
-        self.is_hybrid_swa, self.sliding_window_size = True, WINDOW
-        self.swa_attention_layer_ids, self.full_attention_layer_ids = list(layers[::2]), list(layers[1::2])
-        self.swa_head_dim, self.swa_v_head_dim = self.head_dim, self.v_head_dim
+    def with_windows(self):
+        derive(self)
+        self.sliding_window_size, self.swa_head_dim, self.swa_v_head_dim = WINDOW, self.head_dim, self.v_head_dim
 
-    module.ModelConfig._derive_hybrid_model = derive
+    def layers(architectures, config, *more):
+        every = list(range(config.num_hidden_layers))
+        return every[::2], every[1::2]
+
+    module.ModelConfig._derive_hybrid_model = with_windows
+    module.is_hybrid_swa_model, module.get_hybrid_layer_ids = lambda *model: True, layers
 
 
 def read_windows(module):

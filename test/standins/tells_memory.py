@@ -14,7 +14,10 @@ GIB = 1 << 30
 BEFORE = 100 * GIB
 CACHE = 100_000_000  # what the rule leaves to the KV cache
 FREE = 300_000_000  # at the worst moment
+NEED = int(os.environ.get("NEED", "0"))  # or whatever is in force but for this
+GAIN = 300_000_000  # then
 rule = [float(os.environ.get("GIVEN", "0"))]
+in_force = [0.0]
 
 
 def register():
@@ -62,9 +65,17 @@ def learn_the_rule(seams):
 
     def look_around(state, runner, before, fraction, arguments):
         rule[0] = fraction
+        if NEED:
+            seams.size.MARGIN = int(BEFORE * (1 - fraction)) - NEED - GAIN
         return original(state, runner, before, fraction, arguments)
 
-    seams._look_around = look_around
+    sizes = seams._size
+
+    def size(state, runner, *args):
+        sizes(state, runner, *args)
+        in_force[0] = runner.mem_fraction_static
+
+    seams._look_around, seams._size = look_around, size
 
 
 def allow(decide):
@@ -85,6 +96,7 @@ def measure(memory):
         reads[0] += 1
         if reads[0] > 3 and os.environ.get("FAILS_ON_RANK") == str(torch.distributed.get_rank()):
             raise RuntimeError("the driver does not answer")
-        return memory.Memory(FREE if reads[0] > 3 else FREE + 1_000_000_000, BEFORE)
+        free = int(BEFORE * (1 - in_force[0])) - NEED if NEED else FREE
+        return memory.Memory(free if reads[0] > 3 else free + 1_000_000_000, BEFORE)
 
     memory.read = read

@@ -34,7 +34,7 @@ class Record:
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
     :param table_bytes: of the request table, which grows with the KV cache.
-    :param requests_follow: requests at once are as many as the pools have room for, so that the need may grow with them.
+    :param requests_follow: as many requests run at once as the pools have room for, and the need may grow with them.
     :param need: the most that was taken of what is set aside, by all ranks; 0: nothing was measured.
     :param ranks: the same for each rank.
     :param driven: phases that were seen at their bounds; ``missed``: that were not; ``left_out``: that cannot be driven
