@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,20 +17,24 @@ from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
-from sglang_moe_patches.changes.kv_sizing import metric, record, size
+from sglang_moe_patches import engine as seen
+from sglang_moe_patches.changes.kv_sizing import facts, images, metric, record, size
 
-STAND_INS = {name: (ROOT / f"test/standins/{name}.py").read_text() for name in ("tells_memory", "has_pools")}
+STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
+POOLS = (ROOT / "test/standins/has_pools.py").read_text()
 FREE, MARGIN = 300_000_000, 200_000_000
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
+OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
+OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
 SAYS = "sglang-moe-patches: kv-sizing: "
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
-    for name, text in STAND_INS.items():
-        plugins.write_module(made / "plugin", name, text)
+    plugins.write_module(made / "plugin", "tells_memory", STAND_INS)
+    plugins.write_module(made / "plugin", "has_pools", POOLS)
     return made
 
 
@@ -118,9 +123,35 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert proven.lowest_serving == FREE
 
 
+@pytest.mark.every_release
+def test_the_pools_that_are_known_are_the_engines():
+    pools = {name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in OF_SEVERAL.items()}
+    for name in facts.REHEARSED:
+        assert seen.sets(pools[name].__init__, "mem_usage")
+    assert seen.sets(pools["SWAKVPool"].__init__, "size_swa")
+    assert "mamba_pool" in seen.source(pools["HybridReqToTokenPool"])
+    assert seen.sets(pools["MambaPool"].__init__, "mem_usage")
+    assert facts.hybrid(pools["SWAKVPool"].__new__(pools["SWAKVPool"]), None) == facts.WINDOWS
+
+
+SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
+def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, monkeypatch):
+    config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
+    assert images.factor(config) == pytest.approx(factor, abs=1e-4)
+    for name, cache in (("", 100), ("4096", 4096)):
+        monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", name)
+        if not name:
+            monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
+        assert images.cache_gib({}) == cache / 1024
+
+
 def with_pools(name: str, model: Path, folder: Path, pools: str, *arguments: str, **variables: str) -> Server:
     """The same, whose model is kept in pools of more than one kind, with the cache of prefixes."""
-    made = sized(name, model, folder, *arguments, POOLS=pools, **variables)
+    made = sized(name, model, folder, *arguments, POOLS=pools.split()[0], **variables)
     made._arguments.remove("--disable-radix-cache")
     return made
 
@@ -130,6 +161,10 @@ KINDS = {
     "windows": (["--max-running-requests", "40", "--swa-full-tokens-ratio", "0.01"], {}),
     # Requests follow the states that there is room for.
     "states": (["--max-running-requests", "64"], {"NEED": "20000000"}),
+    "states that are tracked": (
+        ["--max-running-requests", "64", "--mamba-scheduler-strategy", "extra_buffer"],
+        {"NEED": "20000000"},
+    ),
 }
 
 
@@ -154,7 +189,7 @@ def test_a_server_with_pools_of_more_than_one_kind_is_rehearsed_and_sized(pools:
     assert larger["mem_fraction_static"] > rule["mem_fraction_static"]
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     requests = [each["internal_states"][0]["effective_max_running_requests_per_dp"] for each in (rule, larger)]
-    assert measured.requests_follow == (requests[1] > requests[0]) == (pools == "states")
+    assert measured.requests_follow == (requests[1] > requests[0]) == (pools != "windows")
     assert f"eager decode of {requests[1]} requests" in proven.driven
 
 

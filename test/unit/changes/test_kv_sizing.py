@@ -1060,7 +1060,7 @@ class Rank:
         return Memory(self.before, self.total)
 
 
-def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", **arguments):
+def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, **arguments):
     """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
 
     class Told(Exception):
@@ -1075,6 +1075,7 @@ def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", **arguments):
         setattr(given, launcher.MARK, not by_user)
         model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
         runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
+        runner.is_multimodal = sees
         state = seams.State(ranks[rank].path)
         monkeypatch.setattr(seams, "agree", agree)
         seams._size(state, runner, ranks[rank].before / GIB, False)
@@ -1113,6 +1114,41 @@ def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(r
         states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(path))
         assert (fractions, said) == ({SIZED}, [])
         assert [(state.fraction, state.known) for state in states] == [(SIZED, MEASURED)] * 2
+
+
+def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):
+    monkeypatch.setattr(images, "factor", lambda config: 0.95)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.0)
+    states, fractions, _ = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), sees=True)
+    kept = 0.8 / 0.95 - 0.8
+    (fraction,) = fractions
+    assert fraction == pytest.approx(SIZED - kept, abs=2 * size.ENDS)
+    assert [state.start.images for state in states] == [pytest.approx(kept * 140 * GB, abs=GIB)] * 2
+
+
+def test_where_nothing_is_kept_for_images_the_rule_stands(recorded, monkeypatch, caplog):
+    monkeypatch.setattr(images, "factor", lambda config: 1.0)
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), sees=True)
+    why = "images are not rehearsed yet, and the rule keeps nothing for them"
+    assert (fractions, said) == ({0.8}, [f"the engine's rule, 0.8000: {why}"])
+    assert [state.start for state in states] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kept", "part"), [(0, "margin, measured"), (6 * GB, "margin, 6,000 MB the engine's for images, measured")]
+)
+def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, caplog):
+    def sized(state, runner, *given):
+        state.first, state.known, state.fraction = True, MEASURED, 0.9
+        state.start = replace(START, images=kept)
+        state.decision = size.decide(state.start, MEASURED)
+
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_size", sized)
+    runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1)
+    with caplog.at_level("INFO", logger=seams.logger.name):
+        seams._make_pool(lambda runner: None, seams.State(Path("x")), False)(runner)
+    assert f"2,000 MB of {part}" in caplog.text
 
 
 @pytest.mark.parametrize("text", ['{"format": 1, "records": {"a', "\0", None])
@@ -1225,6 +1261,30 @@ def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, r
     (said,) = [each.message for each in caplog.records]
     assert said.startswith(f"{seams.SAYS}no rehearsal: {serving.state.path} cannot be written (")
     assert state_of(serving.scheduler) == before
+
+
+def test_a_rehearsal_that_cannot_begin_is_not_counted(serving, monkeypatch, caplog):
+    serving.scheduler.tp_worker.model_runner.token_to_kv_pool = a_pool("UnifiedSWAKVPool")
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams, "agree", lambda told: [told, told])
+    serving.begin()
+    assert [each.message for each in caplog.records] == [
+        f"{seams.SAYS}no rehearsal: pools of the kind UnifiedSWAKVPool are not rehearsed yet"
+    ]
+    assert not serving.state.path.exists()
+    assert state_of(serving.scheduler) == before
+
+
+def test_what_states_took_and_that_requests_follow_them_is_recorded(serving, monkeypatch):
+    runner = serving.scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool = a_pool("HybridLinearKVPool", mem_usage=2)
+    runner.req_to_token_pool = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+    runner.model_config, runner.max_total_num_tokens = SimpleNamespace(context_len=1000, vocab_size=5000), 900
+    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
+    monkeypatch.setattr(seams, "agree", lambda told: [told, told])
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    (written,) = record.read(serving.state.path).values()
+    assert (written.kv_bytes, written.requests_follow) == (5 * GIB, True)
 
 
 def test_a_rank_whose_first_can_write_nothing_takes_its_rehearsal_back(serving, monkeypatch):
