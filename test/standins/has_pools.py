@@ -24,6 +24,7 @@ def register():
         here + "configs.hybrid_arch": have_states,
         here + "mem_cache.kv_cache_builder": have_states,  # has imported it by name
         here + "layers.attention.attention_registry": attend_as_ever,
+        here + "managers.schedule_batch": pin_nothing,
     }
     for module, hook in {"windows": windows, "states": states}.get(os.environ.get("POOLS", ""), {}).items():
         wrapt.register_post_import_hook(hook, module)
@@ -82,3 +83,11 @@ def have_states(module):
 
 def attend_as_ever(module):
     module.attn_backend_wrapper = lambda runner, backend, *args, **kwargs: backend
+
+
+def pin_nothing(module):
+    """Which needs a driver."""
+    import torch
+
+    original = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **kwargs: original(*args, **kwargs)
