@@ -7,13 +7,13 @@ the pool has where it has it, and states are kept and copied that no layer reads
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 
 import wrapt
 
 WINDOW = 32
-STATE = (64, 32, 128)  # 1 MB with the rest, of 4 bytes each
 
 
 def register():
@@ -64,6 +64,7 @@ def a_config():
     import torch
     from sglang.srt.configs import mamba_utils
 
+    # 1 MB for each request.
     shape = mamba_utils.Mamba2StateShape.create(
         tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=64, head_dim=32, state_size=128, conv_kernel=4
     )
@@ -73,12 +74,11 @@ def a_config():
 
 
 def have_states(module):
+    kept = functools.cache(a_config)
     if hasattr(module, "mamba2_config"):
-        found = []
-        module.mamba2_config = lambda model_config: (found or found.append(a_config()) or found)[0]
+        module.mamba2_config = lambda model_config: kept()
     elif hasattr(getattr(module, "ModelRunner", None), "mamba2_config"):
-        found = []
-        module.ModelRunner.mamba2_config = property(lambda self: (found or found.append(a_config()) or found)[0])
+        module.ModelRunner.mamba2_config = property(lambda runner: kept())
 
 
 def attend_as_ever(module):
@@ -91,3 +91,4 @@ def pin_nothing(module):
 
     original = torch.tensor
     torch.tensor = lambda *args, pin_memory=False, **kwargs: original(*args, **kwargs)
+    torch.Tensor.pin_memory = lambda tensor: tensor
