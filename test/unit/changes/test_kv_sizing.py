@@ -820,6 +820,13 @@ def test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed(pool, table
         assert rehearse_it(scheduler).driven
 
 
+def test_sliding_windows_in_a_pool_that_is_not_called_so_are_not_rehearsed(monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    runner = scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool, runner.req_to_token_pool, runner.is_hybrid_swa = a_pool("Windows"), PLAIN_TABLE, True
+    assert refused(scheduler) == "pools of the kind Windows are not rehearsed yet"
+
+
 @pytest.mark.parametrize(("chunk", "tokens", "enough"), [(64, 64, False), (64, 67, True), (None, 200, False)])
 def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, enough, monkeypatch):
     scheduler = Scheduler(monkeypatch)

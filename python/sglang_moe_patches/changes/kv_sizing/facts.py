@@ -94,4 +94,5 @@ def not_known(runner: Any) -> str:
     kind = hybrid(pool, table)
     # One that is not the other's too: of a table that has states a request takes one.
     known = REHEARSED.get(type(pool).__name__) == kind == (hybrid(None, table) or kind)
-    return "" if not kind or known else type(pool).__name__
+    several = kind or getattr(runner, "is_hybrid_swa", False)
+    return type(pool).__name__ if several and not known else ""
