@@ -163,11 +163,10 @@ KINDS = {
     "windows": (["--max-running-requests", "40", "--swa-full-tokens-ratio", FEW_WINDOWS], {}),
     # Requests follow the states that there is room for.
     "states": (["--max-running-requests", "64"], {"NEED": "20000000"}),
-    "states that are tracked": (
-        ["--max-running-requests", "64", "--mamba-scheduler-strategy", "extra_buffer"],
-        {"NEED": "20000000"},
-    ),
 }
+if RELEASE == DEFAULT:
+    TRACKED = ["--mamba-scheduler-strategy", "extra_buffer"]
+    KINDS["states that are tracked"] = (KINDS["states"][0] + TRACKED, KINDS["states"][1])
 
 
 @pytest.mark.product
