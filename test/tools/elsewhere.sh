@@ -8,7 +8,7 @@
 # more than CONTRIBUTING asks for: python3, make, gcc, libnuma1. In it, in namespaces of its own: another user without
 # root's rights and with umask 077, another home, Turkish in an encoding that is not UTF-8, another time zone, a host
 # name that nothing resolves, one core, and 64 MB of /dev/shm, as containers have. It needs 15 GB of disk and the
-# network, and takes an hour, a good part of it for packages.
+# network, and takes twenty minutes to an hour, as packages come.
 #
 # Not as root: a fresh clone in FOLDER with another home, the C locale, another time zone and one core.
 #
