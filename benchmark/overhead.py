@@ -19,7 +19,6 @@ CUDA functions are replaced before.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import sys
@@ -224,8 +223,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.dead_input import offer
-    from sglang_moe_patches.dead_input.look import known
+    from sglang_moe_patches.dead_input.look import known, make_offering
     from sglang_moe_patches.patch import SELECT_VARIABLE, look
     from sglang_moe_patches.reference.model import ModelSpec, make_model
 
@@ -266,14 +264,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         return skeleton.run(server)
 
     # A server's layers are made to offer when their model is built; the model here is built once.
-    found = known(DeepseekV2DecoderLayer)
-    offering = functools.partial(
-        offer.make_layer_forward,
-        is_compiling=torch.compiler.is_compiling,
-        takes=found.takes,
-        residual_of=found.residual_of,
-        tensor_of=found.tensor_of,
-    )
+    offering = make_offering(known(DeepseekV2DecoderLayer))
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
     hidden_states = torch.empty_like(skeleton.hidden_states)

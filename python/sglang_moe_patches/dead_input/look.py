@@ -127,25 +127,32 @@ def look_at_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
 
     :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
     """
-    import torch
-
     for stack, dead in look_at_stacks(model):
         for layer, found, experts in dead.layers:
             if found.layer not in wrapped:
-                make = functools.partial(
-                    offer.make_layer_forward,
-                    is_compiling=torch.compiler.is_compiling,
-                    takes=found.takes,
-                    residual_of=found.residual_of,
-                    tensor_of=found.tensor_of,
-                )
-                patcher.wrap(found.layer, "forward", make)
+                patcher.wrap(found.layer, "forward", make_offering(found))
                 wrapped.add(found.layer)
             offer.mark(layer, experts)
         if dead.why_not:
             name, reasons = type(stack).__name__, "; ".join(dead.why_not)
             message = f"sglang-moe-patches: layers of {name} do not offer their dead input: {reasons}"
             log.once(logging.INFO, message, "%s", message)
+
+
+def make_offering(found: Known) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`.
+
+    :param found: what is known of the layer.
+    """
+    import torch
+
+    return functools.partial(
+        offer.make_layer_forward,
+        is_compiling=torch.compiler.is_compiling,
+        takes=found.takes,
+        residual_of=found.residual_of,
+        tensor_of=found.tensor_of,
+    )
 
 
 @dataclass(frozen=True)
