@@ -1,8 +1,8 @@
 """Sum one range of columns over the top-k, and copy the weights and scales of the next one, in one launch.
 
 Neither reads what the other writes. In launches of their own each would start when the one before had drained from the
-GPU, and the scales' copy is too small to fill it. PyTorch's own copy of a range of columns moves one element a thread;
-this one moves eight bytes.
+GPU, and the scales' copy is too small to fill it. PyTorch's own copy of a range of columns moves one element at a time;
+this one moves sixteen bytes.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
                     PhaseKind.SHARED_PREFIX,
                     f"{sharers} requests behind one prefix",
                     sharing,
-                    _sharing(filler, before, [part] * sharers, c),
+                    _sharing(filler, before, part, sharers, c),
                 )
             )
         else:
@@ -446,10 +446,12 @@ def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], lis
     return prompts
 
 
-def _sharing(filler: int, shared: int, parts: list[int], c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+def _sharing(
+    filler: int, shared: int, part: int, sharers: int, c: Configuration
+) -> Callable[[Tokens], list[list[int]]]:
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = Tokens("prefix", c.vocabulary).some(shared)
-        return [tokens.some(filler), *(prefix + tokens.some(part) for part in parts)]
+        return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(sharers))]
 
     return prompts
 
