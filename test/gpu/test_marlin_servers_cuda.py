@@ -2,7 +2,7 @@
 
 Stock, stock again and patched servers are asked 200 questions, one at a time. Marlin adds some of its sums in any
 order: the second stock server says how far stock is from itself. The model is too narrow for columns to be worth it,
-so that in the patched server they are forced, of every tensor.
+so that in the patched server they are forced, of every tensor: in each prefill, and in the graph that decodes replay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiny_moe.train import SPEC  # noqa: E402
 ASKED, AT_LEAST = 200, 0.85
 SERVED = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--disable-shared-experts-fusion", "--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
+    *("--disable-shared-experts-fusion", "--cuda-graph-max-bs", "1", "--disable-piecewise-cuda-graph"),
     *("--disable-radix-cache", "--random-seed", "1", "--mem-fraction-static", "0.2"),
 )
 FORCED = """
@@ -83,7 +83,7 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
 
         with ThreadPoolExecutor(len(servers)) as pool:  # each server has one request at a time
             answers = dict(zip(servers, pool.map(ask, servers), strict=True))
-    acted = {name: [one for one in forwards.read(tmp_path / f"{name}.jsonl") if one.tokens] for name in servers}
+    acted = {name: forwards.read(tmp_path / f"{name}.jsonl") for name in servers}
     right = {name: sum(one["predicted"] == one["label"] for one in given) for name, given in answers.items()}
     differ = {
         name: sum(a["text"] != b["text"] for a, b in zip(answers["stock"], given, strict=True))
@@ -91,8 +91,15 @@ def test_200_questions_have_the_answers_of_the_stock_server(tmp_path):
     }
     print(f"right of {ASKED}: {right}; answers that differ from the stock server's: {differ}")
     assert all(one.untouched for one in acted["stock"])
-    slices = [one.slices for one in acted["patched"]]
-    assert slices
-    assert all(each == [2] * (SPEC.layers - SPEC.dense_layers) for each in slices)
+    moe_layers = SPEC.layers - SPEC.dense_layers
+    captured = [one.slices for one in acted["patched"] if one.tokens is None]
+    prefills = [one.slices for one in acted["patched"] if one.tokens and not one.decode]
+    replays = [one for one in acted["patched"] if one.decode]
+    assert captured
+    assert all(set(each) == {2} and len(each) % moe_layers == 0 for each in captured)
+    assert len(prefills) >= ASKED
+    assert all(each == [2] * moe_layers for each in prefills)
+    assert len(replays) > ASKED
+    assert all(one.untouched for one in replays)
     assert min(right.values()) >= AT_LEAST * ASKED
     assert differ["patched"] <= differ["stock-again"] + ASKED // 50
