@@ -36,6 +36,7 @@ SERVED = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-shared-experts-fusion", "--cuda-graph-max-bs", "1", "--disable-piecewise-cuda-graph"),
     *("--disable-radix-cache", "--random-seed", "1", "--mem-fraction-static", "0.2"),
+    *("--max-total-tokens", "16384"),
 )
 FORCED = """
 def register():
