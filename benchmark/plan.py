@@ -3,6 +3,8 @@
     python benchmark/plan.py --model kimi-k2.5 --shard 4 --layers 12 --json kimi.json
     python benchmark/plan.py --model qwen3-30b --json qwen.json --gpus "0;1"  # the stock server's plan beside the other
     python benchmark/plan.py --model kimi-k2.5 --tp 2 --layers 4 --gpus 0,1
+    python benchmark/plan.py --model gpt-oss-120b --layers 14 --json windows.json     # pools of more than one kind
+    python benchmark/plan.py --model qwen3-vl-30b --json vision.json -- --mm-attention-backend triton_attn
 
 Servers have random weights (`--load-format dummy`), the model's own widths and vocabulary, and its prefill graphs; what
 they cannot have without other libraries (a tokenizer, FlashInfer's kernels) is left out. Each group of `--gpus` has one
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import output, weights
+from common import kinds, output, weights
 from common.shapes import MODELS, Model
 from common.weights import Served
 from sglang_moe_patches.patch import SELECT_VARIABLE
@@ -32,13 +34,19 @@ from sglang_moe_patches.reference import environment
 
 GB, MB = 1e9, 1e6
 SERVERS = ("stock", "patched")
-VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
+VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936} | {
+    name: config["vocab_size"] for name, config in kinds.CONFIGS.items() if not kinds.sees(name)
+}
+SEEING = tuple(filter(kinds.sees, kinds.CONFIGS))
+"""Models that take images, which no other benchmark serves."""
 LIMIT_S = 3600.0
 """Seconds that a plan may take."""
 
 
 def write_model(folder: Path, name: str, shard: int, layers: int, context: int) -> Path:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
+    if name in kinds.CONFIGS:
+        return kinds.write(folder, kinds.config(name, shard, layers, context))
     whole: Model = MODELS[name].shard(shard) if shard > 1 else MODELS[name]
     dense = min(whole.dense_layers, 1)
     served = Served(whole, dense_layers=dense, moe_layers=layers - dense, runner="triton")
@@ -47,6 +55,13 @@ def write_model(folder: Path, name: str, shard: int, layers: int, context: int) 
     config = json.loads(path.read_text()) | {"vocab_size": VOCABULARY[name], "max_position_embeddings": context}
     path.write_text(json.dumps(config))
     return folder
+
+
+def layers(name: str) -> int:
+    """Of the whole model."""
+    if name not in kinds.CONFIGS:
+        return MODELS[name].layers
+    return int(kinds.text(kinds.CONFIGS[name])["num_hidden_layers"])
 
 
 def server_arguments(options: argparse.Namespace) -> list[str]:
@@ -239,7 +254,7 @@ def needed(server: dict[str, Any]) -> int:
 
 def main() -> int:
     parser = output.parser(__doc__, logs=True)
-    parser.add_argument("--model", choices=VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--model", choices=(*VOCABULARY, *SEEING), default="kimi-k2.5")
     parser.add_argument("--shard", type=int, default=1, help="the sizes of one rank of so many, served by one GPU")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--context", type=int, default=65_536, help="the model's context length")
@@ -253,7 +268,7 @@ def main() -> int:
     parser.add_argument("--model-only", type=Path, metavar="FOLDER", help="write the model there and serve nothing")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
     options = output.parse(parser)
-    options.layers = options.layers or MODELS[options.model].layers
+    options.layers = options.layers or layers(options.model)
     if options.model_only:
         print(write_model(options.model_only, options.model, options.shard, options.layers, options.context))
         return 0

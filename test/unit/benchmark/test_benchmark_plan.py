@@ -60,12 +60,16 @@ def test_without_a_gpu_one_line_says_so(tmp_path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", benchmark.VOCABULARY)
+@pytest.mark.parametrize("name", [*benchmark.VOCABULARY, *benchmark.SEEING])
 def test_the_model_has_the_vocabulary_and_the_sizes_of_one_rank(tmp_path, name) -> None:
-    config = json.loads((benchmark.write_model(tmp_path / "m", name, 2, 3, 4096) / "config.json").read_text())
-    whole = benchmark.MODELS[name]
-    assert config["num_hidden_layers"] == 3
-    assert config["moe_intermediate_size"] * 2 == whole.moe_intermediate
-    assert config["hidden_size"] == whole.hidden
-    assert config["vocab_size"] == benchmark.VOCABULARY[name] > 150_000
+    written = json.loads((benchmark.write_model(tmp_path / "m", name, 2, 4, 4096) / "config.json").read_text())
+    config, whole = benchmark.kinds.text(written), benchmark.kinds.CONFIGS.get(name)
+    assert config["num_hidden_layers"] == 4
     assert config["max_position_embeddings"] == 4096
+    assert config["vocab_size"] == benchmark.VOCABULARY.get(name, 151_936) > 150_000
+    if whole is None:
+        assert config["moe_intermediate_size"] * 2 == benchmark.MODELS[name].moe_intermediate
+        assert config["hidden_size"] == benchmark.MODELS[name].hidden
+    else:
+        assert config["num_attention_heads"] * 2 == benchmark.kinds.text(whole)["num_attention_heads"]
+    assert benchmark.layers(name) >= 36
