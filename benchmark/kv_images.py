@@ -29,6 +29,7 @@ from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.planning.plan import SAYS
 from sglang_moe_patches.reference import environment
+from sglang_moe_patches.servers import gpu
 from sglang_moe_patches.servers.client import Client
 from sglang_moe_patches.servers.server import Server
 
@@ -55,19 +56,25 @@ def predicted_mb(pixels: int) -> float:
     return 2 * pixels / 16**2 * PATCH_BYTES / MB
 
 
+class Failed(RuntimeError):
+    """A prompt was not answered; the message says how."""
+
+
 def asked(server: Server, ids: list[int], images: list[str]) -> int:
     """The tokens of a prompt that was answered."""
     import httpx
 
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
-    response = httpx.post(
-        f"{server.url}/generate", json=body | ({"image_data": images} if images else {}), timeout=600, trust_env=False
-    )
+    body |= {"image_data": images} if images else {}
+    try:
+        response = httpx.post(f"{server.url}/generate", json=body, timeout=300, trust_env=False)
+    except httpx.HTTPError as error:
+        raise Failed(f"{type(error).__name__}: {error}") from None
     if response.status_code != 200:
-        raise SystemExit(f"kv_images: HTTP {response.status_code}: {response.text[:300]}")
+        raise Failed(f"HTTP {response.status_code}: {response.text[:300]}")
     answer = response.json()
     if len(answer.get("output_ids", ())) != 4:
-        raise SystemExit(f"kv_images: {answer}")
+        raise Failed(str(answer)[:300])
     return int(answer["meta_info"]["prompt_tokens"])
 
 
@@ -83,23 +90,30 @@ def loads(options: Any) -> dict[str, list[list[int]]]:
 
 
 def drive(server: Server, config: dict[str, Any], options: Any, lines: Path) -> list[dict[str, Any]]:
-    """Every load; what was free meanwhile is in what the server writes of its forwards."""
-    side, numbers, found = int(options.pixels**0.5), itertools.count(), []
+    """Every load, the last the one that fails; what was free is in what the server writes of its forwards."""
+    side, numbers = int(options.pixels**0.5), itertools.count()
+    found: list[dict[str, Any]] = []
     for name, prompts in loads(options).items():
         before, work = len(held.read(lines)), []
         for counts in prompts:
             images = [png(side, next(numbers)) for _ in counts[1:]]
             work.append((server, kinds.prompt(config, counts, next(numbers)), images))
-        began = time.monotonic()
+        began, tokens, failed = time.monotonic(), [0], ""
         with ThreadPoolExecutor(len(work)) as pool:
-            tokens = list(pool.map(lambda each: asked(*each), work))
+            try:
+                tokens = list(pool.map(lambda each: asked(*each), work))
+            except Failed as error:
+                failed = str(error)
         seen = held.read(lines)[before:]
-        load = {"name": name, "requests": len(work), "tokens": sum(tokens), "longest": max(tokens)}
+        load = {"name": name, "failed": failed, "requests": len(work), "tokens": sum(tokens), "longest": max(tokens)}
         load |= {"images": sum(len(each[2]) for each in work), "seconds": round(time.monotonic() - began, 1)}
-        load |= {"lowest_free": min(line.free for line in seen), "reserved": max(line.reserved for line in seen)}
-        load |= {"peak": max(line.peak - line.allocated for line in seen), "forwards": len(seen)}
+        load |= {"lowest_free": min((line.free for line in seen), default=0), "forwards": len(seen)}
+        load |= {"reserved": max((line.reserved for line in seen), default=0)}
+        load |= {"peak": max((line.peak - line.allocated for line in seen), default=0)}
         print(f"{name}: {load}", flush=True)
         found.append(load)
+        if failed:
+            break
     return found
 
 
@@ -121,7 +135,10 @@ def served(options: Any, work: Path) -> dict[str, Any]:
     model = kinds.write(work / "model", tiny(config) if options.quick else config, pixels)
     plugins.write(work / "plugin", "benchmark_held", "common.held:register")
     found: dict[str, Any] = {"starts": []}
+    used = gpu.used_mib()
     for name in ("only",) if options.quick else ("first", "second"):
+        if found["starts"]:  # else it would take what is not given back yet for another's
+            gpu.wait_until_free(used, lambda: None, ended="first", following="second")
         lines = work / f"{name}.jsonl"
         own = processes.variables(work / "plugin", Path(__file__).parent)
         own |= environment.variables(own) if options.quick else {}
@@ -152,7 +169,7 @@ def arguments(options: Any) -> list[str]:
 
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each load."""
-    header = ("run", "images", "prompts", "tokens", "seconds", "tensors MB", "predicted at most", "lowest free MB")
+    header = ("run", "images", "prompts", "tokens", "seconds", "tensors MB", "predicted at most", "lowest free MB", "")
     rows = []
     for result in results:
         figures = result["figures"]
@@ -161,7 +178,7 @@ def tables(results: Sequence[output.Result]) -> str:
             told = (f"{load['tokens']:,}", f"{load['seconds']:.1f}", f"{load['peak'] / MB:,.0f}")
             predicted, free = predicted_mb(figures["pixels"]), load["lowest_free"] / MB
             counts = (str(load["images"]), str(load["requests"]))
-            rows.append((ran, *counts, *told, f"{predicted:,.0f}", f"{free:,.0f}"))
+            rows.append((ran, *counts, *told, f"{predicted:,.0f}", f"{free:,.0f}", load["failed"] and "FAILED"))
     return output.table(header, rows)
 
 
@@ -192,7 +209,7 @@ def main() -> int:
             output.keep_logs(options, work)
     found = output.result("kv_images", figures)
     output.finish(options, found, tables([found]))
-    return 0
+    return 1 if any(load["failed"] for load in figures["loads"]) else 0
 
 
 if __name__ == "__main__":

@@ -101,14 +101,26 @@ def test_each_load_is_asked_with_its_images_and_keeps_what_was_free_during_it(tm
     assert {len(each) for each in long} == {40}
 
 
-def test_what_is_not_answered_in_full_ends_the_run(monkeypatch):
+def test_what_is_not_answered_in_full_has_failed(monkeypatch):
     import httpx
 
     server = SimpleNamespace(url="")
     for answer in (SimpleNamespace(status_code=400, text="no"), SimpleNamespace(status_code=200, json=dict)):
         monkeypatch.setattr(httpx, "post", lambda *args, answer=answer, **how: answer)
-        with pytest.raises(SystemExit, match="kv_images: "):
+        with pytest.raises(kv_images.Failed):
             kv_images.asked(server, [1], [])
+
+
+def test_a_load_that_fails_is_the_last_and_is_kept_with_those_before(tmp_path, monkeypatch):
+    def refuse(server, ids, images):
+        if len(images) == 2:
+            raise kv_images.Failed("gone")
+        return len(ids)
+
+    monkeypatch.setattr(kv_images, "asked", refuse)
+    options = Namespace(chunk=40, pixels=1024, images=2, prompts=3)
+    found = kv_images.drive(SimpleNamespace(url=""), CONFIG, options, tmp_path / "none")
+    assert [load["failed"] for load in found] == ["", "", "gone"]
 
 
 def test_a_row_has_the_prediction_beside_the_figure():
@@ -116,7 +128,8 @@ def test_a_row_has_the_prediction_beside_the_figure():
     load |= {"longest": 16_416, "lowest_free": 3_000_000_000, "reserved": 0, "peak": 2_000_000_000}
     sizes = {"model": "qwen3-vl-30b", "shard": 1, "tp": 1, "layers": 48, "pixels": 16_777_216}
     result: Result = {"benchmark": "kv_images", "command": "", "conditions": {}, "figures": sizes | {"loads": [load]}}
-    row = "qwen3-vl-30b, 48 layers, 16,777,216 pixels: one image | 1 | 1 | 16,416 | 8.0 | 2,000 | 6,554 | 3,000 |"
+    load["failed"] = ""
+    row = "qwen3-vl-30b, 48 layers, 16,777,216 pixels: one image | 1 | 1 | 16,416 | 8.0 | 2,000 | 6,554 | 3,000 |  |"
     assert row in kv_images.tables([result])
 
 
