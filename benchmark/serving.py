@@ -34,6 +34,7 @@ from common import machine, output, processes, stand_ins, weights
 from common.shapes import TINY
 from sglang_moe_patches.changes.kv_sizing import record
 from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.changes.kv_sizing.script import fraction_in_force
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference import environment
 from sglang_moe_patches.servers.client import Client
@@ -236,7 +237,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         info = client.info()
         found: dict[str, Any] = {
             "startup_s": round(server.startup_s, 1),
-            "fraction": info["mem_fraction_static"],
+            "fraction": fraction_in_force(info),
             "tokens": info["max_total_num_tokens"],
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)

@@ -18,10 +18,11 @@ from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches import engine as seen
-from sglang_moe_patches.changes.kv_sizing import facts, images, metric, record, size
+from sglang_moe_patches.changes.kv_sizing import facts, images, metric, record, script, size
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
+GATHERS = (ROOT / "test/standins/gathers_on_cpu.py").read_text()
 FREE, MARGIN = 300_000_000, 200_000_000
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
@@ -214,6 +215,67 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
     )
     failed = the_record(other)
     assert (failed.need, failed.attempts) == (0, 1)
+
+
+def with_attention_ranks(name: str, model: Path, folder: Path, **variables: str) -> Server:
+    """Two ranks of data-parallel attention, with the cache of prefixes; what each ran is in ``folder / name``."""
+    plugins.write_module(folder / name / "gathers", "gathers_on_cpu", GATHERS)
+    path = on_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
+    given = ["--tp", "2", "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "20"]
+    given += ["--chunked-prefill-size", "256"]
+    (folder / name / "steps").mkdir()
+    variables |= {"PYTHONPATH": path, "STEPS": str(folder / name / "steps")}
+    made = sized(name, model, folder / name, *given, **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+def ran(folder: Path) -> list[list[list[str]]]:
+    """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests and the tokens of all ranks."""
+    return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(folder: Path, checkpoint):
+    place = folder / "attention"
+    first = with_attention_ranks("first", checkpoint(), place)
+    bad = with_attention_ranks("bad", checkpoint(), place, FAILS_ON_RANK="1")
+    with started(first, bad):
+        expected = answers(first, prompts=PROMPTS)
+        assert answers(bad, prompts=PROMPTS) == expected
+        rule, failed = info(first), info(bad)
+
+    measured = the_record(place / "first")
+    assert (measured.missed, len(measured.ranks)) == ((), 2)
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert "eager decode of 10 requests" in measured.driven
+    of_one, of_other = ran(place / "first")
+    assert of_one == of_other
+    assert "IDLE" not in {mode for mode, *_ in of_one}
+    # Half of the 256 tokens of a chunk, and of the 20 requests, on each.
+    assert ["EXTEND", "128", "1", "256"] in of_one
+    assert ["DECODE", "10", "10", "20"] in of_one
+
+    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    assert said(bad)[-1] == told
+    assert (the_record(place / "bad").need, the_record(place / "bad").attempts) == (0, 1)
+    assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
+
+    (place / "second").mkdir()
+    (place / "second" / "records.json").write_text((place / "first" / "records.json").read_text())
+    second = with_attention_ranks("second", checkpoint(), place)
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == expected
+        larger = info(second)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]} == {
+        larger["max_total_num_tokens"]
+    }
+    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    assert the_record(place / "second").proven
+    one, other = ran(place / "second")
+    assert one == other
 
 
 @pytest.mark.product

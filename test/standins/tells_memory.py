@@ -1,12 +1,14 @@
 """A plugin of the engine's that tells what the driver would tell, where there is no GPU: kv-sizing on the CPU.
 
 It says how much memory is free before loading, after it and at the worst moment, has rehearsals be short, and kv-sizing
-take the server for one on a GPU. All else is the engine's.
+take the server for one on a GPU. All else is the engine's. Each rank writes what it ran while rehearsing into a file of
+the folder ``STEPS``.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import wrapt
 
@@ -41,6 +43,29 @@ def shorten(script):
 def be_patient(rehearse):
     rehearse.LIMIT_S = 3600  # however slow the machine is
     rehearse.LEAST_FREE = FREE // 2
+    if "STEPS" in os.environ:
+        keep_steps(rehearse)
+
+
+def keep_steps(rehearse):
+    begin = rehearse.Rehearsal.begin
+
+    def begin_with(rehearsal):
+        import torch
+
+        begin(rehearsal)
+        file = Path(os.environ["STEPS"], str(torch.distributed.get_rank()))
+        watched = rehearsal.runner.forward
+
+        def forward(batch, *args, **kwargs):
+            mode, tokens = batch.forward_mode.name, len(batch.input_ids)
+            with file.open("a") as steps:
+                print(mode, tokens, batch.batch_size, sum(batch.global_num_tokens_cpu or [tokens]), file=steps)
+            return watched(batch, *args, **kwargs)
+
+        rehearsal.runner.forward = forward
+
+    rehearse.Rehearsal.begin = begin_with
 
 
 def be_content(size):

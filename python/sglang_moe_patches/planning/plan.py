@@ -375,7 +375,7 @@ class Asking:
         try:
             self.info = client.info()
             # With --skip-server-warmup no rank has run a forward when it is ready.
-            requests = [[11, 12, 13]] * int(self.info.get("dp_size") or 1)
+            requests = [[11, 12, 13]] * script.attention_ranks(self.info) * script.replicas(self.info)
             said = watched(lambda: client.generate(requests, 2), self.check)
         except Unanswered as error:
             said = str(error)
@@ -390,7 +390,7 @@ class Asking:
         ready = measure.ready(self.processes[ranks[0]])
         assert ready is not None
         self.limits = script.configuration(self.info, ready.server)
-        self.fraction = float(self.info["mem_fraction_static"])
+        self.fraction = script.fraction_in_force(self.info)
 
     def look(self) -> None:
         measure.add(self.processes, self.watch.new())
@@ -491,5 +491,6 @@ SETTINGS = (
     *("chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "max_running_requests", "cuda_graph_max_bs"),
     *("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_overlap_schedule", "enable_mixed_chunk"),
     *("disable_radix_cache", "attention_backend", "moe_runner_backend", "kv_cache_dtype", "tp_size", "dp_size"),
+    *("attn_dp_size",),
     *("pp_size", "enable_dp_attention", "speculative_algorithm", "speculative_num_draft_tokens", "page_size"),
 )

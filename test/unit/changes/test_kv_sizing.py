@@ -77,7 +77,15 @@ WITH = {
     "--attn-cp-size": {"attn_cp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-lora": {"lora_paths": ["x"]},
+    "--enable-dp-attention-local-control-broadcast": {
+        "attn_dp_size": 2,
+        "enable_dp_attention_local_control_broadcast": 1,
+    },
+    "--moe-dense-tp-size": {"attn_dp_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True},
 }
+ATTENTION = {"attn_dp_size": {"dp_size": 1, "attn_dp_size": 2}, "dp_size": {"dp_size": 2}}
+ATTENTION["both, as 0.5.23 tells it"] = ATTENTION["attn_dp_size"] | {"enable_dp_attention": True}
+ATTENTION["dp_size"] |= {"enable_dp_attention": True}
 
 
 def test_a_plain_server_is_sized_where_it_is_asked_for():
@@ -90,6 +98,29 @@ def test_a_plain_server_is_sized_where_it_is_asked_for():
 def test_what_is_not_driven_stays_with_the_rule_and_is_named(name):
     given = WITH.get(name, {name.removeprefix("--").replace("-", "_"): "EAGLE"})
     assert f"of {name}, " in str(decide.stands_back(True, {**ARGUMENTS, **given}, {}))
+
+
+@pytest.mark.parametrize("given", ATTENTION.values(), ids=ATTENTION)
+def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_are_not(given):
+    assert decide.stands_back(True, {**ARGUMENTS, **given}, {}) is None
+    for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
+        alone = {**ARGUMENTS, **WITH[name], "attn_dp_size": 1}
+        assert decide.stands_back(True, alone, {}) is None
+        assert f"of {name}, " in str(decide.stands_back(True, {**alone, **given}, {}))
+    server = script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
+    c = script.configuration(given, server)
+    assert (c.ranks, c.gathered) == (2, True)
+    for phase in script.rehearsed(c).phases:
+        assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
+    of_both = {**given, "dp_size": 4, "attn_dp_size": 2}
+    assert script.configuration(of_both, server).ranks == 8
+    assert "of --dp-size, " in str(decide.stands_back(True, {**ARGUMENTS, **of_both}, {}))
+
+
+def test_the_fraction_in_force_is_the_schedulers():
+    assert script.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
+    told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
+    assert script.fraction_in_force(told) == 0.9
 
 
 @pytest.mark.parametrize("name", decide.IN_THE_ENGINE)
@@ -696,21 +727,25 @@ class Scheduler:
                 read.append(self.recv_from_tokenizer.recv_pyobj(self.zmq.NOBLOCK))
             except self.zmq.ZMQError:
                 break
+        self.bound = bound
+        self.process_input_requests(read)
+        return read
+
+    def process_input_requests(self, read):
         for each in read:
             if each == "flush":
                 self.send_to_tokenizer.send_output(FlushCacheReqOutput(self.flushes))
             elif each != "abort":
                 wide = dict.fromkeys(script.LEAST, 10**9)
-                self.tp_worker.model_runner.forward(Batch((bound() or script.Bound(("EXTEND",))).modes[0], **wide))
+                self.tp_worker.model_runner.forward(Batch((self.bound() or script.Bound(("EXTEND",))).modes[0], **wide))
                 answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
                 self.send_to_detokenizer.send_output(answer)
-        return read
 
 
 def rehearse_it(scheduler, turns=3000):
     """:returns: its result, and what of it is left in the scheduler."""
     results: list[rehearse.Result] = []
-    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, leads=True)
     before = state_of(scheduler)
     rehearsal.begin()
     conductor = rehearsal._conductor
@@ -726,7 +761,7 @@ def state_of(scheduler):
     import torch
 
     runner = scheduler.tp_worker.model_runner
-    plain = {name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn")}
+    plain = {name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn", "bound")}
     return (
         plain,
         dict(vars(runner)),
@@ -769,7 +804,7 @@ def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(mon
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
     scheduler = Scheduler(monkeypatch, reads=False, free=lambda forwards: (9 - forwards) * GB)
     results: list[rehearse.Result] = []
-    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, leads=False)
     before = state_of(scheduler)
     rehearsal.begin()
     for _ in range(2):
@@ -779,9 +814,32 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
     assert [(each.lowest, each.failure, each.driven) for each in results] == [(7 * GB, "", ())]
 
 
+def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(monkeypatch):
+    first, other = Scheduler(monkeypatch), Scheduler(monkeypatch)
+    other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
+    before = state_of(other)[0]
+    results: list[rehearse.Result] = []
+    lead = rehearse.Rehearsal(first, 0, results.append, leads=True)
+    follow = rehearse.Rehearsal(other, 0, results.append, leads=False)
+    lead.begin()
+    follow.begin()
+
+    def bound():
+        return lead._conductor._phase and lead._conductor._phase.bound
+
+    while not results:
+        assert other.turn(bound) == []
+        read = first.turn(bound)
+        assert {type(each) for each in read} <= {rehearse.Put}  # which the engine hands to all ranks
+        other.process_input_requests(read)
+    assert [each.failure for each in results] == ["", ""]
+    assert other.forwards == first.forwards > 0
+    assert state_of(other)[0] == before
+
+
 def refused(scheduler):
     """:returns: why there is no rehearsal."""
-    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print), state_of(scheduler)
+    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print, leads=True), state_of(scheduler)
     with pytest.raises(RuntimeError) as why:
         rehearsal.begin()
     rehearsal.end()
@@ -1237,7 +1295,7 @@ def serving(tmp_path, monkeypatch, caplog):
     """The first rank's, with a rehearsal in front of it."""
     (state, _), _, _ = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), Rank(tmp_path / "kv.json"))
     scheduler = Scheduler(monkeypatch)
-    vars(scheduler).update(server_args=SimpleNamespace(), process_input_requests=print)
+    vars(scheduler).update(server_args=SimpleNamespace())
     caplog.clear()
     caplog.set_level("INFO", logger=seams.logger.name)
     return seams.Serving(state, scheduler)

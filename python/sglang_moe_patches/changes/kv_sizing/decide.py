@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang_moe_patches import engine
+from sglang_moe_patches.changes.kv_sizing.script import attention_ranks, replicas
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference.environment import cache_folder
 from sglang_moe_patches.variables import OWN, Variable
@@ -50,7 +51,15 @@ _COMES_AND_GOES = "whose memory comes and goes"
 NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
     "--nnodes": (lambda a: (a.get("nnodes") or 1) > 1, _ONE_SCHEDULER),
     "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _ONE_SCHEDULER),
-    "--dp-size": (lambda a: (a.get("dp_size") or 1) > 1, _ONE_SCHEDULER),
+    "--dp-size": (lambda a: replicas(a) > 1, _ONE_SCHEDULER),
+    "--enable-dp-attention-local-control-broadcast": (
+        lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
+        "whose ranks do not hear the first",
+    ),
+    "--moe-dense-tp-size": (
+        lambda a: attention_ranks(a) > 1 and a.get("moe_dense_tp_size") and a.get("enable_dp_lm_head"),
+        "whose ranks do not say what runs on all of them",
+    ),
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _ONE_SCHEDULER),
     "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _ONE_SCHEDULER),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _ONE_SCHEDULER),
@@ -69,8 +78,13 @@ NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), "which keeps what a flush drops"),
 }
 """Servers that stay with the engine's rule: how one is known by its resolved arguments, and what stands against it."""
-IN_THE_ENGINE = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER")
-"""Switches of the engine's: it sizes after its graphs by itself, or has no inbox of this kind."""
+IN_THE_ENGINE = (
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+    "SGLANG_RUST_SERVER",
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
+)
+"""Switches of the engine's: it sizes after its graphs by itself, has no inbox of this kind, or ranks that do not say
+what they run."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:

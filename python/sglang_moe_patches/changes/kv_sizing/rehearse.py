@@ -1,9 +1,14 @@
 """A rehearsal in a scheduler that has started: its own inbox and outbox, for as long as it takes.
 
 Requests are put where the scheduler reads the tokenizer's, and answers are swallowed where it sends them. Everything in
-between is the engine's: broadcast to the ranks, admission, chunking, overlap, sampling. Every rank runs the same
-batches in step; the ranks that do not read learn the end from the flush of the cache, which the engine broadcasts like
-any request. Everything that is set for it is taken back when it is over.
+between is the engine's: broadcast to the ranks, admission, chunking, overlap, sampling. Everything that is set for it
+is taken back when it is over.
+
+The first rank alone puts. With data-parallel attention each rank has an inbox and requests of its own, but the engine
+hands what is no request, a flush or an abort, from the first rank to all, in every turn of their loops. So requests go
+in a word of that kind (:class:`Put`): every rank unpacks the same ones in the same turn, and all run the same batches
+in step. That they did, the engine says itself: a phase counts when the tokens of all ranks have reached its bound. And
+all end in the same turn, with the flush, so that none waits for another that is still to run forwards with it.
 """
 
 from __future__ import annotations
@@ -146,6 +151,13 @@ class Inbox:
         return self._queue.popleft()
 
 
+@dataclass(frozen=True)
+class Put:
+    """What every rank is to take in now, of whichever kind."""
+
+    what: tuple[Any, ...]
+
+
 # --- One rank --------------------------------------------------------------------------------------------------------
 
 
@@ -154,10 +166,11 @@ class Rehearsal:
 
     :param gpu: whose memory is read.
     :param over: takes this rank's result; called once, on every rank at the same place.
+    :param leads: whether this rank puts what all of them take in.
     """
 
-    def __init__(self, scheduler: Any, gpu: int, over: Callable[[Result], None]) -> None:
-        self.scheduler, self.gpu, self._over = scheduler, gpu, over
+    def __init__(self, scheduler: Any, gpu: int, over: Callable[[Result], None], *, leads: bool) -> None:
+        self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self.reads = channels.recv_from_tokenizer is not None
@@ -184,10 +197,12 @@ class Rehearsal:
             )
         self._keep_random_state()
         self._keep_counters()
-        if self.reads:
+        if self.leads:
             load = rehearsed(limits)
             self._conductor = Conductor(load, limits, make_request, make_abort, self._late)
+        if self.reads:
             self._open_inbox()
+        self._unpack()
         for sender in self._senders:
             sender.send_output = self._swallow
             self._undo.append(lambda sender=sender: delattr(sender, "send_output"))  # type: ignore[misc]
@@ -236,16 +251,32 @@ class Rehearsal:
         patcher.wrap(receiver, "_pull_raw_reqs", lambda original: lambda receiver: self._poll())
         self._undo.append(patcher.undo)
 
+    def _unpack(self) -> None:
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            whole = [each for one in read for each in (one.what if isinstance(one, Put) else (one,))]
+            return original(whole, *args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+        self._undo.append(lambda: delattr(self.scheduler, "process_input_requests"))
+
     def _watch_forwards(self) -> None:
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._look()  # what came after the forward before, sampling above all
+            try:
+                # Before ranks are padded to the longest.
+                facts = batch_facts(batch) if self._conductor is not None else None
+            except Exception as error:
+                facts = None
+                self._fail(error)
             result = original(batch, *args, **kwargs)
             try:
                 self._look()
-                if self._conductor is not None:
-                    self._conductor.saw(Forward(batch_facts(batch), bool(getattr(result, "can_run_graph", False))))
+                if self._conductor is not None and facts is not None:
+                    self._conductor.saw(Forward(facts, bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
                 self._fail(error)
             return result
@@ -275,7 +306,8 @@ class Rehearsal:
 
     def _poll(self) -> list[Any]:
         """What the scheduler reads now."""
-        assert self._conductor is not None
+        if self._conductor is None:
+            return []
         idle = bool(self.scheduler.is_fully_idle())
         if self._late():
             self._conductor.end()
@@ -286,9 +318,9 @@ class Rehearsal:
             self._conductor.over, put = True, [make_abort()]
         given_up = self._late(ENDING_S)
         if self._flushing or (not given_up and (put or not self._conductor.over or not idle)):
-            return put
+            return [Put(tuple(put))] if put else []
         self._flushing = True
-        return [make_flush()]
+        return [Put((make_flush(),))]
 
     def _swallow(self, output: Any, recv_obj: Any = None) -> None:
         """In the place of sending an answer."""

@@ -210,8 +210,8 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         page=facts.page,
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
-        ranks=int(info.get("dp_size") or 1),
-        gathered=bool(info.get("enable_dp_attention")),
+        ranks=attention_ranks(info) * replicas(info),
+        gathered=attention_ranks(info) > 1,
         vocabulary=facts.vocabulary,
         context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
@@ -221,6 +221,30 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         states=facts.hybrid == MAMBA,
         images=facts.images,
     )
+
+
+def attention_ranks(info: Mapping[str, Any]) -> int:
+    """Ranks of data-parallel attention; 1: there is none.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    """
+    named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
+    return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
+
+
+def replicas(info: Mapping[str, Any]) -> int:
+    """Data-parallel ranks that have nothing in common."""
+    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
+    return 1 if counts_others else int(info.get("dp_size") or 1)
+
+
+def fraction_in_force(info: Mapping[str, Any]) -> float:
+    """``--mem-fraction-static`` of a server, by what it tells.
+
+    With data-parallel ranks only these know it: their controller does not hand on what they say when they are ready.
+    """
+    states = info.get("internal_states") or [{}]
+    return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
 
 
 def _captured(info: Mapping[str, Any]) -> int:
@@ -423,7 +447,13 @@ def rehearsed(c: Configuration) -> Load:
             new_tokens=new,
         )
         others.append(long)
-    return replace(load, phases=(*others, load.phases[-1]))
+    return replace(load, phases=tuple(_in_step(phase, c) for phase in (*others, load.phases[-1])))
+
+
+def _in_step(phase: Phase, c: Configuration) -> Phase:
+    """The same, seen only where every data-parallel rank is at the bound in the same forward."""
+    each = phase.bound.tokens or phase.bound.requests
+    return replace(phase, bound=replace(phase.bound, all_ranks=c.ranks * each)) if c.gathered else phase
 
 
 def rising(chunk: int) -> list[int]:

@@ -287,7 +287,7 @@ class Serving:
             self._begin_to_watch()
             return
         state, problem = self.state, ""
-        rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed)
+        rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed, leads=state.first)
         try:
             rehearsal.begin()
             if state.first:
