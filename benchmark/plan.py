@@ -165,6 +165,8 @@ def described(figures: dict[str, Any]) -> str:
     ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
     sizes = figures["shard"] * figures["tp"]
     share = f", TP={sizes}'s sizes" if sizes > 1 else ""
+    if {"--enable-dp-attention", "--attn-dp-size"} & set(figures.get("arguments", ())):
+        ranks += " with data-parallel attention, KV tokens of each"
     return f"{figures['model']}{share}, {figures['layers']} layers{ranks}"
 
 
