@@ -30,6 +30,7 @@ from common import kinds, output, weights
 from common.shapes import MODELS, Model
 from common.weights import Served
 from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.planning.result import UNSEEN
 from sglang_moe_patches.reference import environment
 
 GB, MB = 1e9, 1e6
@@ -171,10 +172,10 @@ def described(figures: dict[str, Any]) -> str:
 
 
 def tables(results: Sequence[output.Result]) -> str:
-    """Both starts of each server, and what became of the second."""
+    """Both starts of each server, what became of the second, and what its verification did not bring about."""
     header = (
         *("", "chunk", "server", "set aside by the rule", "needed", "KV tokens by the rule", "by the record"),
-        *("verdict", "lowest free"),
+        *("verdict; what was not verified", "lowest free"),
     )
     rows = []
     for result in results:
@@ -196,7 +197,7 @@ def tables(results: Sequence[output.Result]) -> str:
                     f"{need / GB:.1f} GB" if need else "",
                     f"{first['fraction']:.4f}: {first['tokens']:,}" if first else "",
                     sized,
-                    "; ".join([server["verdict"], *server["reasons"]]),
+                    "; ".join([server["verdict"], *(each.removeprefix(UNSEEN) for each in server["reasons"])]),
                     "" if free is None else f"{free:,.0f} MB",
                 )
             )
@@ -210,7 +211,7 @@ def in_short(results: Sequence[output.Result]) -> str:
     """Stock and patched in one line: the KV cache by the rule and as planned; what verifications did not see."""
     both: dict[tuple[str, str], dict[str, Any]] = {}
     reserves = {}
-    unseen: dict[str, dict[str, list[str]]] = {}
+    unseen: dict[str, list[str]] = {}
     for result in results:
         figures = result["figures"]
         plan = (described(figures), f"{figures['chunk']:,}")
@@ -218,7 +219,8 @@ def in_short(results: Sequence[output.Result]) -> str:
         for name, server in figures.get("servers", {}).items():
             both.setdefault(plan, {})[name] = server
             for missing in server["recommendations"][0]["verified"]["not_seen"]:
-                unseen.setdefault(missing, {}).setdefault(plan[0], []).append(name)
+                of = unseen.setdefault(missing.partition(" (")[0], [])
+                of += [] if plan[0] in of else [plan[0]]
     rows = []
     for plan, found in both.items():
         first = found["stock"]["trials"][0]
@@ -239,11 +241,8 @@ def in_short(results: Sequence[output.Result]) -> str:
         *("", "chunk", "set aside, GB", "needed: stock", "patched", "KV tokens by the rule", "planned, stock"),
         *("planned, patched", "held, MB free"),
     )
-    where = "; ".join(
-        f"{missing} ({'; '.join(', '.join((plan, *names)) for plan, names in plans.items())})"
-        for missing, plans in unseen.items()
-    )
-    said = f"\nNot seen in the verification: {where}.\n" if unseen else ""
+    where = "; ".join(f"{missing} ({', '.join(plans)})" for missing, plans in unseen.items())
+    said = f"\nNot seen in each verification: {where}.\n" if unseen else ""
     return output.table(header, rows, left=2) + said
 
 

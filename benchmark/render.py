@@ -98,6 +98,9 @@ PLANS = under(
     *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
     *("qwen3-30b-16384", "qwen3-30b-8192"),
 )
+SEGMENTS = under(
+    "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
+)
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
     "gain": Section(headlines=headlines.gain),
@@ -109,9 +112,11 @@ SECTIONS = {
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
-    "segments": Section(under("segments", "kimi-k2.5", "kimi-k2.5-0.5.17", "qwen3-30b"), segments.tables),
+    "segments": Section(SEGMENTS, segments.tables),
     "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
-    "segments-times": one("triton-server/kimi-k2.5-segments", lambda result: triton_server.tables([result])),
+    "segments-times": Section(
+        under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode"), triton_server.tables
+    ),
     "soak": one("soak/qwen3-30b", soak.tables),
     "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
     "peak-memory": Section(PEAKS, peak_memory.summary),
@@ -126,6 +131,7 @@ SECTIONS = {
     ),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "plan": Section(PLANS, plan.in_short),
+    "plan-by-record": Section(under("plan", "gpt-oss-120b", "qwen3-next-80b"), plan.tables),
     "serving": Section(("serving/kimi-k2.5",), serving.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),

@@ -13,6 +13,7 @@ from sglang_moe_patches.planning.measure import Rank, Verified
 from sglang_moe_patches.planning.rule import Rule
 
 MB = 1_000_000
+UNSEEN = "not brought about by the verification: "
 
 
 class Verdict(StrEnum):
@@ -108,7 +109,7 @@ def _missing(plan: ServerPlan, first: Started, second: Started, record: Record) 
         yield "not verified"
     else:
         for name in plan.verified.not_seen:
-            yield f"not brought about by the verification: {name}"
+            yield f"{UNSEEN}{name}"
 
 
 @dataclass(frozen=True)
