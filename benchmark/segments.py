@@ -249,7 +249,7 @@ def share_of_tensors(one: dict[str, Any], said: bool) -> str:
     """The slack in parts of the tensors, with what was predicted of it."""
     if not one["tensors"]:
         return ""
-    return f"{100 * one['slack'] / one['tensors']:.0f} %" + f" (at most {100 * PREDICTED_SLACK:.0f})" * said
+    return f"{round(100 * one['slack'] / one['tensors'])} %" + f" (at most {100 * PREDICTED_SLACK:.0f})" * said
 
 
 def tables(results: Sequence[output.Result]) -> str:
