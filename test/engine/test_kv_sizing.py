@@ -279,6 +279,23 @@ def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(f
 
 
 @pytest.mark.product
+@pytest.mark.every_release
+def test_pipeline_stages_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint):
+    place = folder / "stages"
+    place.mkdir()
+    stages = sized("stages", checkpoint(), place, "--pp-size", "2")
+    stock = server("stock", checkpoint(), place, *SMALL, "--pp-size", "2", SGLANG_MOE_PATCHES="none")
+    with started(stages, stock):
+        assert answers(stages, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
+    (told,) = said(stages)
+    assert "of --pp-size, whose phases are not driven yet; what stays free while it serves is recorded" in told
+    kept = the_record(place)
+    assert (kept.need, kept.driven) == (0, ())
+    # As the stand-in tells it at first, and later: it is saved once a minute.
+    assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
+
+
+@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_why(folder: Path, checkpoint):
     half, closed, given, begun = (folder / name for name in ("half", "closed", "given", "begun"))

@@ -135,7 +135,8 @@ def run(
             interrupts.check()  # Ctrl-C in a terminal ends the resolver, too
             raise CannotPlan(str(error)) from None
         interrupts.check()
-        if reason := decide.stands_back(True, ruled.resolved, environment):
+        reason = decide.stands_back(True, ruled.resolved, environment) or decide.only_watched(ruled.resolved)
+        if reason:
             raise CannotPlan(f"kv-sizing leaves this server to the engine's rule: {reason}; {_BY_HAND}")
         made = Plan(
             engine=engine.version() or "unknown",

@@ -94,15 +94,17 @@ def test_a_plain_server_is_sized_where_it_is_asked_for():
     assert decide.stands_back(True, {**ARGUMENTS, "device": "cpu"}, {}) == "--device is cpu"
 
 
-@pytest.mark.parametrize("name", decide.NEVER)
+@pytest.mark.parametrize("name", [*decide.NEVER, *decide.WATCHED])
 def test_what_is_not_driven_stays_with_the_rule_and_is_named(name):
-    given = WITH.get(name, {name.removeprefix("--").replace("-", "_"): "EAGLE"})
-    assert f"of {name}, " in str(decide.stands_back(True, {**ARGUMENTS, **given}, {}))
+    given = {**ARGUMENTS, **WITH.get(name, {name.removeprefix("--").replace("-", "_"): "EAGLE"})}
+    why = {True: decide.stands_back(True, given, {}), False: decide.only_watched(given)}
+    assert f"of {name}, " in str(why.pop(name in decide.NEVER))
+    assert list(why.values()) == [None]
 
 
 @pytest.mark.parametrize("given", ATTENTION.values(), ids=ATTENTION)
 def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_are_not(given):
-    assert decide.stands_back(True, {**ARGUMENTS, **given}, {}) is None
+    assert decide.stands_back(True, {**ARGUMENTS, **given}, {}) is decide.only_watched({**ARGUMENTS, **given}) is None
     for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
         alone = {**ARGUMENTS, **WITH[name], "attn_dp_size": 1}
         assert decide.stands_back(True, alone, {}) is None
@@ -114,7 +116,7 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_are
         assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
     of_both = {**given, "dp_size": 4, "attn_dp_size": 2}
     assert script.configuration(of_both, server).ranks == 8
-    assert "of --dp-size, " in str(decide.stands_back(True, {**ARGUMENTS, **of_both}, {}))
+    assert "of --dp-size, " in str(decide.only_watched({**ARGUMENTS, **of_both}))
 
 
 def test_the_fraction_in_force_is_the_schedulers():
@@ -1299,6 +1301,41 @@ def serving(tmp_path, monkeypatch, caplog):
     caplog.clear()
     caplog.set_level("INFO", logger=seams.logger.name)
     return seams.Serving(state, scheduler)
+
+
+def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free_is_recorded(
+    tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "kv.json"
+    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), pp_size=2)
+    assert said == ["the engine's rule, 0.8000: the ranks' GPUs or arguments differ"]
+    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), pp_size=2)
+    rule = "the engine's rule, 0.8000: of --pp-size, whose phases are not driven yet; "
+    assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded"])
+    assert not any(each.decision.rehearse for each in states)
+    for state, free in zip(states, (9 * GB, 7 * GB), strict=True):
+        scheduler = Scheduler(monkeypatch)
+        vars(scheduler).update(server_args=SimpleNamespace())
+        monkeypatch.setattr(seams.memory, "read", lambda gpu, free=free: Memory(free, 141 * GB))
+        serving = seams.Serving(state, scheduler)
+        serving.begin()
+        scheduler.process_input_requests([])
+        serving.end()
+    (kept,) = record.read(path).values()
+    assert (kept.need, kept.lowest_serving) == (0, 7 * GB)
+    assert kept.serving_need == pytest.approx(21 * GB, abs=1)
+    assert "7,000 MB of 28,000 MB stayed free at the worst moment seen" in "\n".join(record.described(KEY, kept))
+    _, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), pp_size=2)
+    seen = ": 7,000 MB until now, at the worst moment seen"
+    assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded{seen}"])
+
+
+def test_the_machines_of_a_server_have_one_fingerprint(tmp_path, monkeypatch, caplog):
+    keys = set()
+    for rank in (0, 1):
+        (state,), _, _ = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), nnodes=2, node_rank=rank)
+        keys.add(state.key)
+    assert len(keys) == 1
 
 
 def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):

@@ -45,13 +45,21 @@ def record_path(environ: Mapping[str, str]) -> Path:
     return Path(given).expanduser() if given else cache_folder(environ) / FILE
 
 
-_ONE_SCHEDULER = "whose phases are not driven yet"
+_NOT_DRIVEN = "whose phases are not driven yet"
 _COMES_AND_GOES = "whose memory comes and goes"
 
-NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
-    "--nnodes": (lambda a: (a.get("nnodes") or 1) > 1, _ONE_SCHEDULER),
-    "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _ONE_SCHEDULER),
-    "--dp-size": (lambda a: replicas(a) > 1, _ONE_SCHEDULER),
+Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
+WATCHED: Reasons = {
+    "--nnodes": (lambda a: (a.get("nnodes") or 1) > 1, _NOT_DRIVEN),
+    "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _NOT_DRIVEN),
+    "--dp-size": (lambda a: replicas(a) > 1, _NOT_DRIVEN),
+    "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_DRIVEN),
+    "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_DRIVEN),
+    "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_DRIVEN),
+}
+"""Servers that stay with the engine's rule, and whose free memory is recorded while they serve: how one is known by its
+resolved arguments, and what stands against it."""
+NEVER: Reasons = {
     "--enable-dp-attention-local-control-broadcast": (
         lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
         "whose ranks do not hear the first",
@@ -60,14 +68,11 @@ NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
         lambda a: attention_ranks(a) > 1 and a.get("moe_dense_tp_size") and a.get("enable_dp_lm_head"),
         "whose ranks do not say what runs on all of them",
     ),
-    "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _ONE_SCHEDULER),
-    "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _ONE_SCHEDULER),
-    "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _ONE_SCHEDULER),
-    "--is-embedding": (lambda a: a.get("is_embedding"), _ONE_SCHEDULER),
-    "--encoder-only": (lambda a: a.get("encoder_only"), _ONE_SCHEDULER),
-    "--language-only": (lambda a: a.get("language_only"), _ONE_SCHEDULER),
-    "--dllm-algorithm": (lambda a: a.get("dllm_algorithm"), _ONE_SCHEDULER),
-    "--enable-pdmux": (lambda a: a.get("enable_pdmux"), _ONE_SCHEDULER),
+    "--is-embedding": (lambda a: a.get("is_embedding"), _NOT_DRIVEN),
+    "--encoder-only": (lambda a: a.get("encoder_only"), _NOT_DRIVEN),
+    "--language-only": (lambda a: a.get("language_only"), _NOT_DRIVEN),
+    "--dllm-algorithm": (lambda a: a.get("dllm_algorithm"), _NOT_DRIVEN),
+    "--enable-pdmux": (lambda a: a.get("enable_pdmux"), _NOT_DRIVEN),
     "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not driven yet"),
     "--elastic-ep-backend": (lambda a: a.get("elastic_ep_backend"), _COMES_AND_GOES),
     "--enable-lora": (lambda a: a.get("enable_lora") or a.get("lora_paths"), _COMES_AND_GOES),
@@ -77,7 +82,7 @@ NEVER: Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]] = {
     "--keep-mm-feature-on-device": (lambda a: a.get("keep_mm_feature_on_device"), _COMES_AND_GOES),
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), "which keeps what a flush drops"),
 }
-"""Servers that stay with the engine's rule: how one is known by its resolved arguments, and what stands against it."""
+"""Servers that stay with the engine's rule, unwatched."""
 IN_THE_ENGINE = (
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
     "SGLANG_RUST_SERVER",
@@ -93,7 +98,7 @@ def arguments_of(server_args: Any) -> dict[str, Any]:
 
 
 def stands_back(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Why a server stays with the engine's rule; ``None``: it is sized by its record.
+    """Why a server stays with the engine's rule and has no record; ``None``: it has one.
 
     :param asked: ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
@@ -101,13 +106,21 @@ def stands_back(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
         return f"{KV_SIZING.name}=auto turns it on"
     if str(arguments.get("device")) != "cuda":
         return f"--device is {arguments.get('device')}"
-    for name, (has, reason) in NEVER.items():
-        if has(arguments):
-            return f"of {name}, {reason}"
+    if reason := _first_of(NEVER, arguments):
+        return reason
     for name in IN_THE_ENGINE:
         if is_on(name, environ):
             return f"{name} is set"
     return None
+
+
+def only_watched(arguments: Mapping[str, Any]) -> str | None:
+    """Why a server that has a record stays with the engine's rule all the same; ``None``: the record sizes it."""
+    return _first_of(WATCHED, arguments)
+
+
+def _first_of(reasons: Reasons, arguments: Mapping[str, Any]) -> str | None:
+    return next((f"of {name}, {reason}" for name, (has, reason) in reasons.items() if has(arguments)), None)
 
 
 def is_on(name: str, environ: Mapping[str, str]) -> bool:
@@ -123,7 +136,15 @@ VOLATILE = (
     *("log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_target", "crash_dump_folder"),
     *("show_time_cost", "enable_metrics", "weight_version", "fastapi_root_path", "random_seed", "skip_server_warmup"),
     *("decode_log_interval", "warmups", "watchdog_timeout", "soft_watchdog_timeout", "dist_timeout", "sleep_on_idle"),
-    *("base_gpu_id", "gpu_id_step", "stream_interval", "tool_call_parser", "reasoning_parser", "chat_template"),
+    *(
+        "base_gpu_id",
+        "gpu_id_step",
+        "node_rank",
+        "stream_interval",
+        "tool_call_parser",
+        "reasoning_parser",
+        "chat_template",
+    ),
     # What is found out.
     *("mem_fraction_static", "model_config"),
 )

@@ -28,7 +28,7 @@ class Record:
     """What a configuration needed beside weights and KV cache, in bytes; every number is the worst rank's.
 
     :param made_of: what the fingerprint is made of, for people.
-    :param measured: when, in seconds since 1970.
+    :param measured: when, in seconds since 1970; of a server that is only watched, since when.
     :param attempts: rehearsals that began and have not ended.
     :param total: memory of the GPU, and ``before``: free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
@@ -251,10 +251,16 @@ def described(key: str, record: Record) -> list[str]:
     made = record.made_of
     lines = [f"{key}: {made.get('model', '?')} on {made.get('devices', '?')} x {made.get('device', '?')}"]
     lines.append("  " + ", ".join(f"{name} {made.get(name, '?')}" for name in ("engine", "torch", "driver")))
-    if not record.need:
-        lines.append(f"  nothing measured yet; {record.attempts} rehearsals have begun and not ended")
-        return lines
     when = datetime.fromtimestamp(record.measured, UTC).strftime("%Y-%m-%d %H:%M")
+    if not record.need:
+        lines.append(
+            f"  nothing measured yet; {record.attempts} rehearsals have begun and not ended"
+            if record.lowest_serving is None
+            else f"  not rehearsed; while serving, since {when} UTC, {record.lowest_serving / 1e6:,.0f} MB of "
+            f"{record.before * (1 - record.fraction) / 1e6:,.0f} MB stayed free at the worst moment seen"
+        )
+        lines += [f"  out of memory while serving: {record.ooms}"] * bool(record.ooms)
+        return lines
     lines.append(
         f"  measured {when} UTC: {record.need / 1e6:,.0f} MB needed of {record.before / 1e6:,.0f} MB "
         f"({', '.join(f'{need / 1e6:,.0f}' for need in record.ranks)} by rank), at the fraction {record.fraction:.4f}"

@@ -175,10 +175,15 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
     # The engine divides by what the rank with the least has.
     state.start = replace(starts[0], before=min(each.before for each in starts))
     state.key, state.made_of, state.known = first.key, first.made_of, first.known
-    state.decision = size.decide(state.start, first.known, first.unreadable)
+    if why := decide.only_watched(arguments):
+        state.decision = size.Decision(why=why, watch=True, reserve=state.start.reserve)
+    else:
+        state.decision = size.decide(state.start, first.known, first.unreadable)
     if state.decision.fraction is None:
         say = state.warn if first.unreadable else state.say
         also = "; this start rehearses" if state.decision.rehearse else ""
+        if state.decision.watch:
+            also = "; what stays free while it serves is recorded" + _seen(first.known)
         whose = "--mem-fraction-static is given" if given else "the engine's rule"
         say("%s, %.4f: %s%s", whose, fraction, state.decision.why, also)
         return
@@ -190,6 +195,13 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
         get_context().override("sglang-moe-patches: kv-sizing", mem_fraction_static=state.fraction)
     else:
         runner.server_args.mem_fraction_static = state.fraction
+
+
+def _seen(known: Record | None) -> str:
+    """What earlier servers had left while they served."""
+    if known is None or known.lowest_serving is None:
+        return ""
+    return f": {known.lowest_serving / 1e6:,.0f} MB until now, at the worst moment seen"
 
 
 def _is_first(runner: Any) -> bool:
@@ -365,7 +377,7 @@ class Serving:
     def _begin_to_watch(self) -> None:
         """From here on the loop's every turn looks at the clock."""
         state = self.state
-        if state.known is None and not state.decision.rehearse:
+        if state.known is None and not (state.decision.rehearse or state.decision.watch):
             return
         try:
             show = metric.of(decide.arguments_of(self.scheduler.server_args))
@@ -382,13 +394,15 @@ class Serving:
         self.scheduler.process_input_requests = process_input_requests
 
     def _save(self, lowest: int, ran_out: bool) -> None:
-        state = self.state
-        assert state.start is not None
-        fraction = state.start.fraction if state.fraction is None else state.fraction
-        reserve = int(state.start.before * (1 - fraction))
+        state, start = self.state, self.state.start
+        assert start is not None
+        fraction = start.fraction if state.fraction is None else state.fraction
+        reserve = int(start.before * (1 - fraction))
 
         def served(old: Record) -> Record | None:
-            if not old.need:  # forgotten meanwhile, or not measured
+            if state.decision.watch and not old.made_of:
+                old = Record(state.made_of, time.time(), total=start.total, before=start.before, fraction=fraction)
+            elif not (old.need or state.decision.watch):  # forgotten meanwhile, or not measured
                 return old if old.made_of else None
             seen = record.served(old, reserve, lowest)
             return record.ran_out(seen) if ran_out else seen

@@ -50,6 +50,7 @@ class Decision:
     :param fraction: for the engine; ``None``: its own.
     :param why: the reason for the rule; "" where the record decides.
     :param reserve: what is set aside, in bytes; ``margin``: the part of it that nothing needed.
+    :param watch: whether its free memory is recorded while it serves, though nothing else is.
     """
 
     fraction: float | None = None
@@ -57,6 +58,7 @@ class Decision:
     rehearse: bool = False
     reserve: float = 0.0
     margin: int = 0
+    watch: bool = False
 
 
 def decide(start: Start, record: Record | None, unreadable: str = "") -> Decision:
