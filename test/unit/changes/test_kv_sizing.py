@@ -131,6 +131,12 @@ def test_where_the_engine_does_it_otherwise_it_stays_with_the_rule(name):
     assert decide.stands_back(True, ARGUMENTS, {name: "0"}) is None
 
 
+def test_ranks_with_requests_of_their_own_that_do_not_say_what_they_run_stay_with_the_rule():
+    silent = {decide.TELLS_NOTHING: "1"}
+    assert decide.stands_back(True, ARGUMENTS, silent) is None
+    assert decide.stands_back(True, ARGUMENTS | {"attn_dp_size": 2}, silent) == f"{decide.TELLS_NOTHING} is set"
+
+
 def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
     arguments = type("ServerArgs", (), {"__post_init__": lambda self: None})
     before = vars(arguments)["__post_init__"]
@@ -814,6 +820,31 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
     scheduler.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
     assert state_of(scheduler) == before
     assert [(each.lowest, each.failure, each.driven) for each in results] == [(7 * GB, "", ())]
+
+
+@pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
+def test_the_largest_captured_decode_is_of_what_was_captured(name):
+    runner = SimpleNamespace(**{name: SimpleNamespace(max_bs=144)})
+    limits = SimpleNamespace(chunked_prefill_size=64, max_prefill_tokens=64, max_req_input_len=300)
+    vars(limits).update(
+        max_total_num_tokens=5000, max_running_requests=200, tp_worker=SimpleNamespace(model_runner=runner)
+    )
+    for asked, captured in ((150, 144), (100, 100)):
+        limits.server_args = SimpleNamespace(cuda_graph_max_bs=asked)
+        facts = script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
+        assert rehearse.limits_of(limits, facts).captured == captured
+
+
+def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(monkeypatch, caplog):
+    scheduler = Scheduler(monkeypatch)
+    scheduler.process_input_requests = another = print
+    rehearsal = rehearse.Rehearsal(scheduler, 0, print, leads=True)
+    rehearsal.begin()
+    assert scheduler.process_input_requests is not another
+    rehearsal._undo.append(lambda: 1 // 0)
+    rehearsal.end()  # whoever waits for this rank would wait for ever, if it raised
+    assert scheduler.process_input_requests is another
+    assert "not all is what it was" in caplog.text
 
 
 def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(monkeypatch):

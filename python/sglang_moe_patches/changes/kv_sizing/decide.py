@@ -56,6 +56,10 @@ WATCHED: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_DRIVEN),
     "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_DRIVEN),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_DRIVEN),
+    "--moe-a2a-backend": (
+        lambda a: a.get("moe_a2a_backend") not in (None, "none"),
+        "whose buffers may hold fewer requests than are admitted, which ends a server",
+    ),
 }
 """Servers that stay with the engine's rule, and whose free memory is recorded while they serve: how one is known by its
 resolved arguments, and what stands against it."""
@@ -83,13 +87,10 @@ NEVER: Reasons = {
     "--enable-hierarchical-cache": (lambda a: a.get("enable_hierarchical_cache"), "which keeps what a flush drops"),
 }
 """Servers that stay with the engine's rule, unwatched."""
-IN_THE_ENGINE = (
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
-    "SGLANG_RUST_SERVER",
-    "SGLANG_SCHEDULER_SKIP_ALL_GATHER",
-)
-"""Switches of the engine's: it sizes after its graphs by itself, has no inbox of this kind, or ranks that do not say
-what they run."""
+IN_THE_ENGINE = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER")
+"""Switches of the engine's: it sizes after its graphs by itself, or has no inbox of this kind."""
+TELLS_NOTHING = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
+"""A switch of the engine's: ranks do not say what they run, which counts where each runs requests of its own."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def stands_back(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
         return f"--device is {arguments.get('device')}"
     if reason := _first_of(NEVER, arguments):
         return reason
-    for name in IN_THE_ENGINE:
+    for name in (*IN_THE_ENGINE, *([TELLS_NOTHING] if attention_ranks(arguments) > 1 else [])):
         if is_on(name, environ):
             return f"{name} is set"
     return None

@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_moe_patches.changes.kv_sizing import memory
@@ -82,7 +82,10 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "internal_states": [{"effective_max_running_requests_per_dp": scheduler.max_running_requests}],
     }
-    return configuration(told, facts)
+    made, runner = configuration(told, facts), scheduler.tp_worker.model_runner
+    # Not all sizes that are asked for are captured: the ranks that attend together share a batch in whole tokens.
+    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
+    return replace(made, captured=min(made.captured, getattr(graphs, "max_bs", made.captured)))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
@@ -204,14 +207,22 @@ class Rehearsal:
             self._open_inbox()
         self._unpack()
         for sender in self._senders:
-            sender.send_output = self._swallow
-            self._undo.append(lambda sender=sender: delattr(sender, "send_output"))  # type: ignore[misc]
+            self._meanwhile(sender, "send_output", self._swallow)
         self._watch_forwards()
 
     def end(self) -> None:
-        """Take everything back."""
+        """Take everything back; never raises, as the other ranks wait for this one afterwards."""
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                logger.warning("sglang-moe-patches: kv-sizing: not all is what it was: %s", error)
+
+    def _meanwhile(self, owner: Any, name: str, value: Any) -> None:
+        """An attribute of one object, until the end."""
+        own = {name: vars(owner)[name]} if name in vars(owner) else {}
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, own[name]) if own else delattr(owner, name))
 
     def _late(self, more_s: float = 0.0) -> bool:
         return time.monotonic() - self._began > LIMIT_S + more_s
@@ -241,8 +252,7 @@ class Rehearsal:
         scheduler = self.scheduler
         if not hasattr(scheduler, "ipc_channels"):
             real = scheduler.recv_from_tokenizer
-            scheduler.recv_from_tokenizer = Inbox(real, self._poll)
-            self._undo.append(lambda: setattr(scheduler, "recv_from_tokenizer", real))
+            self._meanwhile(scheduler, "recv_from_tokenizer", Inbox(real, self._poll))
             return
         from importlib import import_module
 
@@ -258,8 +268,7 @@ class Rehearsal:
             whole = [each for one in read for each in (one.what if isinstance(one, Put) else (one,))]
             return original(whole, *args, **kwargs)
 
-        self.scheduler.process_input_requests = process_input_requests
-        self._undo.append(lambda: delattr(self.scheduler, "process_input_requests"))
+        self._meanwhile(self.scheduler, "process_input_requests", process_input_requests)
 
     def _watch_forwards(self) -> None:
         original = self.runner.forward
@@ -281,8 +290,7 @@ class Rehearsal:
                 self._fail(error)
             return result
 
-        self.runner.forward = forward
-        self._undo.append(lambda: delattr(self.runner, "forward"))
+        self._meanwhile(self.runner, "forward", forward)
 
     def _look(self) -> None:
         if self._failure:

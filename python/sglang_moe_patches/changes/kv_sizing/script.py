@@ -149,8 +149,6 @@ class Configuration:
     """The model's context length."""
     prefill_tokens: int | None = None
     """``--max-prefill-tokens``: of several requests in one forward."""
-    all_to_all: bool = False
-    """Experts get their tokens from an all-to-all backend, whose buffers follow the routing."""
     window: int = 0
     """Tokens of a sliding window."""
     window_tokens: int = 0
@@ -215,7 +213,6 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         vocabulary=facts.vocabulary,
         context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
-        all_to_all=info.get("moe_a2a_backend") not in (None, "none"),
         window=facts.window,
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
@@ -417,8 +414,8 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         )
     if c.images:
         missing.append("images: the engine's own allowance is kept for them")
-    if c.all_to_all:
-        missing.append("tokens that all go to the experts of one rank")
+    if c.gathered and captured == c.requests:
+        missing.append("a decode without its graph, while another rank computes a prompt")
     return Load(tuple(phases), tuple(missing))
 
 
