@@ -58,7 +58,7 @@ WATCHED: Reasons = {
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_DRIVEN),
     "--moe-a2a-backend": (
         lambda a: a.get("moe_a2a_backend") not in (None, "none"),
-        "whose buffers may hold fewer requests than are admitted, which ends a server",
+        "whose buffers may hold fewer requests than are admitted",
     ),
 }
 """Servers that stay with the engine's rule, and whose free memory is recorded while they serve: how one is known by its
@@ -137,15 +137,8 @@ VOLATILE = (
     *("log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_target", "crash_dump_folder"),
     *("show_time_cost", "enable_metrics", "weight_version", "fastapi_root_path", "random_seed", "skip_server_warmup"),
     *("decode_log_interval", "warmups", "watchdog_timeout", "soft_watchdog_timeout", "dist_timeout", "sleep_on_idle"),
-    *(
-        "base_gpu_id",
-        "gpu_id_step",
-        "node_rank",
-        "stream_interval",
-        "tool_call_parser",
-        "reasoning_parser",
-        "chat_template",
-    ),
+    *("base_gpu_id", "gpu_id_step", "node_rank", "stream_interval"),
+    *("tool_call_parser", "reasoning_parser", "chat_template"),
     # What is found out.
     *("mem_fraction_static", "model_config"),
 )
