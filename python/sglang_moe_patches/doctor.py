@@ -136,7 +136,7 @@ def kv_records(forget: str = "") -> list[str]:
     if gone:
         return [f"{path}: {', '.join(gone)} forgotten"]
     lines = [line for key, found in records.items() for line in record.described(key, found)]
-    return [f"{path}: {len(records)} records", *lines]
+    return [f"{path}: {len(records)} {'record' if len(records) == 1 else 'records'}", *lines]
 
 
 if __name__ == "__main__":

@@ -280,15 +280,18 @@ def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(f
 
 @pytest.mark.product
 @pytest.mark.every_release
-def test_pipeline_stages_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint):
-    place = folder / "stages"
+@pytest.mark.parametrize("ranks", ["--pp-size", "--dp-size"])
+def test_ranks_that_are_not_driven_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint, ranks):
+    place = folder / ranks
     place.mkdir()
-    stages = sized("stages", checkpoint(), place, "--pp-size", "2")
-    stock = server("stock", checkpoint(), place, *SMALL, "--pp-size", "2", SGLANG_MOE_PATCHES="none")
-    with started(stages, stock):
-        assert answers(stages, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
-    (told,) = said(stages)
-    assert "of --pp-size, whose phases are not driven yet; what stays free while it serves is recorded" in told
+    watched = sized("watched", checkpoint(), place, ranks, "2")
+    stock = server("stock", checkpoint(), place, *SMALL, ranks, "2", SGLANG_MOE_PATCHES="none")
+    with started(watched, stock):
+        assert answers(watched, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
+    told = said(watched)
+    assert len(told) == (2 if ranks == "--dp-size" else 1)  # replicas say it each
+    why = f"of {ranks}, whose phases are not driven yet; what stays free while it serves is recorded"
+    assert all(why in line for line in told)
     kept = the_record(place)
     assert (kept.need, kept.driven) == (0, ())
     # As the stand-in tells it at first, and later: it is saved once a minute.
