@@ -26,6 +26,7 @@ from typing import Any
 import plan
 from common import held, kinds, machine, output, plugins, processes
 from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.changes.kv_sizing.script import fraction_in_force
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.planning.plan import SAYS
 from sglang_moe_patches.reference import environment
@@ -148,7 +149,7 @@ def served(options: Any, work: Path) -> dict[str, Any]:
         log, progress = work / f"{name}.log", processes.saying(name, 10)
         with Server(name, given, own, log, timeout=600, progress=progress) as server:
             info = Client(server.url).info()
-            start = {"name": name, "startup_s": round(server.startup_s, 1), "fraction": info["mem_fraction_static"]}
+            start = {"name": name, "startup_s": round(server.startup_s, 1), "fraction": fraction_in_force(info)}
             start |= {"tokens": info["internal_states"][0]["memory_usage"]["token_capacity"]}
             found["starts"].append(start)
             if name != "first":

@@ -376,7 +376,7 @@ class Asking:
         try:
             self.info = client.info()
             # With --skip-server-warmup no rank has run a forward when it is ready.
-            requests = [[11, 12, 13]] * script.attention_ranks(self.info) * script.replicas(self.info)
+            requests = [[11, 12, 13]] * script.ranks(self.info)
             said = watched(lambda: client.generate(requests, 2), self.check)
         except Unanswered as error:
             said = str(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches import pages
-from sglang_moe_patches.changes.kv_sizing.script import attention_ranks, replicas
+from sglang_moe_patches.changes.kv_sizing import script
 from sglang_moe_patches.changes.kv_sizing.size import MARGIN
 from sglang_moe_patches.planning.measure import Rank
 from sglang_moe_patches.planning.result import MB, Plan, ServerPlan, Started, Verdict
@@ -109,7 +109,7 @@ def server_rows(server: ServerPlan) -> list[tuple[str, str]]:
 
 def _each(server: Started) -> str:
     """What a KV cache is of, where there is one for each data-parallel rank."""
-    ranks = attention_ranks(server.settings) * replicas(server.settings)
+    ranks = script.ranks(server.settings)
     return f" on each of {ranks} data-parallel ranks" if ranks > 1 else ""
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import kv_images
 import pytest
-import torch
 from common import kinds
 from common.held import Line
 from common.output import Result
@@ -131,12 +130,3 @@ def test_a_row_has_the_prediction_beside_the_figure():
     load["failed"] = ""
     row = "qwen3-vl-30b, 48 layers, 16,777,216 pixels: one image | 1 | 1 | 16,416 | 8.0 | 2,000 | 6,554 | 3,000 |  |"
     assert row in kv_images.tables([result])
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["benchmark/kv_images.py"])
-    with pytest.raises(SystemExit) as ended:
-        kv_images.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "kv_images: needs a GPU, and PyTorch sees none here; --quick runs without one\n"

@@ -50,6 +50,14 @@ def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, 
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("script", ["kv_images", "segments", "soak"])
+def test_without_a_gpu_one_line_says_what_runs_without_one(script, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(monkeypatch, f"{script}.py") == 2
+    said = f"{script}: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("script", ["weight_shuffle.py", "cutedsl_memory.py"])
 def test_a_model_that_does_not_divide_is_named(script, monkeypatch, capsys):
     assert run(monkeypatch, script, "--models", "deepseek-v3-fused") == 2

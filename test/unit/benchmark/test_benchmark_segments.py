@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import segments
-import torch
 from common import held
 from common.held import Line
 
@@ -52,12 +50,3 @@ def test_only_the_sizes_that_were_predicted_have_a_prediction():
     assert segments.predicted(sizes, "stock") == 15_817
     assert segments.predicted(sizes, "stock-again") is None
     assert segments.predicted(sizes | {"layers": 12}, "stock") is None
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["benchmark/segments.py"])
-    with pytest.raises(SystemExit) as ended:
-        segments.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "segments: needs a GPU, and PyTorch sees none here; --quick runs without one\n"

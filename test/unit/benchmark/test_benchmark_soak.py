@@ -161,12 +161,3 @@ def test_the_table_says_whether_it_held():
     failed = copy.deepcopy(held)
     failed["servers"]["patched"]["updates"] = 0
     assert "**It did not hold**: patched: updates: none." in soak.tables({"figures": failed})
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["benchmark/soak.py"])
-    with pytest.raises(SystemExit) as ended:
-        soak.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "soak: needs a GPU, and PyTorch sees none here; --quick runs without one\n"

@@ -208,7 +208,7 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         page=facts.page,
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
-        ranks=attention_ranks(info) * replicas(info),
+        ranks=ranks(info),
         gathered=attention_ranks(info) > 1,
         vocabulary=facts.vocabulary,
         context=facts.context,
@@ -218,6 +218,14 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         states=facts.hybrid == MAMBA,
         images=facts.images,
     )
+
+
+def ranks(info: Mapping[str, Any]) -> int:
+    """All data-parallel ranks, of both kinds.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    """
+    return attention_ranks(info) * replicas(info)
 
 
 def attention_ranks(info: Mapping[str, Any]) -> int:
@@ -335,10 +343,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     chunk = c.largest
     whole = chunk // c.page * c.page
 
-    def of(tokens: int) -> Bound:
-        return Bound(PREFILLS, tokens=tokens, all_ranks=tokens * c.ranks if c.gathered else 0)
-
-    prefill = of(whole)
+    prefill = Bound(PREFILLS, tokens=whole)
     name = "longest prefill" if c.chunk is None else "prefill chunk"
     phases.append(
         Phase(
@@ -350,7 +355,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         )
     )
     if c.together > 1:
-        several = replace(of(c.packed), requests=c.together)
+        several = Bound(PREFILLS, tokens=c.packed, requests=c.together)
         phases.append(
             Phase(PhaseKind.TOGETHER, f"{c.together} of the longest prompts", several, _several(chunk, c.together))
         )
@@ -396,7 +401,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
             )
     if c.mixed and c.chunk is not None:
         decodes = min(MIXED_DECODES, c.requests - 1)
-        mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes, all_ranks=0)
+        mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
 
     captured = min(c.captured, c.requests)
