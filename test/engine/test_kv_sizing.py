@@ -105,7 +105,7 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
         assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
         larger = sure(second)
         metrics = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
-    assert f'{metric.NAME}{{rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(metrics)]
+    assert f'{metric.NAME}{{gpu="0",rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(metrics)]
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     assert larger["mem_fraction_static"] == pytest.approx(
         1 - (measured.need + MARGIN) / measured.before, abs=2 * size.ENDS
@@ -280,18 +280,43 @@ def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(f
 
 @pytest.mark.product
 @pytest.mark.every_release
-@pytest.mark.parametrize("ranks", ["--pp-size", "--dp-size"])
-def test_ranks_that_are_not_driven_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint, ranks):
-    place = folder / ranks
+def test_replicas_rehearse_each_for_itself_into_one_record(folder: Path, checkpoint):
+    place = folder / "replicas"
     place.mkdir()
-    watched = sized("watched", checkpoint(), place, ranks, "2")
-    stock = server("stock", checkpoint(), place, *SMALL, ranks, "2", SGLANG_MOE_PATCHES="none")
+    first = sized("first", checkpoint(), place, "--dp-size", "2")
+    stock = server("stock", checkpoint(), place, *SMALL, "--dp-size", "2", SGLANG_MOE_PATCHES="none")
+    with started(first, stock):
+        expected = answers(stock, prompts=PROMPTS)
+        assert answers(first, prompts=PROMPTS) == expected
+        assert len([line for line in said(first) if "rehearsed in" in line]) == 2
+        rule = info(first)
+    measured = the_record(place)
+    assert (measured.missed, measured.unfinished, measured.need > 0) == ((), (), True)
+
+    second = sized("second", checkpoint(), place, "--dp-size", "2")
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == expected
+        larger = info(second)
+    assert len([line for line in said(second) if "instead of the rule's" in line]) == 2
+    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    # Those of the same controller: which of them is asked first is the engine's choice.
+    tokens = {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]}
+    assert tokens == {larger["max_total_num_tokens"]}
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert the_record(place).proven
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_stages_that_are_not_driven_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint):
+    place = folder / "stages"
+    place.mkdir()
+    watched = sized("watched", checkpoint(), place, "--pp-size", "2")
+    stock = server("stock", checkpoint(), place, *SMALL, "--pp-size", "2", SGLANG_MOE_PATCHES="none")
     with started(watched, stock):
         assert answers(watched, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
-    told = said(watched)
-    assert len(told) == (2 if ranks == "--dp-size" else 1)  # replicas say it each
-    why = f"of {ranks}, whose phases are not driven yet; what stays free while it serves is recorded"
-    assert all(why in line for line in told)
+    (told,) = said(watched)
+    assert "of --pp-size, whose phases are not driven yet; what stays free while it serves is recorded" in told
     kept = the_record(place)
     assert (kept.need, kept.driven) == (0, ())
     # As the stand-in tells it at first, and later: it is saved once a minute.

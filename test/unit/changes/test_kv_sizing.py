@@ -73,7 +73,6 @@ ARGUMENTS = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size
 WITH = {
     "--nnodes": {"nnodes": 2},
     "--pp-size": {"pp_size": 2},
-    "--dp-size": {"dp_size": 2},
     "--attn-cp-size": {"attn_cp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-lora": {"lora_paths": ["x"]},
@@ -103,7 +102,7 @@ def test_what_is_not_driven_stays_with_the_rule_and_is_named(name):
 
 
 @pytest.mark.parametrize("given", ATTENTION.values(), ids=ATTENTION)
-def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_are_not(given):
+def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(given):
     assert decide.stands_back(True, {**ARGUMENTS, **given}, {}) is decide.only_watched({**ARGUMENTS, **given}) is None
     for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
         alone = {**ARGUMENTS, **WITH[name], "attn_dp_size": 1}
@@ -111,12 +110,22 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_are
         assert f"of {name}, " in str(decide.stands_back(True, {**alone, **given}, {}))
     server = script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
     c = script.configuration(given, server)
-    assert (c.ranks, c.gathered) == (2, True)
+    assert (c.ranks, c.gathered) == (2, 2)
     for phase in script.rehearsed(c).phases:
         assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
-    of_both = {**given, "dp_size": 4, "attn_dp_size": 2}
-    assert script.configuration(of_both, server).ranks == 8
-    assert "of --dp-size, " in str(decide.only_watched({**ARGUMENTS, **of_both}))
+    of_both = script.configuration({**given, "dp_size": 4, "attn_dp_size": 2}, server)
+    assert (of_both.ranks, of_both.gathered) == (8, 2)
+    assert [each.bound for each in script.rehearsed(of_both).phases] == [
+        each.bound for each in script.rehearsed(c).phases
+    ]
+
+
+def test_replicas_are_each_driven_as_if_they_were_alone():
+    replicas = {**ARGUMENTS, "dp_size": 4}
+    assert decide.stands_back(True, replicas, {}) is decide.only_watched(replicas) is None
+    c = script.configuration(replicas, script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
+    assert (c.ranks, c.gathered) == (4, 1)
+    assert {phase.bound.all_ranks for phase in script.rehearsed(c).phases} == {0}
 
 
 def test_the_fraction_in_force_is_the_schedulers():
@@ -240,9 +249,9 @@ def test_what_was_not_needed_goes_to_the_kv_cache_but_for_the_margin():
     ("known", "why", "rehearses"),
     [
         (None, "nothing is recorded", True),
-        (Record(attempts=1), "nothing is recorded", True),
-        (Record(attempts=2), "2 rehearsals have begun and not ended", False),
-        (replace(MEASURED, attempts=2), "2 rehearsals have begun and not ended", False),
+        (Record(unfinished=("0 of a",)), "nothing is recorded", True),
+        (Record(unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
+        (replace(MEASURED, unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
         (replace(MEASURED, missed=("mixed chunk",)), "did not bring about: mixed chunk", False),
         (replace(MEASURED, ooms=2), "2 servers ran out of memory", False),
         (replace(MEASURED, before=130 * GB), "1,000 MB of the GPU are others', 11,000 MB when it was measured", False),
@@ -322,9 +331,9 @@ def test_what_is_written_is_read(tmp_path):
 def test_other_records_stay_and_one_can_be_forgotten(tmp_path):
     path = tmp_path / "kv.json"
     record.change(path, "a", lambda old: MEASURED)
-    record.change(path, "b", lambda old: record.begun(old))
+    record.change(path, "b", lambda old: record.begun(old, 0, "launch"))
     record.change(path, "a", lambda old: None)
-    assert record.read(path) == {"b": Record(attempts=1)}
+    assert record.read(path) == {"b": Record(unfinished=("0 of launch",))}
 
 
 BROKEN = {
@@ -450,19 +459,40 @@ def test_who_writes_while_another_does_waits_for_it_and_loses_nothing(tmp_path):
 
 
 def test_a_first_rehearsal_is_the_record_and_a_second_one_proves_it_or_makes_it_larger():
-    first = record.rehearsed(record.begun(Record()), MEASURED)
+    first = record.rehearsed(record.begun(Record(), 0, "a"), MEASURED, 0)
     assert (first.attempts, first.need, first.proven) == (0, 8 * GB, False)
     second = replace(MEASURED, need=9 * GB, fraction=0.9, rule_tokens=0, proven=True)
-    became = record.rehearsed(record.begun(first), second)
+    became = record.rehearsed(record.begun(first, 0, "b"), second, 0)
     assert (became.need, became.proven, became.rule_tokens, became.fraction) == (9 * GB, True, 382_206, 0.9)
-    assert record.rehearsed(first, replace(second, need=GB)).need == 8 * GB
+    assert record.rehearsed(first, replace(second, need=GB), 0).need == 8 * GB
 
 
 def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_is_no_proof():
     stopped = replace(MEASURED, need=12 * GB, driven=(), missed=("mixed chunk",), fraction=0.9)
-    became = record.rehearsed(MEASURED, stopped, stopped=True)
+    became = record.rehearsed(MEASURED, stopped, 0, stopped=True)
     assert (became.need, became.proven, became.missed, became.driven) == (12 * GB, False, (), MEASURED.driven)
     assert size.decide(START, became).reserve >= 12 * GB + size.MARGIN - 1
+
+
+def test_a_replica_is_no_proof_where_another_needs_more_than_it_set_aside():
+    second = replace(MEASURED, fraction=0.9, proven=True)  # 14 GB set aside
+    for more, proven in ((14 * GB - 1, True), (15 * GB, False)):
+        meanwhile = record.rehearsed(MEASURED, replace(MEASURED, need=more), 1, stopped=True)
+        became = record.rehearsed(meanwhile, second, 0)
+        assert (became.need, became.proven) == (more, proven)
+
+
+def test_rehearsals_that_do_not_end_are_counted_by_launch_and_forgiven_by_gpu():
+    both = record.begun(record.begun(Record(), 0, "a"), 1, "a")
+    assert both.attempts == 1
+    assert record.of_others(both, "a").attempts == 0
+    one = record.rehearsed(both, MEASURED, 0)
+    assert (one.attempts, record.of_others(one, "b").attempts) == (1, 1)
+    # The second replica ends its server again and again, long after the first is done.
+    again = record.rehearsed(record.begun(record.begun(one, 0, "b"), 1, "b"), MEASURED, 0)
+    assert again.attempts == size.MOST_ATTEMPTS
+    assert "2 rehearsals have begun and not ended" in size.decide(START, again).why
+    assert record.rehearsed(again, MEASURED, 1).attempts == 0
 
 
 def test_what_is_seen_while_serving_counts_from_then_on():
@@ -470,7 +500,7 @@ def test_what_is_seen_while_serving_counts_from_then_on():
     assert (seen.serving_need, seen.lowest_serving) == (10 * GB, 2 * GB)
     assert record.served(seen, 12 * GB, 6 * GB) == seen
     assert size.decide(START, seen).reserve >= 10 * GB + size.MARGIN - 1
-    again = record.rehearsed(seen, MEASURED)
+    again = record.rehearsed(seen, MEASURED, 0)
     assert (again.serving_need, again.lowest_serving) == (10 * GB, 2 * GB)
 
 
@@ -489,7 +519,7 @@ def test_a_record_is_told_to_people():
     ):
         assert part in text
     assert "not driven: y: z" in text
-    assert "1 rehearsals have begun and not ended" in "\n".join(record.described(KEY, Record(attempts=1)))
+    assert "1 rehearsals have begun and not ended" in "\n".join(record.described(KEY, Record(unfinished=("0 of a",))))
 
 
 @pytest.mark.parametrize(
@@ -1099,11 +1129,11 @@ def test_a_metric_is_there_where_metrics_are(monkeypatch):
 
     state = SimpleNamespace(get_world_group=lambda: SimpleNamespace(rank_in_group=3))
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
-    metric.of({})(5)
-    assert REGISTRY.get_sample_value(metric.NAME, {"rank": "3"}) is None
-    metric.of({"enable_metrics": True})(5)
-    assert REGISTRY.get_sample_value(metric.NAME, {"rank": "3"}) == 5
-    metric.of({"enable_metrics": True})(6)  # a name that is taken is no reason to end a server
+    metric.of({}, 1)(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"gpu": "1", "rank": "3"}) is None
+    metric.of({"enable_metrics": True}, 1)(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"gpu": "1", "rank": "3"}) == 5
+    metric.of({"enable_metrics": True}, 1)(6)  # a name that is taken is no reason to end a server
 
 
 def test_what_hardly_fell_is_not_written_again():
@@ -1158,6 +1188,9 @@ class Rank:
         return Memory(self.before, self.total)
 
 
+LAUNCH = "1@2.0"
+
+
 def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, **arguments):
     """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
 
@@ -1174,7 +1207,7 @@ def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, *
         model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
         runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
         runner.is_multimodal = sees
-        state = seams.State(ranks[rank].path)
+        state = seams.State(ranks[rank].path, LAUNCH)
         monkeypatch.setattr(seams, "agree", agree)
         seams._size(state, runner, ranks[rank].before / GIB, False)
         assert runner.mem_fraction_static == given.mem_fraction_static
@@ -1212,6 +1245,21 @@ def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(r
         states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(path))
         assert (fractions, said) == ({SIZED}, [])
         assert [(state.fraction, state.known) for state in states] == [(SIZED, MEASURED)] * 2
+
+
+def test_replicas_of_this_launch_that_have_begun_are_no_failures(recorded, monkeypatch, caplog):
+    (key,) = record.read(recorded)
+    for launch, fraction in ((LAUNCH, SIZED), ("a third", 0.8)):
+        known = replace(MEASURED, unfinished=("0 of another", f"1 of {launch}"))
+        record.change(recorded, key, lambda old, known=known: known)
+        assert start(monkeypatch, caplog, Rank(recorded), Rank(recorded))[1] == {fraction}
+
+
+def test_what_one_process_launches_has_one_launch():
+    asked = [sys.executable, "-c", "from sglang_moe_patches.changes.kv_sizing import seams; print(seams._launch())"]
+    one, other = (subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip() for _ in range(2))
+    assert one == other != seams._launch()
+    assert one.startswith(f"{os.getpid()}@")
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):

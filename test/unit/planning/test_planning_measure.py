@@ -211,7 +211,7 @@ def test_what_cannot_be_driven_is_said() -> None:
     assert "request is a chunk" in script.derive(configured(input_tokens=1000), logprobs=False).not_driven[0]
     assert "no radix cache" in script.derive(configured(radix_cache=False), logprobs=False).not_driven[0]
     graphs = {"captured": CONFIGURATION.requests, "ranks": 2}
-    assert "without its graph" in script.derive(configured(gathered=True, **graphs), logprobs=False).not_driven[0]
+    assert "without its graph" in script.derive(configured(gathered=2, **graphs), logprobs=False).not_driven[0]
     assert script.derive(configured(**graphs), logprobs=False).not_driven == ()
     assert "chunked prefill is off" in script.derive(configured(chunk=None), logprobs=False).not_driven[0]
 

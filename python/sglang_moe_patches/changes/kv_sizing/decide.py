@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang_moe_patches import engine
-from sglang_moe_patches.changes.kv_sizing.script import attention_ranks, replicas
+from sglang_moe_patches.changes.kv_sizing.script import attention_ranks
 from sglang_moe_patches.patch import SELECT_VARIABLE
 from sglang_moe_patches.reference.environment import cache_folder
 from sglang_moe_patches.variables import OWN, Variable
@@ -52,7 +52,6 @@ Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 WATCHED: Reasons = {
     "--nnodes": (lambda a: (a.get("nnodes") or 1) > 1, _NOT_DRIVEN),
     "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _NOT_DRIVEN),
-    "--dp-size": (lambda a: replicas(a) > 1, _NOT_DRIVEN),
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_DRIVEN),
     "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_DRIVEN),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_DRIVEN),

@@ -29,7 +29,7 @@ class Record:
 
     :param made_of: what the fingerprint is made of, for people.
     :param measured: when, in seconds since 1970; of a server that is only watched, since when.
-    :param attempts: rehearsals that began and have not ended.
+    :param unfinished: rehearsals that began and have not ended, each by its GPU and its launch.
     :param total: memory of the GPU, and ``before``: free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
@@ -47,7 +47,7 @@ class Record:
 
     made_of: Mapping[str, Any] = field(default_factory=dict)
     measured: float = 0.0
-    attempts: int = 0
+    unfinished: tuple[str, ...] = ()
     total: int = 0
     before: int = 0
     rule_fraction: float = 0.0
@@ -66,6 +66,14 @@ class Record:
     serving_need: int = 0
     lowest_serving: int | None = None
     ooms: int = 0
+
+    @property
+    def attempts(self) -> int:
+        """Launches whose rehearsals began and have not all ended."""
+        return len({entry.partition(_OF)[2] for entry in self.unfinished})
+
+
+_OF = " of "
 
 
 class Unreadable(ValueError):
@@ -194,24 +202,35 @@ def _short(error: Exception) -> str:
 # --- What becomes of a record ----------------------------------------------------------------------------------------
 
 
-def begun(old: Record) -> Record:
-    """A rehearsal begins."""
-    return replace(old, attempts=old.attempts + 1)
+def begun(old: Record, gpu: int, launch: str) -> Record:
+    """A rehearsal begins.
+
+    :param launch: the same for the replicas of a server, each of which rehearses on GPUs of its own.
+    """
+    return replace(old, unfinished=(*old.unfinished, f"{gpu}{_OF}{launch}"))
 
 
-def rehearsed(old: Record, new: Record, *, stopped: bool = False) -> Record:
-    """A rehearsal has ended.
+def of_others(old: Record, launch: str) -> Record:
+    """The record as other launches have left it: replicas of this one may have begun."""
+    return replace(old, unfinished=tuple(each for each in old.unfinished if each.partition(_OF)[2] != launch))
+
+
+def rehearsed(old: Record, new: Record, gpu: int, *, stopped: bool = False) -> Record:
+    """A rehearsal has ended, and what did not end on this GPU before is forgiven.
 
     :param new: what it measured. An earlier need counts where it was larger; what was seen while serving stays known.
     :param stopped: it ended early, before memory ran out: of a server that was sized by ``old`` it says how much less
         is to be given; the phases that ``old`` has are no less driven for it.
     """
+    left = tuple(each for each in old.unfinished if each.partition(_OF)[0] != str(gpu))
     if stopped and old.need:
-        return replace(old, attempts=0, need=max(new.need, old.need), ranks=new.ranks, proven=False)
+        return replace(old, unfinished=left, need=max(new.need, old.need), ranks=new.ranks, proven=False)
     return replace(
         new,
-        attempts=0,
+        unfinished=left,
         need=max(new.need, old.need),
+        # Another replica may have found meanwhile that more is needed than this one set aside.
+        proven=new.proven and old.need <= new.before * (1 - new.fraction),
         rule_tokens=old.rule_tokens or new.rule_tokens,
         serving_need=old.serving_need,
         lowest_serving=old.lowest_serving,

@@ -141,9 +141,9 @@ class Configuration:
     mixed: bool = False
     radix_cache: bool = True
     ranks: int = 1
-    """Data-parallel ranks."""
-    gathered: bool = False
-    """Data-parallel attention: the experts see the tokens of all ranks."""
+    """Data-parallel ranks, of both kinds."""
+    gathered: int = 1
+    """Ranks of data-parallel attention, whose tokens the experts see together."""
     vocabulary: int = 1000
     context: int = 0
     """The model's context length."""
@@ -209,7 +209,7 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
         ranks=ranks(info),
-        gathered=attention_ranks(info) > 1,
+        gathered=attention_ranks(info),
         vocabulary=facts.vocabulary,
         context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
@@ -221,11 +221,12 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
 
 
 def ranks(info: Mapping[str, Any]) -> int:
-    """All data-parallel ranks, of both kinds.
+    """All data-parallel ranks: of data-parallel attention, and replicas, which have nothing in common.
 
     :param info: a server's arguments, as resolved or as it tells them.
     """
-    return attention_ranks(info) * replicas(info)
+    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
+    return attention_ranks(info) * (1 if counts_others else int(info.get("dp_size") or 1))
 
 
 def attention_ranks(info: Mapping[str, Any]) -> int:
@@ -235,12 +236,6 @@ def attention_ranks(info: Mapping[str, Any]) -> int:
     """
     named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
     return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
-
-
-def replicas(info: Mapping[str, Any]) -> int:
-    """Data-parallel ranks that have nothing in common."""
-    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
-    return 1 if counts_others else int(info.get("dp_size") or 1)
 
 
 def fraction_in_force(info: Mapping[str, Any]) -> float:
@@ -419,7 +414,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         )
     if c.images:
         missing.append("images: the engine's own allowance is kept for them")
-    if c.gathered and captured == c.requests:
+    if c.gathered > 1 and captured == c.requests:
         missing.append("a decode without its graph, while another rank computes a prompt")
     return Load(tuple(phases), tuple(missing))
 
@@ -455,7 +450,7 @@ def rehearsed(c: Configuration) -> Load:
 def _in_step(phase: Phase, c: Configuration) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
     each = phase.bound.tokens or phase.bound.requests
-    return replace(phase, bound=replace(phase.bound, all_ranks=c.ranks * each)) if c.gathered else phase
+    return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
 
 def rising(chunk: int) -> list[int]:

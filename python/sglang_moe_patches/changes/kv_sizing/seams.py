@@ -28,11 +28,13 @@ SAYS = "sglang-moe-patches: kv-sizing: "
 class State:
     """Of one process: from its sizing to its end.
 
+    :param launch: who launched it, the same for all replicas of a server.
     :param first: it is the world's first rank, which reads, writes and speaks.
     :param start: of all ranks; ``None``: this server stays with the rule, and nothing is recorded of it.
     """
 
     path: Path
+    launch: str = ""
     first: bool = False
     gpu: int = 0
     key: str = ""
@@ -83,7 +85,7 @@ def look() -> Install:
         engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
 
     def install(patcher: Patcher) -> None:
-        state = State(decide.record_path(os.environ))
+        state = State(decide.record_path(os.environ), _launch())
         patcher.wrap(runner, name, lambda original: _make_pool(original, state, in_context))
         patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
         patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
@@ -204,6 +206,14 @@ def _seen(known: Record | None) -> str:
     return f": {known.lowest_serving / 1e6:,.0f} MB until now, at the worst moment seen"
 
 
+def _launch() -> str:
+    """The process that launched this one, and when it began: process numbers come again."""
+    import psutil
+
+    parent = psutil.Process().parent()
+    return f"{parent.pid}@{parent.create_time():.2f}" if parent else ""
+
+
 def _is_first(runner: Any) -> bool:
     from sglang.srt.distributed.parallel_state import get_world_group
 
@@ -225,7 +235,8 @@ def _look_around(state: State, runner: Any, before_gib: float, fraction: float, 
         return Told("", start, key)
     known, unreadable = None, ""
     try:
-        known = record.read(state.path).get(key)
+        if found := record.read(state.path).get(key):
+            known = record.of_others(found, state.launch)
     except record.Unreadable as error:
         unreadable = f"{state.path} {error}"
     return Told("", start, key, made_of, known, unreadable)
@@ -303,7 +314,11 @@ class Serving:
         try:
             rehearsal.begin()
             if state.first:
-                record.change(state.path, state.key, lambda old: record.begun(replace(old, made_of=state.made_of)))
+                record.change(
+                    state.path,
+                    state.key,
+                    lambda old: record.begun(replace(old, made_of=state.made_of), state.gpu, state.launch),
+                )
         except Exception as error:
             problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
         problem = next(filter(None, agree(problem)), "")
@@ -362,7 +377,9 @@ class Serving:
             left_out=first.left_out,
             proven=state.fraction is not None and not stopped and not first.missed,
         )
-        became = record.change(state.path, state.key, lambda old: record.rehearsed(old, new, stopped=stopped))
+        became = record.change(
+            state.path, state.key, lambda old: record.rehearsed(old, new, state.gpu, stopped=stopped)
+        )
         assert became is not None
         state.say(
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
@@ -380,7 +397,7 @@ class Serving:
         if state.known is None and not (state.decision.rehearse or state.decision.watch):
             return
         try:
-            show = metric.of(decide.arguments_of(self.scheduler.server_args))
+            show = metric.of(decide.arguments_of(self.scheduler.server_args), state.gpu)
             self._watch = watch = Watch(lambda: memory.read(state.gpu), self._save, show=show)
         except Exception as error:
             state.warn("free memory is not watched: %s", error)

@@ -120,7 +120,7 @@ def rehearse(gpus):
         driven=("prefill chunk",),
         proven=KNOWN is not None,
     )
-    record.change(RECORDS, "here", lambda old: record.rehearsed(old, found))
+    record.change(RECORDS, "here", lambda old: record.rehearsed(old, found, 0))
 
 
 class Server(ThreadingHTTPServer):
