@@ -853,16 +853,12 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
-def test_the_largest_captured_decode_is_of_what_was_captured(name):
-    runner = SimpleNamespace(**{name: SimpleNamespace(max_bs=144)})
-    limits = SimpleNamespace(chunked_prefill_size=64, max_prefill_tokens=64, max_req_input_len=300)
-    vars(limits).update(
-        max_total_num_tokens=5000, max_running_requests=200, tp_worker=SimpleNamespace(model_runner=runner)
-    )
+def test_the_largest_captured_decode_is_of_what_was_captured(name, monkeypatch):
+    told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: SimpleNamespace(max_bs=144)})
+    none = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: None})
     for asked, captured in ((150, 144), (100, 100)):
-        limits.server_args = SimpleNamespace(cuda_graph_max_bs=asked)
-        facts = script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
-        assert rehearse.limits_of(limits, facts).captured == captured
+        assert script.configuration({"cuda_graph_max_bs": asked}, told).captured == captured
+        assert script.configuration({"cuda_graph_max_bs": asked}, none).captured == asked
 
 
 def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(monkeypatch, caplog):

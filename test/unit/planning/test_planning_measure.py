@@ -259,11 +259,11 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int
 
 
 def test_captured_decodes_are_read_from_every_release_s_words() -> None:
-    assert script._captured({"cuda_graph_max_bs": 256}) == 256
-    assert script._captured({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}) == 0
-    assert script._captured({"cuda_graph_max_bs": 160, "device": "cpu"}) == 0
-    assert script._captured({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}) == 48
-    assert script._captured({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}) == 0
+    assert script._asked_to_capture({"cuda_graph_max_bs": 256}) == 256
+    assert script._asked_to_capture({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}) == 0
+    assert script._asked_to_capture({"cuda_graph_max_bs": 160, "device": "cpu"}) == 0
+    assert script._asked_to_capture({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}) == 48
+    assert script._asked_to_capture({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}) == 0
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

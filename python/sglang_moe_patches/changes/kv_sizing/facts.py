@@ -57,9 +57,16 @@ def server_facts(runner: Any) -> ServerFacts:
         hybrid=hybrid(pool, table),
         window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
         window_tokens=window_tokens,
+        captured=_captured(runner),
         allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
         logprob_switch=_logprob_switch(),
     )
+
+
+def _captured(runner: Any) -> int | None:
+    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
+    largest = getattr(graphs, "max_bs", None)
+    return None if largest is None else int(largest)
 
 
 def _logprob_switch() -> str:

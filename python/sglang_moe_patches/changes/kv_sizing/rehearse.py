@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_moe_patches.changes.kv_sizing import memory
@@ -82,10 +82,7 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "internal_states": [{"effective_max_running_requests_per_dp": scheduler.max_running_requests}],
     }
-    made, runner = configuration(told, facts), scheduler.tp_worker.model_runner
-    # Not all sizes that are asked for are captured: the ranks that attend together share a batch in whole tokens.
-    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
-    return replace(made, captured=min(made.captured, getattr(graphs, "max_bs", made.captured)))
+    return configuration(told, facts)
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ class ServerFacts:
     :param images: the model takes them.
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
     :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
+    :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
     :param allocator: its configuration.
     :param logprob_switch: the variable that has prompt log-probabilities computed in chunks; "": none, or it is on.
     """
@@ -119,6 +120,7 @@ class ServerFacts:
     hybrid: str = ""
     window: int = 0
     window_tokens: int = 0
+    captured: int | None = None
     allocator: str = ""
     logprob_switch: str = ""
 
@@ -204,7 +206,7 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
         cache_tokens=int(info.get("max_total_num_tokens") or facts.kv_tokens),
         requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
-        captured=_captured(info),
+        captured=_captured(info, facts),
         page=facts.page,
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
@@ -247,7 +249,13 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
     return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
 
 
-def _captured(info: Mapping[str, Any]) -> int:
+def _captured(info: Mapping[str, Any], facts: ServerFacts) -> int:
+    asked = _asked_to_capture(info)
+    # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
+    return asked if facts.captured is None else min(asked, facts.captured)
+
+
+def _asked_to_capture(info: Mapping[str, Any]) -> int:
     graphs = info.get("cuda_graph_config")  # from 0.5.15 on
     if isinstance(graphs, Mapping):
         decode = graphs.get("decode") or {}
