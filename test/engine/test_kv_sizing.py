@@ -19,6 +19,7 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches import engine as seen
 from sglang_moe_patches.changes.kv_sizing import facts, images, metric, record, script, size
+from sglang_moe_patches.servers.server import free_port
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
@@ -321,6 +322,54 @@ def test_stages_that_are_not_driven_serve_by_the_rule_and_record_what_they_leave
     assert (kept.need, kept.driven) == (0, ())
     # As the stand-in tells it at first, and later: it is saved once a minute.
     assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
+
+
+def of_two_machines(name: str, model: Path, folder: Path) -> list[Server]:
+    """A server of two ranks, each on a machine with a record of its own, in ``folder / (name + its number)``."""
+    given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
+    places = [folder / f"{name}{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    return [sized(name, model, place, *given, str(rank)) for rank, place in enumerate(places)]
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_two_machines_are_sized_by_the_record_of_the_first(folder: Path, checkpoint):
+    found = []
+    for start in ("first", "second"):
+        one, other = of_two_machines(start, checkpoint(), folder)
+        if start == "second":
+            for rank in "01":
+                records = folder / f"first{rank}" / "records.json"
+                (folder / f"second{rank}" / "records.json").write_text(records.read_text())
+        with started(one, other):
+            found.append((answers(one, prompts=PROMPTS), sure(one), said(one)))
+            assert said(other) == []
+    (expected, rule, told), (same, larger, _) = found
+    assert same == expected
+    assert "rehearsed in" in told[-1]
+    measured, seen = (the_record(folder / f"first{rank}") for rank in "01")
+    assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
+    assert (seen.need, seen.lowest_serving, seen.made_of) == (0, FREE, measured.made_of)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"] == measured.rule_tokens
+    assert the_record(folder / "second0").proven
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+@pytest.mark.parametrize("without", ["0", "1"])
+def test_where_a_machine_does_not_take_part_nobody_waits_for_it(without: str, folder: Path, checkpoint):
+    one, other = of_two_machines(f"without{without}", checkpoint(), folder)
+    lacks, has = (one, other) if without == "0" else (other, one)
+    lacks.environment["SGLANG_MOE_PATCHES_KV_SIZING"] = "off"
+    with started(one, other):
+        answers(one, prompts=PROMPTS)
+    assert said(lacks) == []
+    why = "of --nnodes, not all of whose machines have SGLANG_MOE_PATCHES_KV_SIZING and this version"
+    (told,) = said(has)
+    assert why in told
+    assert the_record(has.log.parent).need == 0
 
 
 @pytest.mark.product

@@ -10,12 +10,14 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches import cli, doctor, patch
@@ -25,6 +27,7 @@ from sglang_moe_patches.changes.kv_sizing import (
     facts,
     images,
     launcher,
+    machines,
     metric,
     record,
     rehearse,
@@ -71,7 +74,6 @@ def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
 
 ARGUMENTS = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8, "disaggregation_mode": "null"}
 WITH = {
-    "--nnodes": {"nnodes": 2},
     "--pp-size": {"pp_size": 2},
     "--attn-cp-size": {"attn_cp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
@@ -1187,7 +1189,7 @@ class Rank:
 LAUNCH = "1@2.0"
 
 
-def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, **arguments):
+def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", sees=False, **arguments):
     """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
 
     class Told(Exception):
@@ -1199,6 +1201,7 @@ def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, *
 
     def run(rank, agree):
         given = SimpleNamespace(**{"model_path": "m", "tp_size": len(ranks), "mem_fraction_static": 0.8, **arguments})
+        given.node_rank = given.base_gpu_id = rank if arguments.get("nnodes") else 0  # one rank a machine
         setattr(given, launcher.MARK, not by_user)
         model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
         runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
@@ -1216,10 +1219,10 @@ def start(monkeypatch, caplog, *ranks, by_user=False, config="{}", sees=False, *
     monkeypatch.setattr(seams.memory, "device", lambda gpu: ranks[gpu].device)
     for rank in range(len(ranks)):
         with suppress(Told):
-            run(rank, first_ask)
+            run(rank, agree or first_ask)
     caplog.clear()
     with caplog.at_level("INFO", logger=seams.logger.name):
-        found = [run(rank, lambda told: everybody) for rank in range(len(ranks))]
+        found = [run(rank, agree or (lambda told: everybody)) for rank in range(len(ranks))]
     states, fractions = zip(*found, strict=True)
     return states, set(fractions), [each.message.removeprefix(seams.SAYS) for each in caplog.records]
 
@@ -1382,8 +1385,8 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "kv.json"
-    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), pp_size=2)
-    assert said == ["the engine's rule, 0.8000: the ranks' GPUs or arguments differ"]
+    one, other = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), pp_size=2)[0]
+    assert one.key != other.key  # nobody waits for another
     states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), pp_size=2)
     rule = "the engine's rule, 0.8000: of --pp-size, whose phases are not driven yet; "
     assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded"])
@@ -1405,12 +1408,111 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded{seen}"])
 
 
-def test_the_machines_of_a_server_have_one_fingerprint(tmp_path, monkeypatch, caplog):
-    keys = set()
-    for rank in (0, 1):
-        (state,), _, _ = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), nnodes=2, node_rank=rank)
-        keys.add(state.key)
-    assert len(keys) == 1
+# --- Several machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machines_of(monkeypatch):
+    """What ranks find out of one another, by a store of PyTorch's; ``None``: one that has not the variable."""
+    store, here = torch.distributed.HashStore(), threading.local()
+    monkeypatch.setattr(machines, "WAIT_S", 2.0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+
+    def ask(rank, takes_part):
+        here.rank = rank
+        return machines.all_take_part(takes_part)
+
+    def found(*take_part):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(take_part))
+        asking = [(rank, each) for rank, each in enumerate(take_part) if each is not None]
+        with ThreadPoolExecutor() as pool:
+            return set(pool.map(lambda each: ask(*each), asking))
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("take_part", "together"),
+    [
+        ((True, True, True), True),
+        ((True, False, True), False),
+        ((False, True, True), False),
+        ((True, True, None), False),
+        ((None, True, True), False),
+    ],
+)
+def test_machines_decide_together_or_none_does(take_part, together, machines_of):
+    assert machines_of(*take_part) == {together}
+
+
+def test_machines_with_another_version_do_not_decide_together(machines_of, monkeypatch):
+    monkeypatch.setattr(machines, "_KEY", "another: ")
+    assert machines_of(None, True) == {False}
+
+
+def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "kv.json"
+
+    def waits(told):
+        raise AssertionError("another rank was waited for")
+
+    for found in (lambda takes_part: False, lambda takes_part: 1 // 0):
+        monkeypatch.setattr(seams.machines, "all_take_part", found)
+        states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), nnodes=2, agree=waits)
+        assert fractions == {0.8}
+        assert all(state.decision.watch for state in states)
+        assert len(said) == 2  # by the first rank of each machine
+        assert all("the engine's rule, 0.8000: of --nnodes, " in line for line in said)
+
+
+@pytest.fixture
+def two_machines(monkeypatch, caplog, tmp_path):
+    """A server of two ranks on two machines, whose files are the first's record and another."""
+    monkeypatch.setattr(seams.machines, "all_take_part", bool)
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+
+    def begin():
+        return start(monkeypatch, caplog, *map(Rank, paths), nnodes=2)
+
+    (one, other), _, _ = begin()
+    assert one.key == other.key
+    record.change(paths[0], one.key, lambda old: MEASURED)
+    return paths, one.key, begin
+
+
+def test_two_machines_are_sized_by_the_record_of_the_first(two_machines):
+    _, _, begin = two_machines
+    states, fractions, _ = begin()
+    assert fractions == {SIZED}
+    assert [state.elsewhere for state in states] == [False, True]
+
+
+def test_what_another_machine_has_seen_while_serving_counts_for_all(two_machines):
+    (_, path), key, begin = two_machines
+    record.change(path, key, lambda old: record.served(Record({"model": "m"}), 12 * GB, GB))
+    states, (less,), _ = begin()
+    assert less == pytest.approx(1 - (11 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    assert [state.known.lowest_serving for state in states] == [GB] * 2
+    record.change(path, key, record.ran_out)
+    (after_one,) = begin()[1]
+    assert after_one < less
+    record.change(path, key, record.ran_out)
+    assert begin()[1] == {0.8}
+
+
+def test_what_another_machine_sees_is_kept_in_its_own_file(two_machines, monkeypatch):
+    (_, path), key, begin = two_machines
+    (_, other), _, _ = begin()
+    scheduler = Scheduler(monkeypatch)
+    vars(scheduler).update(server_args=SimpleNamespace())
+    monkeypatch.setattr(seams.memory, "read", lambda gpu: Memory(3 * GB, 141 * GB))
+    other.decision = replace(other.decision, rehearse=False)
+    serving = seams.Serving(other, scheduler)
+    serving.begin()
+    serving.end(ran_out=True)
+    kept = record.read(path)[key]
+    assert (kept.lowest_serving, kept.ooms, kept.need, kept.made_of) == (3 * GB, 1, 0, other.made_of)
 
 
 def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):

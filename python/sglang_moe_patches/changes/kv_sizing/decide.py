@@ -50,7 +50,6 @@ _COMES_AND_GOES = "whose memory comes and goes"
 
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 WATCHED: Reasons = {
-    "--nnodes": (lambda a: (a.get("nnodes") or 1) > 1, _NOT_DRIVEN),
     "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _NOT_DRIVEN),
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_DRIVEN),
     "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_DRIVEN),

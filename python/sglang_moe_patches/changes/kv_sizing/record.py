@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -245,6 +245,18 @@ def served(old: Record, reserve: int, lowest: int) -> Record:
     """
     known = lowest if old.lowest_serving is None else min(lowest, old.lowest_serving)
     return replace(old, serving_need=max(old.serving_need, reserve - lowest), lowest_serving=known)
+
+
+def with_served(known: Record, others: Iterable[Record]) -> Record:
+    """A record with what other machines' records have seen while serving, each of its own ranks."""
+    every = [known, *others]
+    lowest = [each.lowest_serving for each in every if each.lowest_serving is not None]
+    return replace(
+        known,
+        serving_need=max(each.serving_need for each in every),
+        lowest_serving=min(lowest, default=None),
+        ooms=max(each.ooms for each in every),
+    )
 
 
 def ran_out(old: Record) -> Record:

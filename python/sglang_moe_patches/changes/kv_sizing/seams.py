@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes.kv_sizing import decide, images, memory, metric, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing import decide, images, machines, memory, metric, record, rehearse, size
 from sglang_moe_patches.changes.kv_sizing.facts import GIB, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.changes.kv_sizing.record import Record
@@ -30,12 +30,14 @@ class State:
 
     :param launch: who launched it, the same for all replicas of a server.
     :param first: it is the world's first rank, which reads, writes and speaks.
+    :param elsewhere: on another machine than that, with a file of its own.
     :param start: of all ranks; ``None``: this server stays with the rule, and nothing is recorded of it.
     """
 
     path: Path
     launch: str = ""
     first: bool = False
+    elsewhere: bool = False
     gpu: int = 0
     key: str = ""
     made_of: Mapping[str, Any] = field(default_factory=dict)
@@ -155,17 +157,24 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
     """Decide with all ranks, and tell the engine."""
     arguments = decide.arguments_of(runner.server_args)
     fraction = float(runner.mem_fraction_static)
+    state.first, state.gpu = _is_first(runner), int(runner.gpu_id)
+    state.elsewhere = int(arguments.get("node_rank") or 0) > 0
     given = given_by_the_user(runner.server_args)
-    if given and decide.KV_SIZING.read() != decide.GIVEN:
-        state.first = _is_first(runner)
+    stands = given and decide.KV_SIZING.read() != decide.GIVEN
+    watched = decide.only_watched(arguments)
+    if int(arguments.get("nnodes") or 1) > 1 and not watched:
+        watched = _apart(not stands)
+        # The first rank may not be there to say so.
+        if watched and not stands and state.elsewhere and state.gpu == int(arguments.get("base_gpu_id") or 0):
+            logger.warning("%sthe engine's rule, %.4f: %s", SAYS, fraction, watched)
+    if stands:
         state.say("--mem-fraction-static %.4f is given and stands", fraction)
         return
     try:
         told = _look_around(state, runner, before_gib, fraction, arguments)
     except Exception as error:
         told = Told(f"{type(error).__name__}: {error}")
-    everybody: list[Told] = agree(told)
-    state.first, state.gpu = _is_first(runner), int(runner.gpu_id)
+    everybody: list[Told] = [told] if watched else agree(told)
     failure = next((each.failure for each in everybody if each.failure), "")
     if not failure and len({each.key for each in everybody}) > 1:
         failure = "the ranks' GPUs or arguments differ"
@@ -176,16 +185,18 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
     first = everybody[0]
     # The engine divides by what the rank with the least has.
     state.start = replace(starts[0], before=min(each.before for each in starts))
-    state.key, state.made_of, state.known = first.key, first.made_of, first.known
-    if why := decide.only_watched(arguments):
-        state.decision = size.Decision(why=why, watch=True, reserve=state.start.reserve)
+    state.key, state.made_of = first.key, first.made_of
+    # Each machine has seen its own servers run.
+    state.known = first.known and record.with_served(first.known, [each.known for each in everybody if each.known])
+    if watched:
+        state.decision = size.Decision(why=watched, watch=True, reserve=state.start.reserve)
     else:
-        state.decision = size.decide(state.start, first.known, first.unreadable)
+        state.decision = size.decide(state.start, state.known, first.unreadable)
     if state.decision.fraction is None:
         say = state.warn if first.unreadable else state.say
         also = "; this start rehearses" if state.decision.rehearse else ""
         if state.decision.watch:
-            also = "; what stays free while it serves is recorded" + _seen(first.known)
+            also = "; what stays free while it serves is recorded" + _seen(state.known)
         whose = "--mem-fraction-static is given" if given else "the engine's rule"
         say("%s, %.4f: %s%s", whose, fraction, state.decision.why, also)
         return
@@ -214,6 +225,15 @@ def _launch() -> str:
     return f"{parent.pid}@{parent.create_time():.2f}" if parent else ""
 
 
+def _apart(takes_part: bool) -> str | None:
+    """Why the ranks of several machines do not decide together; ``None``: they do."""
+    try:
+        together = machines.all_take_part(takes_part)
+    except Exception as error:
+        return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
+    return None if together else f"of --nnodes, not all of whose machines have {decide.KV_SIZING.name} and this version"
+
+
 def _is_first(runner: Any) -> bool:
     from sglang.srt.distributed.parallel_state import get_world_group
 
@@ -231,8 +251,6 @@ def _look_around(state: State, runner: Any, before_gib: float, fraction: float, 
     made_of = _made_of(runner, arguments, now.total)
     key = record.fingerprint(made_of)
     start = size.Start(int(before_gib * GIB), now.total, fraction, kept)
-    if not _is_first(runner):
-        return Told("", start, key)
     known, unreadable = None, ""
     try:
         if found := record.read(state.path).get(key):
@@ -417,9 +435,9 @@ class Serving:
         reserve = int(start.before * (1 - fraction))
 
         def served(old: Record) -> Record | None:
-            if state.decision.watch and not old.made_of:
+            if (state.decision.watch or state.elsewhere) and not old.made_of:
                 old = Record(state.made_of, time.time(), total=start.total, before=start.before, fraction=fraction)
-            elif not (old.need or state.decision.watch):  # forgotten meanwhile, or not measured
+            elif not (old.need or state.decision.watch or state.elsewhere):  # forgotten meanwhile, or not measured
                 return old if old.made_of else None
             seen = record.served(old, reserve, lowest)
             return record.ran_out(seen) if ran_out else seen
@@ -431,7 +449,9 @@ class Serving:
         state = self.state
         if ran_out and self._rehearsing:
             with suppress(OSError):
-                record.change(state.path, state.key, lambda old: record.ran_out(old) if old.need else old)
+                record.change(
+                    state.path, state.key, lambda old: record.ran_out(old) if old.need else old if old.made_of else None
+                )
         if self._watch is not None:
             self._watch.end(ran_out)
             self._watch = None
