@@ -7,6 +7,7 @@ it is the engine's own KV cache.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,51 +233,58 @@ def with_attention_ranks(name: str, model: Path, folder: Path, **variables: str)
 
 
 def ran(folder: Path) -> list[list[list[str]]]:
-    """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests and the tokens of all ranks."""
+    """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests, tokens of data-parallel ranks."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
+
+
+def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record, dict[str, Any]]:
+    """Of a server of two ranks, beside one whose second rank fails.
+
+    :param begin: makes a server from its name and variables, in a folder of that name in ``place``.
+    :returns: what was measured, and what the second start says of itself.
+    """
+    first, bad = begin("first"), begin("bad", FAILS_ON_RANK="1")
+    with started(first, bad):
+        expected = answers(first, prompts=PROMPTS)
+        assert answers(bad, prompts=PROMPTS) == expected
+        rule, failed = info(first), info(bad)
+    measured, not_measured = (the_record(place / name) for name in ("first", "bad"))
+    assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert "eager decode of 10 requests" in measured.driven
+    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    assert said(bad)[-1] == told
+    assert (not_measured.need, not_measured.attempts) == (0, 1)
+    assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
+
+    (place / "second").mkdir()
+    (place / "second" / "records.json").write_text((place / "first" / "records.json").read_text())
+    second = begin("second")
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == expected
+        larger = info(second)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    assert the_record(place / "second").proven
+    for name in ("first", "second"):
+        one, other = ran(place / name)
+        assert one == other
+    return measured, larger
 
 
 @pytest.mark.product
 @pytest.mark.every_release
 def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(folder: Path, checkpoint):
     place = folder / "attention"
-    first = with_attention_ranks("first", checkpoint(), place)
-    bad = with_attention_ranks("bad", checkpoint(), place, FAILS_ON_RANK="1")
-    with started(first, bad):
-        expected = answers(first, prompts=PROMPTS)
-        assert answers(bad, prompts=PROMPTS) == expected
-        rule, failed = info(first), info(bad)
-
-    measured = the_record(place / "first")
-    assert (measured.missed, len(measured.ranks)) == ((), 2)
-    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
-    assert "eager decode of 10 requests" in measured.driven
-    of_one, of_other = ran(place / "first")
-    assert of_one == of_other
-    assert "IDLE" not in {mode for mode, *_ in of_one}
+    _, larger = two_starts(lambda name, **more: with_attention_ranks(name, checkpoint(), place, **more), place)
+    steps, _ = ran(place / "first")
+    assert "IDLE" not in {mode for mode, *_ in steps}
     # Half of the 256 tokens of a chunk, and of the 20 requests, on each.
-    assert ["EXTEND", "128", "1", "256"] in of_one
-    assert ["DECODE", "10", "10", "20"] in of_one
-
-    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
-    assert said(bad)[-1] == told
-    assert (the_record(place / "bad").need, the_record(place / "bad").attempts) == (0, 1)
-    assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
-
-    (place / "second").mkdir()
-    (place / "second" / "records.json").write_text((place / "first" / "records.json").read_text())
-    second = with_attention_ranks("second", checkpoint(), place)
-    with started(second):
-        assert answers(second, prompts=PROMPTS) == expected
-        larger = info(second)
-    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert ["EXTEND", "128", "1", "256"] in steps
+    assert ["DECODE", "10", "10", "20"] in steps
     assert {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]} == {
         larger["max_total_num_tokens"]
     }
-    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
-    assert the_record(place / "second").proven
-    one, other = ran(place / "second")
-    assert one == other
 
 
 @pytest.mark.product
@@ -307,21 +315,26 @@ def test_replicas_rehearse_each_for_itself_into_one_record(folder: Path, checkpo
     assert the_record(place).proven
 
 
+def of_two_stages(name: str, model: Path, folder: Path, **variables: str) -> Server:
+    """With the cache of prefixes; what each stage ran is in ``folder / name``."""
+    (folder / name / "steps").mkdir(parents=True)
+    given = ["--pp-size", "2", "--max-running-requests", "20", "--chunked-prefill-size", "128"]
+    path = on_path(str(folder.parent / "plugin"))
+    made = sized(name, model, folder / name, *given, PYTHONPATH=path, STEPS=str(folder / name / "steps"), **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
 @pytest.mark.product
 @pytest.mark.every_release
-def test_stages_that_are_not_driven_serve_by_the_rule_and_record_what_they_leave_free(folder: Path, checkpoint):
+def test_stages_of_a_pipeline_rehearse_the_same_and_are_sized_alike(folder: Path, checkpoint):
     place = folder / "stages"
-    place.mkdir()
-    watched = sized("watched", checkpoint(), place, "--pp-size", "2")
-    stock = server("stock", checkpoint(), place, *SMALL, "--pp-size", "2", SGLANG_MOE_PATCHES="none")
-    with started(watched, stock):
-        assert answers(watched, prompts=PROMPTS) == answers(stock, prompts=PROMPTS)
-    (told,) = said(watched)
-    assert "of --pp-size, whose phases are not driven yet; what stays free while it serves is recorded" in told
-    kept = the_record(place)
-    assert (kept.need, kept.driven) == (0, ())
-    # As the stand-in tells it at first, and later: it is saved once a minute.
-    assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
+    measured, _ = two_starts(lambda name, **more: of_two_stages(name, checkpoint(), place, **more), place)
+    assert "decode of one long request among 9 short ones" in measured.driven
+    steps, _ = ran(place / "first")
+    assert ["EXTEND", "128", "1", "128"] in steps
+    # Half of the 20 requests: the others are in the other batch.
+    assert ["DECODE", "10", "10", "10"] in steps
 
 
 def of_two_machines(name: str, model: Path, folder: Path) -> list[Server]:
@@ -366,10 +379,13 @@ def test_where_a_machine_does_not_take_part_nobody_waits_for_it(without: str, fo
     with started(one, other):
         answers(one, prompts=PROMPTS)
     assert said(lacks) == []
-    why = "of --nnodes, not all of whose machines have SGLANG_MOE_PATCHES_KV_SIZING and this version"
+    why = "of --nnodes, not all of whose machines have said within 15 s that they have SGLANG_MOE_PATCHES_KV_SIZING"
     (told,) = said(has)
     assert why in told
-    assert the_record(has.log.parent).need == 0
+    kept = the_record(has.log.parent)
+    assert (kept.need, kept.driven) == (0, ())
+    # As the stand-in tells it at first, and later: it is saved once a minute.
+    assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
 
 
 @pytest.mark.product

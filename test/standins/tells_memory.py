@@ -26,7 +26,7 @@ def register():
     here = "sglang_moe_patches.changes.kv_sizing."
     hooks = {here + "decide": allow, here + "memory": measure, here + "seams": learn_the_rule}
     hooks |= {here + "script": shorten, here + "rehearse": be_patient, here + "size": be_content}
-    hooks[here + "machines"] = be_quick
+    hooks[here + "ranks"] = be_quick
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
@@ -69,8 +69,8 @@ def keep_steps(rehearse):
     rehearse.Rehearsal.begin = begin_with
 
 
-def be_quick(machines):
-    machines.WAIT_S = 15
+def be_quick(ranks):
+    ranks.WAIT_S = 15
 
 
 def be_content(size):

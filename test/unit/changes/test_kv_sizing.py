@@ -27,8 +27,8 @@ from sglang_moe_patches.changes.kv_sizing import (
     facts,
     images,
     launcher,
-    machines,
     metric,
+    ranks,
     record,
     rehearse,
     script,
@@ -74,7 +74,6 @@ def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
 
 ARGUMENTS = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8, "disaggregation_mode": "null"}
 WITH = {
-    "--pp-size": {"pp_size": 2},
     "--attn-cp-size": {"attn_cp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-lora": {"lora_paths": ["x"]},
@@ -128,6 +127,31 @@ def test_replicas_are_each_driven_as_if_they_were_alone():
     c = script.configuration(replicas, script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
     assert (c.ranks, c.gathered) == (4, 1)
     assert {phase.bound.all_ranks for phase in script.rehearsed(c).phases} == {0}
+
+
+def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
+    told = script.ServerFacts(1, 50_000, 1, 1, 20, 4096, 1000)
+    given = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_req_input_len": 3000}
+    whole, c = (script.configuration({**given, "pp_size": stages}, told) for stages in (1, 2))
+    assert (whole.batch, c.batch) == (20, 10)
+    assert decide.only_watched({**ARGUMENTS, "pp_size": 2}) is None
+    assert "mixed chunk" in [phase.name for phase in script.rehearsed(whole).phases]
+    assert "mixed chunks: each stage has several batches under way" in script.rehearsed(c).not_driven
+    phases = {phase.kind: phase for phase in script.rehearsed(c).phases}
+    for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+        assert phases[kind].bound.requests == 10
+        assert len(phases[kind].prompts(script.Tokens("x", 1000))) == 20
+    prompts = phases[PhaseKind.LONG_AMONG_SHORT].prompts(script.Tokens("x", 1000))
+    assert phases[PhaseKind.LONG_AMONG_SHORT].bound.longest == len(prompts[0]) > 2000
+    assert {phase.bound.longest for phase in script.rehearsed(whole).phases} == {0}
+    graphs = script.rehearsed(replace(c, captured=4))
+    (captured,) = [phase for phase in graphs.phases if phase.kind is PhaseKind.CAPTURED_DECODE]
+    assert captured.bound.requests == len(captured.prompts(script.Tokens("x", 1000))) == 4
+    # Four prompts of a page do not fit into one chunk.
+    paged = script.rehearsed(replace(c, captured=4, page=32))
+    assert PhaseKind.CAPTURED_DECODE not in {phase.kind for phase in paged.phases}
+    assert any(why.startswith("captured decode of 4 requests: ") for why in paged.not_driven)
+    assert script.configuration({**given, "pp_size": 2, "pp_max_micro_batch_size": 3}, told).batch == 3
 
 
 def test_the_fraction_in_force_is_the_schedulers():
@@ -651,8 +675,9 @@ def test_requests_that_a_server_loses_are_not_waited_for():
     assert run(Server(loses=("prefill chunk",))).over
 
 
-def test_what_decodes_on_when_its_batch_was_seen_is_aborted():
-    server = Server()
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_decodes_on_when_its_batch_was_seen_is_aborted(stages):
+    server = Server(limits=replace(LIMITS, stages=stages))
     (decode,) = [each for each in server.conductor.load.phases if each.kind is PhaseKind.EAGER_DECODE]
     server.conductor.load = replace(server.conductor.load, phases=(decode,))
     first = server.step()
@@ -663,6 +688,7 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted():
     server.step()
     assert server.aborts == 1
     assert server.step() == []
+    assert server.aborts == stages  # each turn of a pipeline is another batch's
     assert not server.conductor.over  # what was aborted is still to be answered
     for each in first:
         server.conductor.answered(each.name)
@@ -782,10 +808,30 @@ class Scheduler:
                 self.send_to_detokenizer.send_output(answer)
 
 
-def rehearse_it(scheduler, turns=3000):
+class Notes:
+    """What ranks leave for the first; those of ``others`` are there when it looks for the last time of ``looks``."""
+
+    def __init__(self, *others, looks=1):
+        self.left, self.others, self.looks, self.low = [], list(others), looks, False
+
+    def little_is_left(self):
+        self.low = True
+
+    def little_is_left_somewhere(self):
+        return self.low
+
+    def leave(self, result):
+        self.left.append(result)
+
+    def everybodys(self):
+        self.looks -= 1
+        return [*self.left, *self.others] if self.looks <= 0 else None
+
+
+def rehearse_it(scheduler, turns=3000, notes=None):
     """:returns: its result, and what of it is left in the scheduler."""
     results: list[rehearse.Result] = []
-    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, leads=True)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, notes or Notes(), leads=True)
     before = state_of(scheduler)
     rehearsal.begin()
     conductor = rehearsal._conductor
@@ -828,6 +874,35 @@ def test_a_rehearsal_ends_before_memory_does(monkeypatch):
     assert scheduler.forwards < 10
 
 
+def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(monkeypatch):
+    left, notes = [3 * GB], Notes()
+    other = Scheduler(monkeypatch, reads=False, free=lambda forwards: left[0])
+    rehearsal = rehearse.Rehearsal(other, 0, print, notes, leads=False)
+    rehearsal.begin()
+    other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    assert not notes.low
+    left[0] = rehearse.LEAST_FREE - 1
+    other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    assert notes.low
+    first = Scheduler(monkeypatch)
+    result = rehearse_it(first, notes=notes)
+    assert (result.driven, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
+
+
+def test_a_stage_is_not_idle_while_batches_are_under_way(monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    under_way = [None, object()]
+    vars(scheduler).update(mbs=under_way)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True)
+    rehearsal.begin()
+    seen = []
+    monkeypatch.setattr(rehearsal._conductor, "put", lambda idle: seen.append(idle) or [])
+    for _ in range(2):
+        rehearsal._poll()
+        under_way[1] = None
+    assert seen == [False, True]
+
+
 def test_a_cache_that_is_not_flushed_is_a_failure(monkeypatch):
     assert rehearse_it(Scheduler(monkeypatch, flushes=False)).failure == "requests were left"
 
@@ -844,7 +919,7 @@ def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(mon
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
     scheduler = Scheduler(monkeypatch, reads=False, free=lambda forwards: (9 - forwards) * GB)
     results: list[rehearse.Result] = []
-    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, leads=False)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, Notes(), leads=False)
     before = state_of(scheduler)
     rehearsal.begin()
     for _ in range(2):
@@ -866,7 +941,7 @@ def test_the_largest_captured_decode_is_of_what_was_captured(name, monkeypatch):
 def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(monkeypatch, caplog):
     scheduler = Scheduler(monkeypatch)
     scheduler.process_input_requests = another = print
-    rehearsal = rehearse.Rehearsal(scheduler, 0, print, leads=True)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True)
     rehearsal.begin()
     assert scheduler.process_input_requests is not another
     rehearsal._undo.append(lambda: 1 // 0)
@@ -880,8 +955,8 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
     other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
     before = state_of(other)[0]
     results: list[rehearse.Result] = []
-    lead = rehearse.Rehearsal(first, 0, results.append, leads=True)
-    follow = rehearse.Rehearsal(other, 0, results.append, leads=False)
+    lead = rehearse.Rehearsal(first, 0, results.append, Notes(), leads=True)
+    follow = rehearse.Rehearsal(other, 0, results.append, Notes(), leads=False)
     lead.begin()
     follow.begin()
 
@@ -900,7 +975,7 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
 
 def refused(scheduler):
     """:returns: why there is no rehearsal."""
-    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print, leads=True), state_of(scheduler)
+    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True), state_of(scheduler)
     with pytest.raises(RuntimeError) as why:
         rehearsal.begin()
     rehearsal.end()
@@ -1093,10 +1168,14 @@ class Clock:
         return self.now
 
 
-def watched(readings):
+def watched(readings, not_yet=0):
     saved, clock, left = [], Clock(), iter(readings)
-    watch = Watch(lambda: next(left), lambda lowest, ran_out: saved.append((lowest, ran_out)), clock)
-    return watch, clock, saved
+
+    def save(lowest, ran_out):
+        saved.append((lowest, ran_out))
+        return len(saved) > not_yet
+
+    return Watch(lambda: next(left), save, clock), clock, saved
 
 
 def test_the_lowest_is_saved_now_and_then_and_at_the_end():
@@ -1112,10 +1191,18 @@ def test_the_lowest_is_saved_now_and_then_and_at_the_end():
     assert saved == [(8 * GB, False), (5 * GB, False)]
 
 
+def test_what_found_no_place_is_saved_again():
+    watch, clock, saved = watched([Memory(9 * GB)] * 4, not_yet=1)
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    assert saved == [(9 * GB, False)] * 2
+
+
 def test_the_lowest_is_shown_each_time():
     shown: list[int] = []
     left, clock = iter([Memory(9 * GB), Memory(8 * GB), Memory(9 * GB)]), Clock()
-    watch = Watch(lambda: next(left), lambda *found: None, clock, shown.append)
+    watch = Watch(lambda: next(left), lambda *found: True, clock, shown.append)
     for _ in range(2):
         watch.look()
         clock.now += EVERY_S
@@ -1206,14 +1293,17 @@ def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", s
         model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
         runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
         runner.is_multimodal = sees
-        state = seams.State(ranks[rank].path, LAUNCH)
+        state = seams.State(ranks[rank].path)
         monkeypatch.setattr(seams, "agree", agree)
         seams._size(state, runner, ranks[rank].before / GIB, False)
+        if state.start is not None:
+            state.set_aside = seams._set_aside(state, runner, 0)
         assert runner.mem_fraction_static == given.mem_fraction_static
         return state, runner.mem_fraction_static
 
     everybody: list[seams.Told] = []
     monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_launch", lambda replicas: LAUNCH)
     monkeypatch.setattr(seams, "_is_first", lambda runner: runner.gpu_id == 0)
     monkeypatch.setattr(seams.memory, "read", lambda gpu: ranks[gpu].read())
     monkeypatch.setattr(seams.memory, "device", lambda gpu: ranks[gpu].device)
@@ -1254,11 +1344,14 @@ def test_replicas_of_this_launch_that_have_begun_are_no_failures(recorded, monke
         assert start(monkeypatch, caplog, Rank(recorded), Rank(recorded))[1] == {fraction}
 
 
-def test_what_one_process_launches_has_one_launch():
-    asked = [sys.executable, "-c", "from sglang_moe_patches.changes.kv_sizing import seams; print(seams._launch())"]
-    one, other = (subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip() for _ in range(2))
-    assert one == other != seams._launch()
-    assert one.startswith(f"{os.getpid()}@")
+def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_one_each():
+    says = "from sglang_moe_patches.changes.kv_sizing import seams; print(seams._launch(True), seams._launch(False))"
+    asked = [sys.executable, "-c", says]
+    found = [subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
+    (replica, alone), (another, other) = found
+    assert replica == another == seams._launch(False)
+    assert replica.startswith(f"{os.getpid()}@")
+    assert len({replica, alone, other}) == 3
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):
@@ -1288,9 +1381,10 @@ def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, ca
         state.start = replace(START, images=kept)
         state.decision = size.decide(state.start, MEASURED)
 
+    monkeypatch.setattr(seams, "_set_aside", lambda state, runner, before: 0)
     monkeypatch.setenv(decide.KV_SIZING.name, "auto")
     monkeypatch.setattr(seams, "_size", sized)
-    runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1)
+    runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1, server_args=SimpleNamespace())
     with caplog.at_level("INFO", logger=seams.logger.name):
         seams._make_pool(lambda runner: None, seams.State(Path("x")), False)(runner)
     assert f"2,000 MB of {part}" in caplog.text
@@ -1348,15 +1442,15 @@ def test_beside_a_second_server_on_a_gpu_all_start_by_the_rule(recorded, monkeyp
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"device": "H100"}, "the ranks' GPUs or arguments differ"),
+        ({"device": "H100"}, "the ranks differ in: device"),
         ({"silent": True}, "RuntimeError: the driver does not answer"),
     ],
 )
 def test_where_one_rank_cannot_tell_all_start_by_the_rule_and_nothing_is_recorded(
     other, why, recorded, monkeypatch, caplog
 ):
-    for ranks in ((Rank(recorded), Rank(recorded, **other)), (Rank(recorded, **other), Rank(recorded))):
-        states, fractions, said = start(monkeypatch, caplog, *ranks)
+    for both in ((Rank(recorded), Rank(recorded, **other)), (Rank(recorded, **other), Rank(recorded))):
+        states, fractions, said = start(monkeypatch, caplog, *both)
         assert (fractions, said) == ({0.8}, [f"the engine's rule, 0.8000: {why}"])
         assert [state.start for state in states] == [None, None]
 
@@ -1378,6 +1472,8 @@ def serving(tmp_path, monkeypatch, caplog):
     vars(scheduler).update(server_args=SimpleNamespace())
     caplog.clear()
     caplog.set_level("INFO", logger=seams.logger.name)
+    monkeypatch.setattr(seams.ranks, "Notes", Notes)
+    state.set_aside = 28 * GB
     return seams.Serving(state, scheduler)
 
 
@@ -1385,10 +1481,10 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "kv.json"
-    one, other = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), pp_size=2)[0]
+    one, other = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), attn_cp_size=2)[0]
     assert one.key != other.key  # nobody waits for another
-    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), pp_size=2)
-    rule = "the engine's rule, 0.8000: of --pp-size, whose phases are not driven yet; "
+    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
+    rule = "the engine's rule, 0.8000: of --attn-cp-size, whose phases are not driven yet; "
     assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded"])
     assert not any(each.decision.rehearse for each in states)
     for state, free in zip(states, (9 * GB, 7 * GB), strict=True):
@@ -1403,28 +1499,52 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     assert (kept.need, kept.lowest_serving) == (0, 7 * GB)
     assert kept.serving_need == pytest.approx(21 * GB, abs=1)
     assert "7,000 MB of 28,000 MB stayed free at the worst moment seen" in "\n".join(record.described(KEY, kept))
-    _, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), pp_size=2)
+    _, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
     seen = ": 7,000 MB until now, at the worst moment seen"
     assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded{seen}"])
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
+    made, here = torch.distributed.HashStore(), threading.local()
+    world = SimpleNamespace(ranks=2, here=here)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.ranks)
+    return world
+
+
+def test_what_ranks_leave_is_found_when_all_have(store):
+    made = []
+    for rank in range(2):
+        store.here.rank = rank
+        made.append(ranks.Notes())
+    first, other = made
+    assert first.everybodys() is None
+    assert not first.little_is_left_somewhere()
+    other.leave(rehearse.Result(lowest=2))
+    other.little_is_left()
+    assert first.little_is_left_somewhere()
+    assert first.everybodys() is None
+    first.leave(rehearse.Result(lowest=1))
+    assert [each.lowest for each in first.everybodys()] == [1, 2]
 
 
 # --- Several machines ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def machines_of(monkeypatch):
-    """What ranks find out of one another, by a store of PyTorch's; ``None``: one that has not the variable."""
-    store, here = torch.distributed.HashStore(), threading.local()
-    monkeypatch.setattr(machines, "WAIT_S", 2.0)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+def machines_of(store, monkeypatch):
+    """What ranks find out of one another; ``None``: one that has not the variable."""
+    monkeypatch.setattr(ranks, "WAIT_S", 2.0)
 
     def ask(rank, takes_part):
-        here.rank = rank
-        return machines.all_take_part(takes_part)
+        store.here.rank = rank
+        return ranks.all_take_part(takes_part)
 
     def found(*take_part):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(take_part))
+        store.ranks = len(take_part)
         asking = [(rank, each) for rank, each in enumerate(take_part) if each is not None]
         with ThreadPoolExecutor() as pool:
             return set(pool.map(lambda each: ask(*each), asking))
@@ -1446,8 +1566,13 @@ def test_machines_decide_together_or_none_does(take_part, together, machines_of)
     assert machines_of(*take_part) == {together}
 
 
+def test_a_machine_that_comes_too_late_finds_that_the_others_have_given_up(machines_of):
+    assert machines_of(None, True) == {False}
+    assert machines_of(True, True) == {False}
+
+
 def test_machines_with_another_version_do_not_decide_together(machines_of, monkeypatch):
-    monkeypatch.setattr(machines, "_KEY", "another: ")
+    monkeypatch.setattr(ranks, "_KEY", "another: ")
     assert machines_of(None, True) == {False}
 
 
@@ -1458,7 +1583,7 @@ def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, mo
         raise AssertionError("another rank was waited for")
 
     for found in (lambda takes_part: False, lambda takes_part: 1 // 0):
-        monkeypatch.setattr(seams.machines, "all_take_part", found)
+        monkeypatch.setattr(seams.ranks, "all_take_part", found)
         states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), nnodes=2, agree=waits)
         assert fractions == {0.8}
         assert all(state.decision.watch for state in states)
@@ -1469,7 +1594,7 @@ def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, mo
 @pytest.fixture
 def two_machines(monkeypatch, caplog, tmp_path):
     """A server of two ranks on two machines, whose files are the first's record and another."""
-    monkeypatch.setattr(seams.machines, "all_take_part", bool)
+    monkeypatch.setattr(seams.ranks, "all_take_part", bool)
     paths = [tmp_path / "one.json", tmp_path / "other.json"]
 
     def begin():
@@ -1516,9 +1641,8 @@ def test_what_another_machine_sees_is_kept_in_its_own_file(two_machines, monkeyp
 
 
 def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):
-    results = [rehearse.Result(lowest=9 * GB), rehearse.Result(failure="no answer")]
-    monkeypatch.setattr(seams, "agree", lambda told: results)
-    serving._rehearsed(results[0])
+    serving._notes = Notes(rehearse.Result(failure="no answer"))
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
     assert [each.message for each in caplog.records] == [
         f"{seams.SAYS}the rehearsal failed, and nothing is recorded: rank 1: no answer"
     ]
@@ -1526,9 +1650,8 @@ def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):
 
 
 def test_where_others_gave_memory_back_meanwhile_nothing_is_recorded(serving, monkeypatch, caplog):
-    results = [rehearse.Result(lowest=50 * GB)] * 2
-    monkeypatch.setattr(seams, "agree", lambda told: results)
-    serving._rehearsed(results[0])
+    serving._notes = Notes(rehearse.Result(lowest=50 * GB, set_aside=28 * GB))
+    serving._rehearsed(rehearse.Result(lowest=50 * GB))
     assert "more memory was free than was set aside, so nothing is recorded: others gave it back" in caplog.text
     assert not serving.state.path.exists()
 
@@ -1560,10 +1683,50 @@ def test_what_states_took_and_that_requests_follow_them_is_recorded(serving, mon
     runner.req_to_token_pool = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
     runner.model_config, runner.max_total_num_tokens = SimpleNamespace(context_len=1000, vocab_size=5000), 900
     monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
-    monkeypatch.setattr(seams, "agree", lambda told: [told, told])
+    serving._notes = Notes()
     serving._rehearsed(rehearse.Result(lowest=9 * GB))
     (written,) = record.read(serving.state.path).values()
-    assert (written.kv_bytes, written.requests_follow) == (5 * GIB, True)
+    assert (written.kv_bytes, written.requests_follow, written.need) == (5 * GIB, True, 19 * GB)
+
+
+PLAIN = {"hybrid": "", "kv_tokens": 900, "kv_bytes": 20 * GB, "table_bytes": GB}
+
+
+def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(serving, monkeypatch):
+    monkeypatch.setattr(seams, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
+    serving._notes = Notes(rehearse.Result(lowest=5 * GB, set_aside=30 * GB), looks=3)
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    turn = serving.scheduler.process_input_requests
+    for _ in range(2):
+        assert not serving.state.path.exists() or record.read(serving.state.path) == {}
+        turn([])
+    (written,) = record.read(serving.state.path).values()
+    assert (written.ranks, written.need) == ((19 * GB, 25 * GB), 25 * GB)
+    assert serving.scheduler.process_input_requests is not turn
+    assert serving._notes.looks == 0
+
+
+def test_the_first_rank_does_not_wait_for_ever(serving, monkeypatch, caplog):
+    monkeypatch.setattr(rehearse, "ENDING_S", 0.0)
+    serving._notes = Notes(looks=9)
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    assert "nothing is recorded: not every rank has said what it saw" in caplog.text
+    assert not serving.state.path.exists()
+
+
+@pytest.mark.parametrize(("free", "stages", "aside"), [(60, 1, 28), (60, 2, 40), (40, 2, 28), (None, 2, 28)])
+def test_a_stage_with_more_left_than_the_fraction_says_may_need_it(free, stages, aside, monkeypatch):
+    def sized(state, runner, *given):
+        state.start = START
+
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_size", sized)
+    monkeypatch.setattr(seams, "server_facts", lambda runner: SimpleNamespace(**PLAIN))  # a KV cache of 20 GB
+    monkeypatch.setattr(seams.memory, "read", lambda gpu: Memory(free * GB, 141 * GB))
+    state = seams.State(Path("x"))
+    runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=stages), pre_model_load_memory=1)
+    seams._make_pool(lambda runner: None, state, False)(runner)
+    assert state.set_aside == pytest.approx(aside * GB, abs=1)
 
 
 def test_a_rank_whose_first_can_write_nothing_takes_its_rehearsal_back(serving, monkeypatch):

@@ -101,7 +101,8 @@ class Conductor:
         if self._waiting and not self._idle:
             yield [self._abort()]
             while self._waiting and not self._idle:
-                yield []
+                # The engine aborts in the batch whose turn it is, and a pipeline has several.
+                yield [self._abort()] if self.limits.stages > 1 else []
         self._waiting.clear()
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, sampling: Mapping[str, Any]) -> list[Any]:

@@ -50,10 +50,10 @@ _COMES_AND_GOES = "whose memory comes and goes"
 
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 WATCHED: Reasons = {
-    "--pp-size": (lambda a: (a.get("pp_size") or 1) > 1, _NOT_DRIVEN),
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_DRIVEN),
     "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_DRIVEN),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_DRIVEN),
+    "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not driven yet"),
     "--moe-a2a-backend": (
         lambda a: a.get("moe_a2a_backend") not in (None, "none"),
         "whose buffers may hold fewer requests than are admitted",
@@ -75,7 +75,6 @@ NEVER: Reasons = {
     "--language-only": (lambda a: a.get("language_only"), _NOT_DRIVEN),
     "--dllm-algorithm": (lambda a: a.get("dllm_algorithm"), _NOT_DRIVEN),
     "--enable-pdmux": (lambda a: a.get("enable_pdmux"), _NOT_DRIVEN),
-    "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not driven yet"),
     "--elastic-ep-backend": (lambda a: a.get("elastic_ep_backend"), _COMES_AND_GOES),
     "--enable-lora": (lambda a: a.get("enable_lora") or a.get("lora_paths"), _COMES_AND_GOES),
     "--enable-memory-saver": (lambda a: a.get("enable_memory_saver"), _COMES_AND_GOES),
@@ -189,5 +188,9 @@ def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-PROCESS = ("SGLANG_RUN_ID", "SGLANG_DP_RANK", "SGLANG_PLUGINS", "SGLANG_BLOCK_NONZERO_RANK_CHILDREN")
-"""Variables of the engine's that are another process's or another start's."""
+PROCESS = (
+    *("SGLANG_RUN_ID", "SGLANG_PLUGINS", "SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "SGLANG_IS_FIRST_RANK_ON_NODE"),
+    *("SGLANG_DP_RANK", "SGLANG_TP_RANK", "SGLANG_HOST_IP", "SGLANG_LOCAL_IP_NIC", "SGLANG_PORT", "SGLANG_GRPC_PORT"),
+    *("SGLANG_TCP_STORE_PORT", "SGLANG_BACKUP_PORT_BASE"),
+)
+"""Variables of the engine's that are another process's, another machine's or another start's."""

@@ -30,9 +30,14 @@ def batch_facts(batch: Any) -> Batch:
         requests=int(batch.batch_size),
         prefix=sum(prefixes),
         longest_prefix=max(prefixes, default=0),
+        longest=_longest(getattr(batch, "seq_lens_cpu", None)),
         logprobs=asked,
         all_ranks=sum(gathered),
     )
+
+
+def _longest(lengths: Any) -> int:
+    return 0 if lengths is None or not len(lengths) else int(lengths.max())
 
 
 def _numbers(values: Any) -> list[int]:

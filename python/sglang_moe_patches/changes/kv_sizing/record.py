@@ -163,10 +163,12 @@ def change(path: Path, key: str, by: Callable[[Record], Record | None]) -> Recor
             except Unreadable:
                 os.replace(path, path.with_name(f"{path.name}.unreadable"))
                 records = {}
-            became = by(records.pop(key, Record()))
+            before = records.pop(key, None)
+            became = by(before or Record())
             if became is not None:
                 records[key] = became
-            _write(path, records)
+            if became != before:
+                _write(path, records)
             return became
     except OSError as error:
         raise Unwritable(f"{path} cannot be written ({_short(error)})") from error

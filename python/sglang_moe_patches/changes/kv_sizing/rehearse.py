@@ -8,7 +8,8 @@ The first rank alone puts. With data-parallel attention each rank has an inbox a
 hands what is no request, a flush or an abort, from the first rank to all, in every turn of their loops. So requests go
 in a word of that kind (:class:`Put`): every rank unpacks the same ones in the same turn, and all run the same batches
 in step. That they did, the engine says itself: a phase counts when the tokens of all ranks have reached its bound. And
-all end in the same turn, with the flush, so that none waits for another that is still to run forwards with it.
+all end in the same turn, with the flush, so that none waits for another that is still to run forwards with it. The
+stages of a pipeline take their turns one after another: what is put comes to the next with what it hands on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sglang_moe_patches.changes.kv_sizing import memory
 from sglang_moe_patches.changes.kv_sizing.conduct import Conductor
 from sglang_moe_patches.changes.kv_sizing.decide import arguments_of
 from sglang_moe_patches.changes.kv_sizing.facts import batch_facts, not_known, server_facts
+from sglang_moe_patches.changes.kv_sizing.ranks import Notes
 from sglang_moe_patches.changes.kv_sizing.script import Batch, Configuration, ServerFacts, configuration, rehearsed
 from sglang_moe_patches.changes.kv_sizing.size import lowest
 from sglang_moe_patches.log import logger
@@ -58,12 +60,14 @@ class Result:
     """What a rank has seen.
 
     :param lowest: its lowest free memory in bytes.
+    :param set_aside: what it has beside its weights and its KV cache, in bytes.
     :param failure: why it is not known; "" where it is.
     :param stopped: the script ended before memory ran out.
     :param flushed: its cache is empty again.
     """
 
     lowest: int = 0
+    set_aside: int = 0
     failure: str = ""
     stopped: bool = False
     flushed: bool = True
@@ -165,12 +169,13 @@ class Rehearsal:
     """What one rank does from its begin until its cache is flushed.
 
     :param gpu: whose memory is read.
-    :param over: takes this rank's result; called once, on every rank at the same place.
+    :param over: takes this rank's result; called once, on every rank in the same turn of its loop.
+    :param notes: by which the first rank learns that another has little memory left.
     :param leads: whether this rank puts what all of them take in.
     """
 
-    def __init__(self, scheduler: Any, gpu: int, over: Callable[[Result], None], *, leads: bool) -> None:
-        self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
+    def __init__(self, scheduler: Any, gpu: int, over: Callable[[Result], None], notes: Notes, *, leads: bool) -> None:
+        self.scheduler, self.gpu, self._over, self._notes, self.leads = scheduler, gpu, over, notes, leads
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self.reads = channels.recv_from_tokenizer is not None
@@ -294,15 +299,13 @@ class Rehearsal:
             return
         try:
             now = memory.read(self.gpu)
+            self._lowest = min(self._lowest, now.free)
+            self._most_reserved = max(self._most_reserved, now.reserved)
+            if now.free < LEAST_FREE and not self._stopped:
+                self._stopped = True
+                self._notes.little_is_left()
         except Exception as error:
             self._fail(error)
-            return
-        self._lowest = min(self._lowest, now.free)
-        self._most_reserved = max(self._most_reserved, now.reserved)
-        if now.free < LEAST_FREE and not self._stopped:
-            self._stopped = True
-            if self._conductor is not None:
-                self._conductor.end()
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or f"{type(error).__name__}: {error}"
@@ -313,10 +316,10 @@ class Rehearsal:
         """What the scheduler reads now."""
         if self._conductor is None:
             return []
-        idle = bool(self.scheduler.is_fully_idle())
-        if self._late():
-            self._conductor.end()
+        idle = bool(self.scheduler.is_fully_idle()) and not any(getattr(self.scheduler, "mbs", ()))
         try:
+            if self._late() or (not self._conductor.over and self._notes.little_is_left_somewhere()):
+                self._conductor.end()
             put = self._conductor.put(idle) if not self._conductor.over else []
         except Exception as error:
             self._fail(error)

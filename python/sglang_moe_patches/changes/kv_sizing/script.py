@@ -68,6 +68,7 @@ class Batch:
     :param mode: the engine's ``ForwardMode``.
     :param tokens: rows of its input.
     :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
+    :param longest: tokens of the longest request, where the engine has them on the host.
     :param logprobs: prompt tokens whose log-probabilities are asked for.
     :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
     """
@@ -77,6 +78,7 @@ class Batch:
     requests: int
     prefix: int = 0
     longest_prefix: int = 0
+    longest: int = 0
     logprobs: int = 0
     all_ranks: int = 0
 
@@ -140,6 +142,10 @@ class Configuration:
     captured: int
     """The largest captured decode batch; 0 without graphs."""
     page: int = 1
+    stages: int = 1
+    """Of a pipeline, which has several batches under way."""
+    micro_batch: int = 0
+    """``--pp-max-micro-batch-size``; 0: what runs at once, shared by the stages."""
     mixed: bool = False
     radix_cache: bool = True
     ranks: int = 1
@@ -160,6 +166,11 @@ class Configuration:
     images: bool = False
 
     @property
+    def batch(self) -> int:
+        """Requests in one forward."""
+        return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
+
+    @property
     def largest(self) -> int:
         """Tokens of the largest prefill of one request: a chunk, or the longest prompt where that is less."""
         return min(self.chunk or self.input_tokens, self.input_tokens)
@@ -168,7 +179,7 @@ class Configuration:
     def together(self) -> int:
         """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
         # One more than those must fit into the KV cache: what they wait for.
-        most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1]
+        most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1, self.batch]
         if self.window_tokens:
             # A request is admitted where the pool has a window for it, however short it is.
             most.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
@@ -208,6 +219,8 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
         captured=_captured(info, facts),
         page=facts.page,
+        stages=int(info.get("pp_size") or 1),
+        micro_batch=int(info.get("pp_max_micro_batch_size") or 0),
         mixed=bool(info.get("enable_mixed_chunk")),
         radix_cache=not info.get("disable_radix_cache"),
         ranks=ranks(info),
@@ -264,7 +277,7 @@ def _asked_to_capture(info: Mapping[str, Any]) -> int:
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
 
-LEAST = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
+LEAST = ("tokens", "requests", "prefix", "longest_prefix", "longest", "logprobs", "all_ranks")
 
 
 @dataclass(frozen=True)
@@ -276,6 +289,7 @@ class Bound:
     requests: int = 0
     prefix: int = 0
     longest_prefix: int = 0
+    longest: int = 0
     logprobs: int = 0
     all_ranks: int = 0
     graph: bool | None = None
@@ -378,7 +392,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
             Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
         )
         # The filler is one of the requests that run at once.
-        sharers = min(SHARING, c.requests - 1)
+        sharers = min(SHARING, c.requests - 1, c.batch)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page
         filler = min(3 * chunk, room // chunk * chunk)
@@ -402,16 +416,22 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
             missing.append(
                 "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
             )
-    if c.mixed and c.chunk is not None:
+    if c.mixed and c.stages > 1:
+        missing.append("mixed chunks: each stage has several batches under way")
+    elif c.mixed and c.chunk is not None:
         decodes = min(MIXED_DECODES, c.requests - 1)
         mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
 
-    captured = min(c.captured, c.requests)
-    if captured:
+    captured = min(c.captured, c.batch)
+    # In a pipeline what does not fit into one forward goes into another batch, and stays there.
+    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // (-(-SHORT_PROMPT // c.page) * c.page)
+    if c.stages > 1 and fit < captured < c.batch:
+        missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
+    elif captured:
         phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, c))
-    if c.requests > captured:
-        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.requests} requests", c.requests, c))
+    if c.batch > captured:
+        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.batch} requests", c.batch, c))
     phases.append(
         Phase(PhaseKind.VARIED, "prompts of many lengths", prefill, _varied(chunk, c), new_tokens=4, to_the_end=True)
     )
@@ -422,7 +442,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
         )
     if c.images:
         missing.append("images: the engine's own allowance is kept for them")
-    if c.gathered > 1 and captured == c.requests:
+    if c.gathered > 1 and captured == c.batch:
         missing.append("a decode without its graph, while another rank computes a prompt")
     return Load(tuple(phases), tuple(missing))
 
@@ -430,24 +450,25 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 def rehearsed(c: Configuration) -> Load:
     """What a server rehearses: the largest forwards, and what sampling and a mixed decode take besides."""
     load = derive(c, logprobs=False)
-    short = _decode(PhaseKind.EAGER_DECODE, "", c.requests, c)
-    bound = Bound(DECODES, requests=c.requests)
+    short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
+    bound = Bound(DECODES, requests=c.batch)
     penalties = replace(
         short,
         kind=PhaseKind.PENALTIES,
-        name=f"decode of {c.requests} requests with penalties and a logit bias",
+        name=f"decode of {c.batch} requests with penalties and a logit bias",
         bound=bound,
         sampling=PENALIZED,
     )
     new = min(short.new_tokens, FEW)
     longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page
     others = [*load.phases[:-1], penalties]
-    if c.requests > 1 and longest > SHORT_PROMPT:
+    if c.batch > 1 and longest > SHORT_PROMPT:
         long = replace(
             short,
             kind=PhaseKind.LONG_AMONG_SHORT,
-            name=f"decode of one long request among {c.requests - 1} short ones",
-            bound=bound,
+            name=f"decode of one long request among {c.batch - 1} short ones",
+            # Of several batches that of the long one.
+            bound=replace(bound, longest=longest) if c.stages > 1 else bound,
             prompts=lambda tokens: [tokens.some(longest), *short.prompts(tokens)[1:]],
             new_tokens=new,
         )
@@ -506,13 +527,15 @@ def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]
 
 
 def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phase:
+    # The largest batch is there once all that can run at once do: before, several may share them.
+    put = c.requests if requests == c.batch else requests
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
     return Phase(
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
-        lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(requests)],
-        new_tokens=room(requests, c, most=1024),
+        lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(put)],
+        new_tokens=room(put, c, most=1024),
     )
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes.kv_sizing import decide, images, machines, memory, metric, record, rehearse, size
+from sglang_moe_patches.changes.kv_sizing import decide, images, memory, metric, ranks, record, rehearse, size
 from sglang_moe_patches.changes.kv_sizing.facts import GIB, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
+from sglang_moe_patches.changes.kv_sizing.ranks import agree
 from sglang_moe_patches.changes.kv_sizing.record import Record
 from sglang_moe_patches.changes.kv_sizing.script import MAMBA
 from sglang_moe_patches.changes.kv_sizing.watch import Watch
@@ -31,6 +32,7 @@ class State:
     :param launch: who launched it, the same for all replicas of a server.
     :param first: it is the world's first rank, which reads, writes and speaks.
     :param elsewhere: on another machine than that, with a file of its own.
+    :param set_aside: what this rank has beside its weights and its KV cache, in bytes.
     :param start: of all ranks; ``None``: this server stays with the rule, and nothing is recorded of it.
     """
 
@@ -45,6 +47,7 @@ class State:
     known: Record | None = None
     decision: size.Decision = field(default_factory=size.Decision)
     fraction: float | None = None
+    set_aside: int = 0
 
     def say(self, message: str, *arguments: Any) -> None:
         if self.first:
@@ -87,28 +90,12 @@ def look() -> Install:
         engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
 
     def install(patcher: Patcher) -> None:
-        state = State(decide.record_path(os.environ), _launch())
+        state = State(decide.record_path(os.environ))
         patcher.wrap(runner, name, lambda original: _make_pool(original, state, in_context))
         patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
         patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
 
     return install
-
-
-# --- Ranks -----------------------------------------------------------------------------------------------------------
-
-
-def agree(told: Any) -> list[Any]:
-    """What every rank tells, in the order of the world's ranks; every rank must ask at the same place."""
-    import torch
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size == 1:
-        return [told]
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, told, group=group.cpu_group)
-    return found
 
 
 # --- Sizing ----------------------------------------------------------------------------------------------------------
@@ -133,7 +120,10 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
+        before = _free(state) if state.start is not None and _stages(self) > 1 else 0
         result = original(self, *args, **kwargs)
+        if state.start is not None:
+            state.set_aside = _set_aside(state, self, before)
         if state.fraction is not None:
             assert state.start is not None
             assert state.known is not None
@@ -151,6 +141,34 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
         return result
 
     return make_pool
+
+
+def _stages(runner: Any) -> int:
+    """Of the pipeline."""
+    return int(decide.arguments_of(runner.server_args).get("pp_size") or 1)
+
+
+def _free(state: State) -> int:
+    """Bytes, as the engine finds them when it sizes its pools; 0: not known."""
+    import torch
+
+    try:
+        torch.cuda.empty_cache()
+        return memory.read(state.gpu).free
+    except Exception:
+        return 0
+
+
+def _set_aside(state: State, runner: Any, before: int) -> int:
+    """:param before: free memory in bytes before a stage's pools were made; 0: not known, or there is no pipeline."""
+    start = state.start
+    assert start is not None
+    by_fraction = int(start.before * (1 - (start.fraction if state.fraction is None else state.fraction)))
+    if before:
+        # A stage with less to hold than another has more left, which a larger KV cache may take.
+        with suppress(Exception):
+            return max(by_fraction, before - server_facts(runner).kv_bytes)
+    return by_fraction
 
 
 def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> None:
@@ -176,8 +194,8 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
         told = Told(f"{type(error).__name__}: {error}")
     everybody: list[Told] = [told] if watched else agree(told)
     failure = next((each.failure for each in everybody if each.failure), "")
-    if not failure and len({each.key for each in everybody}) > 1:
-        failure = "the ranks' GPUs or arguments differ"
+    if not failure and (differ := [part for part in everybody[0].made_of if _differ_in(part, everybody)]):
+        failure = f"the ranks differ in: {', '.join(differ)}"
     if failure:
         state.warn("the engine's rule, %.4f: %s", fraction, failure)
         return
@@ -210,6 +228,11 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
         runner.server_args.mem_fraction_static = state.fraction
 
 
+def _differ_in(part: str, everybody: list[Told]) -> bool:
+    """Whether the ranks' fingerprints differ in it."""
+    return len({record.fingerprint({part: each.made_of[part]}) for each in everybody}) > 1
+
+
 def _seen(known: Record | None) -> str:
     """What earlier servers had left while they served."""
     if known is None or known.lowest_serving is None:
@@ -217,21 +240,30 @@ def _seen(known: Record | None) -> str:
     return f": {known.lowest_serving / 1e6:,.0f} MB until now, at the worst moment seen"
 
 
-def _launch() -> str:
-    """The process that launched this one, and when it began: process numbers come again."""
+def _launch(replicas: bool) -> str:
+    """Whose start this is: a process, and when it began, as process numbers come again.
+
+    :param replicas: it is the process that launched them.
+    """
     import psutil
 
-    parent = psutil.Process().parent()
-    return f"{parent.pid}@{parent.create_time():.2f}" if parent else ""
+    here = psutil.Process()
+    whose = (here.parent() if replicas else None) or here
+    return f"{whose.pid}@{whose.create_time():.2f}"
 
 
 def _apart(takes_part: bool) -> str | None:
     """Why the ranks of several machines do not decide together; ``None``: they do."""
     try:
-        together = machines.all_take_part(takes_part)
+        together = ranks.all_take_part(takes_part)
     except Exception as error:
         return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
-    return None if together else f"of --nnodes, not all of whose machines have {decide.KV_SIZING.name} and this version"
+    if together:
+        return None
+    return (
+        f"of --nnodes, not all of whose machines have said within {ranks.WAIT_S:.0f} s that they have "
+        f"{decide.KV_SIZING.name} and this version"
+    )
 
 
 def _is_first(runner: Any) -> bool:
@@ -241,7 +273,7 @@ def _is_first(runner: Any) -> bool:
 
 
 def _look_around(state: State, runner: Any, before_gib: float, fraction: float, arguments: Mapping[str, Any]) -> Told:
-    kept = 0
+    state.launch, kept = _launch(int(arguments.get("dp_size") or 1) > 1), 0
     if getattr(runner, "is_multimodal", False):
         try:
             kept = images.allowance(runner, arguments, fraction, before_gib)
@@ -320,6 +352,7 @@ class Serving:
     def __init__(self, state: State, scheduler: Any) -> None:
         self.state, self.scheduler = state, scheduler
         self._watch: Watch | None = None
+        self._notes: ranks.Notes | None = None
         self._rehearsing = False
 
     def begin(self) -> None:
@@ -328,8 +361,10 @@ class Serving:
             self._begin_to_watch()
             return
         state, problem = self.state, ""
-        rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed, leads=state.first)
+        rehearsal: rehearse.Rehearsal | None = None
         try:
+            self._notes = ranks.Notes()
+            rehearsal = rehearse.Rehearsal(self.scheduler, state.gpu, self._rehearsed, self._notes, leads=state.first)
             rehearsal.begin()
             if state.first:
                 record.change(
@@ -341,7 +376,8 @@ class Serving:
             problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
         problem = next(filter(None, agree(problem)), "")
         if problem:
-            rehearsal.end()
+            if rehearsal is not None:
+                rehearsal.end()
             state.warn("no rehearsal: %s", problem)
             if state.known is not None:
                 self._begin_to_watch()
@@ -350,18 +386,47 @@ class Serving:
         state.say("rehearses the largest forwards before the first request, at most %.0f s", rehearse.LIMIT_S)
 
     def _rehearsed(self, result: rehearse.Result) -> None:
-        """Called on every rank, at the same place of the loop."""
-        state, results = self.state, agree(result)
+        """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""
         self._rehearsing = False
-        failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(results) if each.failure]
-        if failures:
-            state.warn("the rehearsal failed, and nothing is recorded: %s", "; ".join(failures))
-        elif state.first:
-            try:
-                self._write(results)
-            except Exception as error:
-                state.warn("what was measured is lost: %s", error)
+        assert self._notes is not None
+        try:
+            self._notes.leave(replace(result, set_aside=self.state.set_aside))
+        except Exception as error:
+            logger.warning("%swhat a rank has measured is lost: %s", SAYS, error)
         self._begin_to_watch()
+        if self.state.first:
+            self._wait_for_all(time.monotonic() + rehearse.ENDING_S)
+
+    def _wait_for_all(self, until: float) -> None:
+        """Look now, and in each turn of the loop, until every rank has left what it saw."""
+        if self._look_for_all(until):
+            return
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
+            if self._look_for_all(until):
+                self.scheduler.process_input_requests = original
+            return original(*args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+
+    def _look_for_all(self, until: float) -> bool:
+        """Whether no more is waited for."""
+        state = self.state
+        assert self._notes is not None
+        try:
+            results: list[rehearse.Result] | None = self._notes.everybodys()
+            if results is None and time.monotonic() < until:
+                return False
+            failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(results or ()) if each.failure]
+            if results is None or failures:
+                why = "; ".join(failures) or "not every rank has said what it saw"
+                state.warn("the rehearsal failed, and nothing is recorded: %s", why)
+            else:
+                self._write(results)
+        except Exception as error:
+            state.warn("what was measured is lost: %s", error)
+        return True
 
     def _write(self, results: list[rehearse.Result]) -> None:
         state, runner = self.state, self.scheduler.tp_worker.model_runner
@@ -369,7 +434,7 @@ class Serving:
         assert start is not None
         fraction = start.fraction if state.fraction is None else state.fraction
         reserve = int(start.before * (1 - fraction))
-        needs = tuple(max(0, reserve - each.lowest) for each in results)
+        needs = tuple(max(0, each.set_aside - each.lowest) for each in results)
         if not max(needs):
             state.warn("more memory was free than was set aside, so nothing is recorded: others gave it back")
             return
@@ -428,30 +493,40 @@ class Serving:
 
         self.scheduler.process_input_requests = process_input_requests
 
-    def _save(self, lowest: int, ran_out: bool) -> None:
-        state, start = self.state, self.state.start
-        assert start is not None
-        fraction = start.fraction if state.fraction is None else state.fraction
-        reserve = int(start.before * (1 - fraction))
+    def _save(self, lowest: int, ran_out: bool) -> bool:
+        state = self.state
 
         def served(old: Record) -> Record | None:
-            if (state.decision.watch or state.elsewhere) and not old.made_of:
-                old = Record(state.made_of, time.time(), total=start.total, before=start.before, fraction=fraction)
-            elif not (old.need or state.decision.watch or state.elsewhere):  # forgotten meanwhile, or not measured
+            kept = self._kept(old)
+            if kept is None:
                 return old if old.made_of else None
-            seen = record.served(old, reserve, lowest)
+            seen = record.served(kept, state.set_aside, lowest)
             return record.ran_out(seen) if ran_out else seen
 
-        record.change(state.path, state.key, served)
+        became = record.change(state.path, state.key, served)
+        # A rank that watches already may be there before the first has written what was rehearsed.
+        return became is not None and became.lowest_serving is not None
+
+    def _kept(self, old: Record) -> Record | None:
+        """The record that has what this rank sees; ``None``: forgotten meanwhile, or nothing was measured."""
+        state, start = self.state, self.state.start
+        assert start is not None
+        if not (old.need or state.decision.watch or state.elsewhere):
+            return None
+        fraction = start.fraction if state.fraction is None else state.fraction
+        new = Record(state.made_of, time.time(), total=start.total, before=start.before, fraction=fraction)
+        return old if old.made_of else new
+
+    def _ran_out(self, old: Record) -> Record | None:
+        kept = self._kept(old)
+        return record.ran_out(kept) if kept is not None else old if old.made_of else None
 
     def end(self, ran_out: bool = False) -> None:
         """The loop has ended."""
         state = self.state
         if ran_out and self._rehearsing:
             with suppress(OSError):
-                record.change(
-                    state.path, state.key, lambda old: record.ran_out(old) if old.need else old if old.made_of else None
-                )
+                record.change(state.path, state.key, self._ran_out)
         if self._watch is not None:
             self._watch.end(ran_out)
             self._watch = None

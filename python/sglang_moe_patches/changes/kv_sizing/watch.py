@@ -19,14 +19,15 @@ class Watch:
     """Of one rank.
 
     :param read: the memory now.
-    :param save: takes the lowest free memory, and whether the allocator has given up since the last time.
+    :param save: takes the lowest free memory, and whether the allocator has given up since the last time; says whether
+        there was a place for it.
     :param show: takes the lowest free memory, each time.
     """
 
     def __init__(
         self,
         read: Callable[[], Memory],
-        save: Callable[[int, bool], None],
+        save: Callable[[int, bool], bool],
         clock: Callable[[], float] = time.monotonic,
         show: Callable[[int], None] = lambda lowest: None,
     ) -> None:
@@ -70,6 +71,6 @@ class Watch:
 
     def _keep(self, ran_out: bool = False, worth: int = WORTH_SAVING) -> None:
         ran_out = ran_out or self._ooms > self._saved_ooms
-        if ran_out or self._saved is None or self._saved - self._lowest > worth:
-            self._save(self._lowest, ran_out)
+        due = ran_out or self._saved is None or self._saved - self._lowest > worth
+        if due and self._save(self._lowest, ran_out):
             self._saved, self._saved_ooms = self._lowest, self._ooms

@@ -76,7 +76,7 @@ class Gpu:
         each = MB if self.number == 0 else 1.5 * MB
         self.kept = max(self.kept, round(tokens * each + logprobs * 2 * MB))
         self.retries += "retries" in WRONG and requests == 1 and tokens == 77
-        batch = events.Batch(mode, tokens, requests, prefix, prefix // requests, logprobs)
+        batch = events.Batch(mode, tokens, requests, prefix, prefix // requests, logprobs=logprobs)
         self.write(events.Forward(self.place, batch, graph, before, self.memory()))
 
 
