@@ -430,6 +430,18 @@ def test_a_read_only_folder_is_one_line(read_only):
         record.change(read_only / "kv.json", KEY, lambda old: MEASURED)
 
 
+def test_what_does_not_change_is_not_written(tmp_path):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: None)
+    assert not path.exists()
+    record.change(path, KEY, lambda old: MEASURED)
+    written = path.stat().st_ino
+    record.change(path, KEY, lambda old: old)
+    assert path.stat().st_ino == written
+    record.change(path, KEY, record.ran_out)
+    assert path.stat().st_ino != written
+
+
 def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "kv.json"
     record.change(path, KEY, lambda old: MEASURED)
@@ -887,6 +899,12 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(monkeypatch):
     first = Scheduler(monkeypatch)
     result = rehearse_it(first, notes=notes)
     assert (result.driven, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
+
+
+def test_a_store_that_does_not_answer_ends_the_rehearsal_and_not_the_server(monkeypatch):
+    notes = Notes()
+    monkeypatch.setattr(notes, "little_is_left_somewhere", lambda: 1 // 0)
+    assert "ZeroDivisionError" in rehearse_it(Scheduler(monkeypatch), notes=notes).failure
 
 
 def test_a_stage_is_not_idle_while_batches_are_under_way(monkeypatch):
