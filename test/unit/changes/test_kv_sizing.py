@@ -1312,7 +1312,7 @@ def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", s
         runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
         runner.is_multimodal = sees
         state = seams.State(ranks[rank].path)
-        monkeypatch.setattr(seams, "agree", agree)
+        monkeypatch.setattr(seams.ranks, "agree", agree)
         seams._size(state, runner, ranks[rank].before / GIB, False)
         if state.start is not None:
             state.set_aside = seams._set_aside(state, runner, 0)
@@ -1676,7 +1676,7 @@ def test_where_others_gave_memory_back_meanwhile_nothing_is_recorded(serving, mo
 
 def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, read_only, monkeypatch, caplog):
     before = state_of(serving.scheduler)
-    monkeypatch.setattr(seams, "agree", lambda told: [told, ""])
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: [told, ""])
     serving.begin()
     (said,) = [each.message for each in caplog.records]
     assert said.startswith(f"{seams.SAYS}no rehearsal: {serving.state.path} cannot be written (")
@@ -1686,7 +1686,7 @@ def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, r
 def test_a_rehearsal_that_cannot_begin_is_not_counted(serving, monkeypatch, caplog):
     serving.scheduler.tp_worker.model_runner.token_to_kv_pool = a_pool("UnifiedSWAKVPool")
     before = state_of(serving.scheduler)
-    monkeypatch.setattr(seams, "agree", lambda told: [told, told])
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: [told, told])
     serving.begin()
     assert [each.message for each in caplog.records] == [
         f"{seams.SAYS}no rehearsal: pools of the kind UnifiedSWAKVPool are not rehearsed yet"
@@ -1749,7 +1749,7 @@ def test_a_stage_with_more_left_than_the_fraction_says_may_need_it(free, stages,
 
 def test_a_rank_whose_first_can_write_nothing_takes_its_rehearsal_back(serving, monkeypatch):
     before = state_of(serving.scheduler)
-    monkeypatch.setattr(seams, "agree", lambda told: ["kv.json cannot be written", told])
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: ["kv.json cannot be written", told])
     serving.state.first = False
     serving.begin()
     assert state_of(serving.scheduler) == before

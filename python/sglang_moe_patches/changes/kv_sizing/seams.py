@@ -15,7 +15,6 @@ from sglang_moe_patches import engine, patch
 from sglang_moe_patches.changes.kv_sizing import decide, images, memory, metric, ranks, record, rehearse, size
 from sglang_moe_patches.changes.kv_sizing.facts import GIB, server_facts
 from sglang_moe_patches.changes.kv_sizing.launcher import given_by_the_user
-from sglang_moe_patches.changes.kv_sizing.ranks import agree
 from sglang_moe_patches.changes.kv_sizing.record import Record
 from sglang_moe_patches.changes.kv_sizing.script import MAMBA
 from sglang_moe_patches.changes.kv_sizing.watch import Watch
@@ -48,6 +47,18 @@ class State:
     decision: size.Decision = field(default_factory=size.Decision)
     fraction: float | None = None
     set_aside: int = 0
+
+    @property
+    def in_force(self) -> float:
+        """The fraction, whoever gave it."""
+        assert self.start is not None
+        return self.start.fraction if self.fraction is None else self.fraction
+
+    @property
+    def reserve(self) -> int:
+        """What that sets aside, in bytes."""
+        assert self.start is not None
+        return int(self.start.before * (1 - self.in_force))
 
     def say(self, message: str, *arguments: Any) -> None:
         if self.first:
@@ -161,14 +172,11 @@ def _free(state: State) -> int:
 
 def _set_aside(state: State, runner: Any, before: int) -> int:
     """:param before: free memory in bytes before a stage's pools were made; 0: not known, or there is no pipeline."""
-    start = state.start
-    assert start is not None
-    by_fraction = int(start.before * (1 - (start.fraction if state.fraction is None else state.fraction)))
     if before:
         # A stage with less to hold than another has more left, which a larger KV cache may take.
         with suppress(Exception):
-            return max(by_fraction, before - server_facts(runner).kv_bytes)
-    return by_fraction
+            return max(state.reserve, before - server_facts(runner).kv_bytes)
+    return state.reserve
 
 
 def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> None:
@@ -192,7 +200,7 @@ def _size(state: State, runner: Any, before_gib: float, in_context: bool) -> Non
         told = _look_around(state, runner, before_gib, fraction, arguments)
     except Exception as error:
         told = Told(f"{type(error).__name__}: {error}")
-    everybody: list[Told] = [told] if watched else agree(told)
+    everybody: list[Told] = [told] if watched else ranks.agree(told)
     failure = next((each.failure for each in everybody if each.failure), "")
     if not failure and (differ := [part for part in everybody[0].made_of if _differ_in(part, everybody)]):
         failure = f"the ranks differ in: {', '.join(differ)}"
@@ -273,7 +281,8 @@ def _is_first(runner: Any) -> bool:
 
 
 def _look_around(state: State, runner: Any, before_gib: float, fraction: float, arguments: Mapping[str, Any]) -> Told:
-    state.launch, kept = _launch(int(arguments.get("dp_size") or 1) > 1), 0
+    state.launch = _launch(int(arguments.get("dp_size") or 1) > 1)
+    kept = 0
     if getattr(runner, "is_multimodal", False):
         try:
             kept = images.allowance(runner, arguments, fraction, before_gib)
@@ -374,7 +383,7 @@ class Serving:
                 )
         except Exception as error:
             problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
-        problem = next(filter(None, agree(problem)), "")
+        problem = next(filter(None, ranks.agree(problem)), "")
         if problem:
             if rehearsal is not None:
                 rehearsal.end()
@@ -432,8 +441,6 @@ class Serving:
         state, runner = self.state, self.scheduler.tp_worker.model_runner
         start, first = state.start, results[0]
         assert start is not None
-        fraction = start.fraction if state.fraction is None else state.fraction
-        reserve = int(start.before * (1 - fraction))
         needs = tuple(max(0, each.set_aside - each.lowest) for each in results)
         if not max(needs):
             state.warn("more memory was free than was set aside, so nothing is recorded: others gave it back")
@@ -447,7 +454,7 @@ class Serving:
             before=start.before,
             rule_fraction=start.fraction,
             rule_tokens=facts.kv_tokens if state.fraction is None else 0,
-            fraction=fraction,
+            fraction=state.in_force,
             tokens=facts.kv_tokens,
             kv_bytes=facts.kv_bytes,
             table_bytes=facts.table_bytes,
@@ -468,7 +475,7 @@ class Serving:
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
             first.seconds,
             f"{max(needs) / 1e6:,.0f}",
-            f"{reserve / 1e6:,.0f}",
+            f"{state.reserve / 1e6:,.0f}",
             f"; not brought about: {', '.join(became.missed)}" if became.missed else "",
             "; ended early, before memory ran out" if stopped else "",
             state.path,
@@ -494,39 +501,34 @@ class Serving:
         self.scheduler.process_input_requests = process_input_requests
 
     def _save(self, lowest: int, ran_out: bool) -> bool:
-        state = self.state
+        def seen(old: Record) -> Record:
+            served = record.served(old, self.state.set_aside, lowest)
+            return record.ran_out(served) if ran_out else served
 
-        def served(old: Record) -> Record | None:
-            kept = self._kept(old)
-            if kept is None:
-                return old if old.made_of else None
-            seen = record.served(kept, state.set_aside, lowest)
-            return record.ran_out(seen) if ran_out else seen
-
-        became = record.change(state.path, state.key, served)
+        became = self._add(seen)
         # A rank that watches already may be there before the first has written what was rehearsed.
         return became is not None and became.lowest_serving is not None
 
-    def _kept(self, old: Record) -> Record | None:
-        """The record that has what this rank sees; ``None``: forgotten meanwhile, or nothing was measured."""
-        state, start = self.state, self.state.start
-        assert start is not None
-        if not (old.need or state.decision.watch or state.elsewhere):
-            return None
-        fraction = start.fraction if state.fraction is None else state.fraction
-        new = Record(state.made_of, time.time(), total=start.total, before=start.before, fraction=fraction)
-        return old if old.made_of else new
+    def _add(self, seen: Callable[[Record], Record]) -> Record | None:
+        """Add what this rank has seen to the record, unless that was forgotten meanwhile, or nothing was measured."""
+        state = self.state
 
-    def _ran_out(self, old: Record) -> Record | None:
-        kept = self._kept(old)
-        return record.ran_out(kept) if kept is not None else old if old.made_of else None
+        def added(old: Record) -> Record | None:
+            if not (old.need or state.decision.watch or state.elsewhere):
+                return old if old.made_of else None
+            assert state.start is not None
+            new = Record(
+                state.made_of, time.time(), total=state.start.total, before=state.start.before, fraction=state.in_force
+            )
+            return seen(old if old.made_of else new)
+
+        return record.change(state.path, state.key, added)
 
     def end(self, ran_out: bool = False) -> None:
         """The loop has ended."""
-        state = self.state
         if ran_out and self._rehearsing:
             with suppress(OSError):
-                record.change(state.path, state.key, self._ran_out)
+                self._add(record.ran_out)
         if self._watch is not None:
             self._watch.end(ran_out)
             self._watch = None
