@@ -58,10 +58,14 @@ KEPT = (
     *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
     *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
 )
-#: Written before the first run: total tokens/s of Kimi-K2.5's widths at TP=4's shard sizes, 14 layers, chunks of
-#: 16,384, 200 requests of 3,000 to 9,000 tokens in and 768 out. A prototype in the engine's own process, without HTTP,
-#: had 25,476, 31,943 (stock) and 37,304 (patched, without activation-segments, 1 GB of margin).
-PREDICTED = {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000}
+#: Written before the first run: total tokens/s of Kimi-K2.5's widths at TP=4's shard sizes, 14 layers, 200 requests of
+#: 3,000 to 9,000 tokens in and 768 out, by --chunk. Prototypes in the engine's own process, without HTTP, had 25,476,
+#: 31,943 (stock) and 37,304 (patched, without activation-segments, 1 GB of margin) at 16,384, and 18,195 and 20,514 at
+#: 8,192.
+PREDICTED = {
+    8_192: {"stock": 18_000, "patched": 18_000, "stock-sized": 20_000, "sized": 20_500},
+    16_384: {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000},
+}
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
@@ -267,9 +271,11 @@ def summary(found: dict[str, Any]) -> str:
 
 def predicted(figures: dict[str, Any], name: str) -> str:
     """Total tokens a second, where that was said before."""
-    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "chunk", "tp", "prompts", "output"))
-    known = sizes == ("kimi-k2.5", 4, 14, 16384, 1, 200, 768) and list(figures["input"]) == [3000, 9000]
-    return f"{PREDICTED[name]:,}" if known and name in PREDICTED else ""
+    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "tp", "prompts", "output"))
+    if sizes != ("kimi-k2.5", 4, 14, 1, 200, 768) or list(figures["input"]) != [3000, 9000]:
+        return ""
+    tokens_per_s = PREDICTED.get(figures["chunk"], {}).get(name)
+    return f"{tokens_per_s:,}" if tokens_per_s else ""
 
 
 def tables(results: Sequence[output.Result]) -> str:
