@@ -119,13 +119,13 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
 	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.accuracy
 
-mutations: env ## what deliberately broken patches do to its answers: the table of docs/accuracy.md
+mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
 	PYTHONPATH=benchmark $(BIN)/sglang-moe-patches exec --reference-kernels -- \
 	  $(BIN)/python -W ignore -m tiny_moe.mutations --backend $(BACKEND)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
-	  $(BIN)/python -m pytest -q -s test/engine/test_servers.py -k concurrent
+	  $(BIN)/python -m pytest -q -s test/engine/lab/test_servers.py -k concurrent
 
 engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
 	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))

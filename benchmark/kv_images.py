@@ -25,14 +25,14 @@ from typing import Any
 
 import plan
 from common import held, kinds, machine, output, plugins, processes
-from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.changes.kv_sizing.script import fraction_in_force
-from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers import gpu
+from sglang_moe_patches.lab.servers.client import Client
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.script import fraction_in_force
 from sglang_moe_patches.planning.plan import SAYS
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers import gpu
-from sglang_moe_patches.servers.client import Client
-from sglang_moe_patches.servers.server import Server
 
 MB = 1e6
 TEXT = 16

@@ -1,6 +1,6 @@
 """The Triton runner's second GEMM and sum in columns, against the engine as it is: time, memory, and the same bits.
 
-    python benchmark/moe_workspace.py --json moe-workspace.json               # the grid of docs/moe-workspace.md
+    python benchmark/moe_workspace.py --json moe-workspace.json      # the grid of docs/changes/moe-workspace.md
     python benchmark/moe_workspace.py --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
     python benchmark/moe_workspace.py --slices 2,3,5 --mb 400,800    # other numbers than the rule's own, and the knob
     python benchmark/moe_workspace.py --tune TILES --models kimi-k2.5 --layouts tp4   # the best tiles, into a folder
@@ -45,7 +45,7 @@ from common import machine, output, timing
 from common.shapes import MODELS, Layout, Rank
 from sglang_moe_patches.changes.moe_workspace import columns, promise, triton
 from sglang_moe_patches.changes.moe_workspace.promise import Promise
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.core.patch import Patcher
 
 STARTED = time.monotonic()
 LAYOUTS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}

@@ -35,11 +35,11 @@ import torch
 from common import machine, output, timing
 from common.shapes import MODELS, Layout, Rank
 from moe_workspace import MB, interval, spread
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns, marlin
-from sglang_moe_patches.dead_input import channel
-from sglang_moe_patches.kernels import moe_sum, sum_and_copy
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.patch import Patcher
 
 STARTED = time.monotonic()
 LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}

@@ -29,9 +29,9 @@ from typing import Any
 from common import kinds, output, weights
 from common.shapes import MODELS, Model
 from common.weights import Served
-from sglang_moe_patches.patch import SELECT_VARIABLE
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.planning.result import UNSEEN
-from sglang_moe_patches.reference import environment
 
 GB, MB = 1e9, 1e6
 SERVERS = ("stock", "patched")
@@ -273,7 +273,7 @@ def main() -> int:
     if options.model_only:
         print(write_model(options.model_only, options.model, options.shard, options.layers, options.context))
         return 0
-    if not environment.has_gpu():
+    if not has_gpu():
         print("plan.py: needs a GPU, and there is none here; --model-only writes the model", file=sys.stderr)
         return 2
     if options.gpus:

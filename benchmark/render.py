@@ -122,7 +122,7 @@ SECTIONS = {
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
-    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0]), data=DATA.removeprefix("../")),
+    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0])),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),

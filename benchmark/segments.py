@@ -30,11 +30,12 @@ from typing import Any
 import plan
 from common import held, machine, output, plugins, processes, weights
 from common.shapes import TINY
-from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.client import Client, Unanswered
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.client import Client, Unanswered
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
@@ -184,7 +185,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
     own = processes.variables(work / "plugin", Path(__file__).parent)
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     chosen = tiny_arguments(options) if options.quick else plan.server_arguments(options)

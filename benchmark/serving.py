@@ -32,13 +32,14 @@ from typing import Any
 import plan
 from common import machine, output, processes, stand_ins, weights
 from common.shapes import TINY
-from sglang_moe_patches.changes.kv_sizing import record
-from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.changes.kv_sizing.script import fraction_in_force
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.client import Client
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.client import Client
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing import record
+from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.script import fraction_in_force
 
 MB = 1e6
 SAYS = "sglang-moe-patches: kv-sizing: "
@@ -187,7 +188,7 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     into.unlink(missing_ok=True)
     paths = [*stand_ins.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     before = len(server.log_text())
     with free_memory() as free, said.open("w") as log:
         command = bench_command(options, model, server.url, into)
@@ -212,7 +213,7 @@ def variables(name: str, work: Path) -> dict[str, str]:
     """The environment of a server."""
     select, recorded = SERVERS[name]
     own = processes.variables()
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select}
     if recorded:
         own |= {KV_SIZING.name: "auto", KV_RECORD.name: str(work / f"{recorded}.records.json")}

@@ -74,11 +74,11 @@ def gain(load: Load) -> str:
   **{kimi[1]:,.0f} instead of {kimi[0]:,.0f} MB** with Kimi-K2.5's widths (one rank's sizes of TP=4, BF16, H200). Every
   token and log-probability equal, prefills at {times[0]:.2f} of stock's time
   ([servers](docs/benchmarks/triton-server.md)). A layer of little work, as most are in FP8, is cut less: by default it
-  may cost 2 % of the time ([your model](docs/models.md)).
-  [On request](docs/moe-workspace.md) Kimi-K2.5's own INT4 (Marlin, sizes of TP=8) needs
+  may cost 2 % of the time ([your model](docs/commands/models.md)).
+  [On request](docs/changes/moe-workspace.md) Kimi-K2.5's own INT4 (Marlin, sizes of TP=8) needs
   {packed[1]:,.0f} instead of {packed[0]:,.0f} MB, at {layer_time:.2f} of a layer's time; Qwen3-235B's widths need
   {qwen[1]:,.0f} instead of {qwen[0]:,.0f} MB, at {times[1]:.2f}.
-- **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/kv-sizing.md)): the second start has
+- **KV cache, by one variable** ([`SGLANG_MOE_PATCHES_KV_SIZING=auto`](docs/changes/kv-sizing.md)): the second start has
   **{sized["tokens"]:,} instead of {stock["tokens"]:,} tokens** and serves {sized["total_throughput"]:,.0f} instead of
   {stock["total_throughput"]:,.0f} tokens/s (the same widths, 14 layers, one H200, 200 long requests at once:
   [serving](docs/benchmarks/serving.md)). Most of that is the caution of the engine's rule: with a measured

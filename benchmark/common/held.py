@@ -124,7 +124,7 @@ def register() -> None:
 
 def _watch(module: Any) -> None:
     import torch
-    from sglang_moe_patches.observers import memory
+    from sglang_moe_patches.lab.observers import memory
 
     path = Path(os.environ[VARIABLE])
     asked, told = path.with_name(f"{path.name}.ask"), path.with_name(f"{path.name}.parts")

@@ -13,7 +13,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.reference import model
+from sglang_moe_patches.lab.reference import model
 
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 48,

@@ -12,8 +12,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sglang_moe_patches import __version__, extras
-from sglang_moe_patches.reference.families import FAMILIES
+from sglang_moe_patches import __version__
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.lab import extras
+from sglang_moe_patches.lab.reference.families import FAMILIES
 
 app = typer.Typer(
     help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
@@ -50,7 +52,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def require_engine() -> None:
-    from sglang_moe_patches import engine
+    from sglang_moe_patches.core import engine
 
     found = engine.version()
     if found is None:
@@ -70,7 +72,7 @@ def require_extra(command: str) -> None:
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
     """This process's environment, completed for an engine process."""
-    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.lab.reference import environment
 
     require_engine()
     if not reference_kernels:
@@ -123,7 +125,7 @@ def serve(
 
     Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
     """
-    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.lab.reference import environment
 
     arguments = environment.server_arguments(server_args) if reference_kernels else server_args
     os.execve(
@@ -162,7 +164,7 @@ def doctor(
     Reads config.json alone: no weights, no GPU. The installed engine is asked
     which runner and format it would choose on such a GPU. Shown are the changes
     that act, the reason where one does not, the peak of a first prefill chunk,
-    stock and patched, term by term, and what is not known. docs/models.md has
+    stock and patched, term by term, and what is not known. docs/commands/models.md has
     this for models that people serve.
 
     Exits with 2 where there is no config.json, the model has no routed experts,
@@ -173,7 +175,7 @@ def doctor(
         return
     if server_args:
         fail("SERVER_ARGS need --model: give --model before the `--`")
-    from sglang_moe_patches import doctor
+    from sglang_moe_patches.lab import doctor
 
     if kv or forget:
         try:
@@ -197,9 +199,9 @@ def doctor(
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
-    from sglang_moe_patches import patch
-    from sglang_moe_patches.changes import CHANGES
-    from sglang_moe_patches.prediction import advice
+    from sglang_moe_patches.core import patch
+    from sglang_moe_patches.lab.predict import advice
+    from sglang_moe_patches.registry import CHANGES
 
     try:
         patch.check_environment(CHANGES)
@@ -236,8 +238,8 @@ def make_model(
     """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
     unless --bf16 is given."""
     require_extra("make-model")
-    from sglang_moe_patches.reference.families import OF_FAMILY, ModelSpec
-    from sglang_moe_patches.reference.model import make_model as write
+    from sglang_moe_patches.lab.reference.families import OF_FAMILY, ModelSpec
+    from sglang_moe_patches.lab.reference.model import make_model as write
 
     try:
         spec = ModelSpec(
@@ -335,10 +337,10 @@ def regress(
     require_extra("regress")
     from rich.console import Console
 
-    from sglang_moe_patches.reference import environment
-    from sglang_moe_patches.regression import regress as regression
-    from sglang_moe_patches.regression import report
-    from sglang_moe_patches.servers.subject import Subject
+    from sglang_moe_patches.lab.reference import environment
+    from sglang_moe_patches.lab.regress import regress as regression
+    from sglang_moe_patches.lab.regress import report
+    from sglang_moe_patches.lab.servers.subject import Subject
 
     subject: Subject | regression.Addresses
     if model is not None and baseline_url is None and patched_url is None:
@@ -350,7 +352,7 @@ def regress(
     else:
         fail("give either --model, or both --baseline-url and --patched-url")
     if require_identical is None:
-        require_identical = reference_kernels and not environment.has_gpu()
+        require_identical = reference_kernels and not has_gpu()
     criterion = regression.Criterion(require_identical, alpha, max_drop)
     try:
         if num_questions is None:
@@ -425,10 +427,10 @@ def plan(
     require_extra("plan")
     from rich.console import Console
 
-    from sglang_moe_patches.patch import SELECT_VARIABLE
+    from sglang_moe_patches.core.patch import SELECT_VARIABLE
+    from sglang_moe_patches.lab.servers.subject import PATCHED, STOCK, Subject
     from sglang_moe_patches.planning import plan as planning
     from sglang_moe_patches.planning import report
-    from sglang_moe_patches.servers.subject import PATCHED, STOCK, Subject
 
     if os.environ.get(SELECT_VARIABLE) == "none":
         servers: tuple[str, ...] = (STOCK,)

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches import observers, patch, variables
-from sglang_moe_patches.log import logger
+from sglang_moe_patches.core import patch, variables
+from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.lab import observers
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -31,14 +32,14 @@ def register() -> None:
     """
     import wrapt
 
-    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.registry import CHANGES
 
     try:
         patch.check_environment(CHANGES)
     except ValueError as error:
         raise SystemExit(f"sglang-moe-patches: {error}") from None
     if variables.REFERENCE_KERNELS.read():
-        from sglang_moe_patches.reference import environment
+        from sglang_moe_patches.lab.reference import environment
 
         environment.install()
     names = patch.selected(CHANGES)
@@ -89,8 +90,8 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    from sglang_moe_patches import engine
-    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.core import engine
+    from sglang_moe_patches.registry import CHANGES
 
     plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
     unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_moe_patches.observers.events import (
+from sglang_moe_patches.lab.observers.events import (
     Batch,
     ChangeStatus,
     Device,

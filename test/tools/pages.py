@@ -85,26 +85,29 @@ def status(change: str, found: dict[str, Any]) -> str:
 
 
 def package() -> tuple[Any, Any]:
-    """``sglang_moe_patches.changes`` and ``.patch``, from this checkout, which need nothing installed."""
+    """``sglang_moe_patches.registry`` and ``.core.patch``, from this checkout, which need nothing installed."""
     if str(ROOT / "python") not in sys.path:
         sys.path.insert(0, str(ROOT / "python"))
-    from sglang_moe_patches import changes, patch
+    from sglang_moe_patches import registry
+    from sglang_moe_patches.core import patch
 
-    return changes, patch
+    return registry, patch
 
 
 def changes(found: dict[str, Any]) -> str:
     """A table with a line for each change."""
     lines = ["| change | what it does | on which SGLang |", "| --- | --- | --- |"]
     for change in package()[0].CHANGES:
-        lines.append(f"| [{change.name}](docs/{change.name}.md) | {change.summary} | {status(change.name, found)} |")
+        lines.append(
+            f"| [{change.name}](docs/changes/{change.name}.md) | {change.summary} | {status(change.name, found)} |"
+        )
     return "\n".join(lines)
 
 
 def variables() -> str:
     """A table with a line for each environment variable that users set."""
     stated, patch = package()
-    from sglang_moe_patches.variables import BY_COMMANDS
+    from sglang_moe_patches.core.variables import BY_COMMANDS
 
     lines = [
         "| variable | default | read by | meaning |",
@@ -158,8 +161,8 @@ def families(found: dict[str, Any]) -> str:
     Families and runners are told apart where a change does, and where the engine has routed experts out of place.
     """
     stated, patch = package()
-    from sglang_moe_patches import runners
-    from sglang_moe_patches.dead_input.families import DEEPSEEK
+    from sglang_moe_patches.core import runners
+    from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 
     apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
 
@@ -237,9 +240,9 @@ def looks_at() -> str:
     """A table of where to look in a new release, and what to ask: of each change, and of what else stands on names of
     the engine's."""
     stated, _ = package()
-    from sglang_moe_patches import observers
-    from sglang_moe_patches.dead_input import families as known_families
-    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.core.dead_input import families as known_families
+    from sglang_moe_patches.lab import observers
+    from sglang_moe_patches.lab.reference import environment
 
     others = {"families": known_families, "observers": observers, "reference kernels": environment}
     places = [(change.name, change.looks_at) for change in stated.CHANGES]

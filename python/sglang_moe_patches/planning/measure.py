@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_moe_patches.observers.events import (
+from sglang_moe_patches.lab.observers.events import (
     ChangeStatus,
     Device,
     Event,

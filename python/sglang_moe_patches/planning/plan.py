@@ -12,25 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches import engine, patch
-from sglang_moe_patches.changes.kv_sizing import decide, record, rehearse, script
-from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.changes.kv_sizing.record import Record
-from sglang_moe_patches.observers.events import Event, Watch
-from sglang_moe_patches.patch import Status
+from sglang_moe_patches.core import engine, machine, patch
+from sglang_moe_patches.core.patch import Status
+from sglang_moe_patches.core.variables import BY_COMMANDS, PLAN, STRICT
+from sglang_moe_patches.lab.observers.events import Event, Watch
+from sglang_moe_patches.lab.servers import gpu, refusals
+from sglang_moe_patches.lab.servers.client import Client, Unanswered, watched
+from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
+from sglang_moe_patches.lab.servers.interrupts import Interrupts
+from sglang_moe_patches.lab.servers.keeper import StillRunning
+from sglang_moe_patches.lab.servers.refusals import Refusal
+from sglang_moe_patches.lab.servers.server import Server, ServerFailed, shown_starting
+from sglang_moe_patches.lab.servers.subject import PATCHED, STOCK, PortInUse, Subject
+from sglang_moe_patches.memory.kv_sizing import decide, record, rehearse, script
+from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.planning import measure, report, rule, verify
 from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.planning.result import Plan, ServerPlan, Started
-from sglang_moe_patches.reference import environment as machine
-from sglang_moe_patches.servers import gpu, refusals
-from sglang_moe_patches.servers.client import Client, Unanswered, watched
-from sglang_moe_patches.servers.folders import keep, logs_in, scratch
-from sglang_moe_patches.servers.interrupts import Interrupts
-from sglang_moe_patches.servers.keeper import StillRunning
-from sglang_moe_patches.servers.refusals import Refusal
-from sglang_moe_patches.servers.server import Server, ServerFailed, shown_starting
-from sglang_moe_patches.servers.subject import PATCHED, STOCK, PortInUse, Subject
-from sglang_moe_patches.variables import BY_COMMANDS, PLAN, STRICT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -430,7 +429,7 @@ class Asking:
 
 def patch_changes() -> Any:
     """The changes; not imported before they are wanted."""
-    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.registry import CHANGES
 
     return CHANGES
 

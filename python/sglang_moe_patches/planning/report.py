@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches import pages
-from sglang_moe_patches.changes.kv_sizing import script
-from sglang_moe_patches.changes.kv_sizing.size import MARGIN
+from sglang_moe_patches.lab import pages
+from sglang_moe_patches.memory.kv_sizing import script
+from sglang_moe_patches.memory.kv_sizing.size import MARGIN
 from sglang_moe_patches.planning.measure import Rank
 from sglang_moe_patches.planning.result import MB, Plan, ServerPlan, Started, Verdict
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sglang_moe_patches import engine
+from sglang_moe_patches.core import engine
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from sglang_moe_patches.changes.kv_sizing.record import Record
-from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.lab.observers.events import ChangeStatus
+from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.planning.measure import Rank, Verified
 from sglang_moe_patches.planning.rule import Rule
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from sglang_moe_patches.changes.kv_sizing.script import PENALIZED, SAMPLED, Configuration, Tokens, derive, rising
-from sglang_moe_patches.observers.events import Event, Forward, Watch, of_kind
+from sglang_moe_patches.lab.observers.events import Event, Forward, Watch, of_kind
+from sglang_moe_patches.lab.servers.client import LONGEST_S, Client, Unanswered, watched
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing.script import PENALIZED, SAMPLED, Configuration, Tokens, derive, rising
 from sglang_moe_patches.planning import measure
 from sglang_moe_patches.planning.measure import Verified
-from sglang_moe_patches.servers.client import LONGEST_S, Client, Unanswered, watched
-from sglang_moe_patches.servers.server import Server
 
 CLIENTS = 48
 PREFIXES = 6

@@ -14,8 +14,8 @@ from releases import ROOT
 
 STANDIN = ROOT / "test/standins/engine_for_plan"
 BELIEVES = """
-from sglang_moe_patches.reference import environment
-environment.has_gpu = lambda: True
+from sglang_moe_patches.core import machine
+machine.has_gpu = lambda: True
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import peak_memory
 import pytest
 import torch
-from sglang_moe_patches.observers.events import Block, History, Memory, Moment, Process
+from sglang_moe_patches.lab.observers.events import Block, History, Memory, Moment, Process
 
 FOLDER = Path(__file__).parents[3] / "benchmark"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))

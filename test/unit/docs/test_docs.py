@@ -10,8 +10,9 @@ import pages
 import pytest
 import releases
 from common import same
-from sglang_moe_patches import __version__, runners
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches import __version__
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.registry import CHANGES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -118,8 +119,8 @@ def test_an_unknown_name_is_refused(name: str):
 def test_every_change_and_every_variable_has_its_line():
     table, stated = pages.generated("changes"), pages.generated("variables")
     for change in CHANGES:
-        assert f"[{change.name}](docs/{change.name}.md)" in table
-        assert (pages.ROOT / "docs" / f"{change.name}.md").exists()
+        assert f"[{change.name}](docs/changes/{change.name}.md)" in table
+        assert (pages.ROOT / "docs" / "changes" / f"{change.name}.md").exists()
         for variable in change.variables:
             default = f"`{variable.default}`" if variable.default else "unset"
             assert f"| `{variable.name}` | {default} | {change.name} |" in stated

@@ -101,8 +101,8 @@ Why
 
 from __future__ import annotations
 
-from sglang_moe_patches.patch import Change, Layer, Plan, Status
-from sglang_moe_patches.variables import Variable, zero_or_one
+from sglang_moe_patches.core.patch import Change, Layer, Plan, Status
+from sglang_moe_patches.core.variables import Variable, zero_or_one
 
 CHANGE = Change(
     name="toy-change",
@@ -114,7 +114,7 @@ CHANGE = Change(
 )
 '''
 UNIT_TEST = """from sglang_moe_patches import patch
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.registry import CHANGES
 
 
 def test_it_is_selected_by_its_name():
@@ -143,7 +143,7 @@ CHANGE: dict[str, Write] = {
     ),
     "test/unit/changes/test_<name>.py": lambda old: UNIT_TEST,
     "test/engine/test_<name>.py": lambda old: ENGINE_TEST,
-    "docs/guards.md": lambda old: old.rstrip() + "\n| Nothing | `test_nothing_changes` | |\n",
+    "docs/development/guards.md": lambda old: old.rstrip() + "\n| Nothing | `test_nothing_changes` | |\n",
     "docs/<name-with-hyphens>.md": lambda old: "# toy-change\n\nIt does nothing.\n",
     "CHANGELOG.md": unreleased,
     "docs/compatibility.json": asked,
@@ -154,7 +154,7 @@ def named(text: str) -> str:
     return text.replace("<name>", "toy_change").replace("<name-with-hyphens>", "toy-change")
 
 
-@pytest.mark.parametrize("forgotten", [None, "docs/guards.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("forgotten", [None, "docs/development/guards.md", "CHANGELOG.md"])
 def test_a_toy_change_takes_the_files_of_the_recipe_and_no_others(copy: Path, forgotten: str | None):
     files = {named(file): what for file, what in table("A new change").items()}
     follow(copy, files, {named(file): write for file, write in CHANGE.items()})
@@ -162,7 +162,7 @@ def test_a_toy_change_takes_the_files_of_the_recipe_and_no_others(copy: Path, fo
     for file in ("README.md", "docs/compatibility.md", "CONTRIBUTING.md"):
         assert "toy-change" in (copy / file).read_text(), file
     looping = [f"test/unit/docs/test_{name}.py" for name in ("docs", "guards", "compatibility", "releases")]
-    selected = [*looping, "test/unit/test_patch.py", "test/unit/changes/test_toy_change.py"]
+    selected = [*looping, "test/unit/core/test_patch.py", "test/unit/changes/test_toy_change.py"]
     if forgotten is None:
         run_tests(copy, *selected)
     else:

@@ -18,8 +18,8 @@ from planning_events import GB, process
 from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches import cli
-from sglang_moe_patches.changes.kv_sizing.record import Record
-from sglang_moe_patches.observers.events import ChangeStatus
+from sglang_moe_patches.lab.observers.events import ChangeStatus
+from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.planning import measure, plan, report, rule
 from sglang_moe_patches.planning.measure import Verified
 from sglang_moe_patches.planning.result import Plan, ServerPlan, Started, Verdict

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_events import FACTS, GB, changed, forward, memory, process
-from sglang_moe_patches.changes.kv_sizing import script
-from sglang_moe_patches.changes.kv_sizing.script import Bound, Configuration, PhaseKind
-from sglang_moe_patches.observers import memory as observed
-from sglang_moe_patches.observers import observer
-from sglang_moe_patches.observers.events import (
+from sglang_moe_patches.lab.observers import memory as observed
+from sglang_moe_patches.lab.observers import observer
+from sglang_moe_patches.lab.observers.events import (
     Event,
     Failure,
     Forward,
@@ -26,9 +24,11 @@ from sglang_moe_patches.observers.events import (
     of_kind,
     to_json,
 )
+from sglang_moe_patches.lab.servers.client import Unanswered, watched
+from sglang_moe_patches.memory.kv_sizing import script
+from sglang_moe_patches.memory.kv_sizing.script import Bound, Configuration, PhaseKind
 from sglang_moe_patches.planning import measure, verify
 from sglang_moe_patches.planning.measure import Verified
-from sglang_moe_patches.servers.client import Unanswered, watched
 
 CONFIGURATION = Configuration(
     chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006

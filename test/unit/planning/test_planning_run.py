@@ -17,8 +17,8 @@ from sglang_moe_patches.planning import plan, report, verify
 
 STANDIN = ROOT / "test/standins/engine_for_plan"
 GPU = """
-from sglang_moe_patches.reference import environment
-environment.has_gpu = lambda: True
+from sglang_moe_patches.core import machine
+machine.has_gpu = lambda: True
 from sglang_moe_patches import cli
 cli.main()
 """

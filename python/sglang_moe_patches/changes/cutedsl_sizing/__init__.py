@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import runners
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
-from sglang_moe_patches.patch import Change, Count, Layer, Plan, Status
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.patch import Change, Count, Layer, Plan, Status
 
 
 def _plan() -> Plan:

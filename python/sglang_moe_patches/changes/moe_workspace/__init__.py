@@ -18,7 +18,7 @@ How
     The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
     not allocated.
 
-    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.dead_input`) is memory for the
+    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) is memory for the
     activation's output, if it is large enough: the peak is then the first GEMM's output alone, or a slice.
 
     Marlin's packed weights have no ranges of columns: each range's are copied first (:mod:`.marlin`). Its output, which
@@ -39,12 +39,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
-from sglang_moe_patches.dead_input import counts, look
-from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Count, Install, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import counts, look
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import Change, Count, Install, Layer, Patcher, Plan, Status
 
 
 def _unneeded(server_args: Any) -> str | None:

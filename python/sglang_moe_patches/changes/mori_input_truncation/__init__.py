@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.patch import Change, Count, Plan
+from sglang_moe_patches.core.patch import Change, Count, Plan
 
 
 def _unneeded(server_args: Any) -> str | None:

@@ -6,9 +6,9 @@ Why
     attention inputs (another one, and the q/kv latents) stay referenced until the next layer replaces them.
 
 How
-    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.dead_input`: the families of models, and
-    when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL runner
-    does so through cutedsl-sizing.
+    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
+    models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL
+    runner does so through cutedsl-sizing.
 
     Where the engine has no buffer, its TRT-LLM runner is made to take the offered one (:mod:`..dead_input.takers`), and
     marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
@@ -27,11 +27,11 @@ Remove when
 
 from __future__ import annotations
 
-from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.output_buffer import attention_inputs
-from sglang_moe_patches.dead_input import counts, look, takers
-from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core.dead_input import counts, look, takers
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
 
 
 def _plan() -> Plan:

@@ -13,9 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
-from sglang_moe_patches.changes.kv_sizing import decide, record, size
-from sglang_moe_patches.observers import events
-from sglang_moe_patches.variables import PLAN
+from sglang_moe_patches.core.variables import PLAN
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.memory.kv_sizing import decide, record, size
 
 from sglang.srt.server_args import prepare_server_args
 
