@@ -30,7 +30,6 @@ import mori_rows
 import nvfp4_hopper
 import overhead
 import peak_memory
-import plan
 import residual_hole
 import segments
 import serving
@@ -73,7 +72,9 @@ def one(name: str, tables: Callable[[output.Result], str]) -> Section:
 
 def rows_as_they_are(result: output.Result) -> str:
     """The table of a result without a script of its own."""
-    return output.table(("", "stock", "patched"), result["figures"]["rows"])
+    figures = result["figures"]
+    table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
+    return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
 
 
 def under(benchmark: str, *names: str) -> tuple[str, ...]:
@@ -93,17 +94,12 @@ TRITON_SERVERS = under(
     *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
     *("moe-workspace-eager", "moe-workspace-graphs", "moe-workspace-h100"),
 )
-PLANS = under(
-    "plan",
-    *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
-    *("qwen3-30b-16384", "qwen3-30b-8192"),
-)
 SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
-    "gain": Section(headlines=headlines.gain),
+    "launched": Section(headlines=headlines.launched),
     "second-start": Section(headlines=headlines.second_start),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
@@ -130,9 +126,10 @@ SECTIONS = {
         under("overhead", "servers-h200", "servers-4xh200"), lambda results: overhead.server_tables(*results)
     ),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
-    "plan": Section(PLANS, plan.in_short),
-    "plan-by-record": Section(under("plan", "gpt-oss-120b", "qwen3-next-80b"), plan.tables),
-    "serving": Section(("serving/kimi-k2.5",), serving.tables),
+    "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
+    "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
+    "serving": Section(under("serving", "kimi-k2.5-8192", "kimi-k2.5"), serving.tables),
+    "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
@@ -154,7 +151,6 @@ def alone(plot: Callable[[output.Result, Path], None]) -> Draw:
 
 #: image: (results, what draws it)
 PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
-    "gain.svg": ((*headlines.PEAKS.values(), *headlines.PLANS.values()), headlines.plot),
     "weight-shuffle.svg": (("weight-shuffle/h200",), alone(weight_shuffle.plot)),
     "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
     "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
@@ -176,7 +172,7 @@ def section(name: str, load: Load = output.load) -> str:
     if not results:
         return f"\n{tables(results)}\n"
     commands: dict[str, list[str]] = {}
-    for result in results:
+    for result in (result for result in results if "converted" not in result):
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
@@ -189,8 +185,8 @@ def section(name: str, load: Load = output.load) -> str:
     else:
         links = (f"[{each.split('/')[1]}.json]({data}/{each}.json)" for each in names)
         files = ", ".join(map("".join, zip(links, typed, strict=True)))
-    console = "\n".join(("```console", *lines, "```"))
-    return f"\n{console}\n\n{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
+    console = "\n".join(("```console", *lines, "```\n\n")) if lines else ""
+    return f"\n{console}{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
 
 
 def command_lines(command: str, releases: list[str]) -> str:

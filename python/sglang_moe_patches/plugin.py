@@ -10,14 +10,12 @@ ends the scheduler and the server like any other failure to start.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import patch, variables
 from sglang_moe_patches.core.log import logger
-from sglang_moe_patches.lab import observers
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -101,8 +99,9 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     for line in patch.unread(CHANGES):
         logger.warning(f"sglang-moe-patches: {line}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
-    for variable, observer in observers.OBSERVERS:
-        if folder := variable.read():
-            importlib.import_module(f"{observers.__name__}.{observer}").install(folder, plans)
+    if folder := variables.OBSERVE.read():
+        from sglang_moe_patches.lab.observers import forwards
+
+        forwards.install(folder, plans)
     _plans = plans
     return plans

@@ -14,7 +14,6 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     reasons                         the reasons behind it, those of neighbouring releases in one line
     families                        a line for each kind of families of models, a column for each kind of MoE runner
     offers                          which families offer their dead input where, and why others do not
-    looks-at                        where to look in a new release, and what to ask there
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
 
@@ -236,22 +235,6 @@ def offers(found: dict[str, Any]) -> str:
     return "\n".join(lines).replace("its Model", "its loop")
 
 
-def looks_at() -> str:
-    """A table of where to look in a new release, and what to ask: of each change, and of what else stands on names of
-    the engine's."""
-    stated, _ = package()
-    from sglang_moe_patches.core.dead_input import families as known_families
-    from sglang_moe_patches.lab import observers
-    from sglang_moe_patches.lab.reference import environment
-
-    others = {"families": known_families, "observers": observers, "reference kernels": environment}
-    places = [(change.name, change.looks_at) for change in stated.CHANGES]
-    places += [(name, module.LOOKS_AT) for name, module in others.items()]
-    lines = ["| for | look at (in `site-packages/sglang/srt`) | what to ask |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {place} | {question} |" for name, looks in places for place, question in looks]
-    return "\n".join(lines)
-
-
 def whole(outcomes: dict[str, Any]) -> str:
     """A table of the last runs of all tests."""
     lines = ["| SGLang | all tests, on | outcome |", "| --- | --- | --- |"]
@@ -279,7 +262,6 @@ def generated(name: str) -> str:
         "reasons": lambda: reasons(found),
         "families": lambda: families(found),
         "offers": lambda: offers(found),
-        "looks-at": looks_at,
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }
     if name not in makers:

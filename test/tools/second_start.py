@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import plugins, processes
+from common.client import Client
 from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.reference import environment
-from sglang_moe_patches.lab.servers.client import Client
 from sglang_moe_patches.lab.servers.server import Server, shown_starting
 from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
 

@@ -38,7 +38,7 @@ def test_a_second_start_by_the_rule_is_a_failure(gpu, tokens, log, code, monkeyp
         return tokens[len(started) - 1], second_start.said(log)
 
     monkeypatch.setattr(second_start, "start", start)
-    monkeypatch.setattr(environment, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(second_start, "has_gpu", lambda: gpu)
     monkeypatch.setattr(environment, "variables", lambda environ: {environment.SWITCH: "1"})
     folder = tmp_path / "folder"
     assert second_start.main(["--model", "m", "--output", str(folder), "--", "--tp", "2"]) == code

@@ -219,9 +219,6 @@ CHANGE = Change(
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
-    looks_at=(
-        ("`models/deepseek_v2.py`, `DeepseekV2MoE.forward_normal`", "is `defer_shared` still decided by `inplace`?"),
-    ),
     does=_does,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

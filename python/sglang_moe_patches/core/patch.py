@@ -214,7 +214,6 @@ class Change:
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
-    :param looks_at: where to look in a new release, and what to ask there: lines of the recipe in CONTRIBUTING.md.
     :param does: what becomes of a part of a layer where the change has this status, in a few words; "" for nothing.
         Asked where it installs something, for the table of families in docs/compatibility.md.
     """
@@ -226,7 +225,6 @@ class Change:
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
-    looks_at: tuple[tuple[str, str], ...] = ()
     does: Callable[[Layer, Status], str] = lambda layer, status: ""
 
 

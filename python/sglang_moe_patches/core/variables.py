@@ -92,7 +92,6 @@ OBSERVE_HISTORY = Variable(
     whole_number,
     "0",
 )
-PLAN = Variable("SGLANG_MOE_PATCHES_PLAN", "folder for what each forward leaves free; `plan` sets it", str)
 
 OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
@@ -100,7 +99,6 @@ OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("reference kernels", REFERENCE_WORKSPACE_MB),
     ("observers", OBSERVE),
     ("observers", OBSERVE_HISTORY),
-    ("observers", PLAN),
 )
 """Who reads it, and the variable."""
 BY_COMMANDS = ("reference kernels", "observers")

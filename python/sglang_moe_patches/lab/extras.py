@@ -6,7 +6,6 @@ from importlib import util
 
 EXTRAS = {
     "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2", "matplotlib")),
-    "plan": ("plan", ("psutil", "httpx", "jinja2", "matplotlib")),
     "make-model": ("model", ("safetensors", "tokenizers")),
 }
 """The extra that a command needs, and the modules that it brings."""

@@ -50,7 +50,7 @@ def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, 
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ["kv_images", "segments", "soak"])
+@pytest.mark.parametrize("script", ["segments", "soak"])
 def test_without_a_gpu_one_line_says_what_runs_without_one(script, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(monkeypatch, f"{script}.py") == 2

@@ -243,7 +243,7 @@ def test_no_secret_gets_into_a_file():
 
 
 def test_variables_of_changes_count_and_those_of_this_one_and_of_commands_do_not():
-    environ = {"SGLANG_MOE_PATCHES_SEGMENTS": "on", "SGLANG_MOE_PATCHES_PLAN": "/tmp", decide.KV_SIZING.name: "auto"}
+    environ = {"SGLANG_MOE_PATCHES_SEGMENTS": "on", "SGLANG_MOE_PATCHES_OBSERVE": "/tmp", decide.KV_SIZING.name: "auto"}
     assert decide.variables_of(environ) == {"SGLANG_MOE_PATCHES_SEGMENTS": "on"}
 
 

@@ -61,12 +61,5 @@ CHANGE = Change(
         Count("slices", "ran in token slices", f"{__name__}.wrapper", "slices", _ranges, unit="slices"),
     ),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
-    looks_at=(
-        (
-            "`layers/moe/moe_runner/flashinfer_cutedsl.py` (`ensure_cutedsl_wrapper`), `server_args.py` (what bounds a "
-            "forward's tokens), FlashInfer's `CuteDslMoEWrapper`",
-            "does the wrapper keep buffers? what refuses a larger forward?",
-        ),
-    ),
     does=_does,
 )

@@ -148,24 +148,6 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS, columns.MOE_WORKSPACE_MB),
-    looks_at=(
-        (
-            "`layers/moe/moe_runner/triton_utils/fused_moe.py` (`_fused_moe_kernel_sequence`), "
-            "`fused_moe_triton_kernels.py` (`invoke_fused_moe_kernel`)",
-            "which `torch.empty` makes the [tokens, top-k, hidden] tensor? who fills, sums and reads it? new arguments "
-            "of the kernel?",
-        ),
-        (
-            "`layers/moe/fused_moe_triton/fused_marlin_moe.py`, `quantization/marlin_utils*.py`",
-            "which tensor has both GEMMs' outputs? who reads and sums it? do weights, scales and biases still change "
-            "places within 64 columns alone?",
-        ),
-        (
-            "`layers/moe/fused_moe_triton/layer.py` (`FusedMoE.run_moe_core`), `layers/moe/topk.py`, "
-            "`token_dispatcher/standard.py`",
-            "token slices: does every runner go through it? which formats of top-k and dispatch?",
-        ),
-    ),
     does=_does,
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

@@ -69,12 +69,5 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(LIMIT, BOUND),
-    looks_at=(
-        (
-            r'`grep -rn "MORI_MOE_MAX_INPUT_TOKENS\|recv_cap\|RECV_BOUND" .`: `ep_moe/layer.py`, '
-            "`moe_runner/aiter.py`, `token_dispatcher/moriep.py`, `dp_attention.py`",
-            "who cuts, when, to what? which counts does a graph capture announce?",
-        ),
-    ),
     counts=(Count("cut", "cut the input", f"{__name__}.seams", "truncate", _rows_cut, unit="rows"),),
 )

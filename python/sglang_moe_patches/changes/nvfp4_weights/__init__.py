@@ -293,13 +293,6 @@ CHANGE = Change(
     summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *_MARLIN),
-    looks_at=(
-        (
-            f"`layers/quantization/utils.py` (`{_FUNCTION}`), `moe_runner/flashinfer_trtllm.py` "
-            "(`align_fp4_moe_weights_…`), `quantization/modelopt_quant.py` (`create_weights`, `create_moe_runner`)",
-            "same parameters? looked up when called? `copy_or_rebind_param`? placeholders? does Marlin read them?",
-        ),
-    ),
     counts=(
         Count(
             "shuffled",

@@ -7,8 +7,8 @@ Why
 
 How
     A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
-    models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL
-    runner does so through cutedsl-sizing.
+    models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
+    CuteDSL runner does so through cutedsl-sizing.
 
     Where the engine has no buffer, its TRT-LLM runner is made to take the offered one (:mod:`..dead_input.takers`), and
     marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
@@ -69,14 +69,6 @@ CHANGE = Change(
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input, in every family of "
     "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
     plan=_plan,
-    looks_at=(
-        (
-            "`grep -rn moe_output_buffer_ctx .`: `layers/moe/moe_runner/base.py`, `models/deepseek_v2.py` "
-            "(`DeepseekV2DecoderLayer.forward`), and every other model that offers",
-            "does the offer look at the residual by now? does a new model offer? is the name still imported inside "
-            "`forward`?",
-        ),
-    ),
     does=_does,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
 )

@@ -16,14 +16,6 @@ from pathlib import Path
 
 from sglang_moe_patches.core.dead_input import proofs
 
-LOOKS_AT = (
-    (
-        "`doctor`'s families; `models/`: their decoder layers and the loop over them",
-        "did one drop out (`dead_input/proofs.py`)? where is the residual (argument, "
-        "`forward_batch.residual_stream`)? is what is captured on the way still a sum, or a copy?",
-    ),
-)
-"""As a change's ``looks_at``."""
 DEEPSEEK = "deepseek_v2"
 """The family whose shared experts can run last, and whose attention inputs are held."""
 REFUSED: dict[str, str] = {}

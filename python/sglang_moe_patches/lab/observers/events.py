@@ -1,7 +1,7 @@
 """What a server's processes write down for whoever started them: the records, and all that is known of their format.
 
-:func:`to_json` makes a line of a record, :func:`event` and :func:`record` make records of lines. The observers write;
-``regress``, ``plan`` and the benchmarks read; what stands in for a server in tests makes the same records.
+:func:`write` writes the state of a process, :func:`collect` reads those of a server. The observers write; ``regress``
+and the benchmarks read; what stands in for a server in tests makes the same records.
 
 Memory is in bytes, and zero where there is no CUDA.
 """
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from sglang_moe_patches.memory.kv_sizing.script import Batch, ServerFacts
 
 R = TypeVar("R")
 
@@ -27,147 +25,6 @@ class ChangeStatus(NamedTuple):
     change: str
     status: str
     reason: str
-
-
-# --- For ``plan``: events, one line each ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Device:
-    """Memory of a process and of its GPU.
-
-    :param peak: of ``allocated``, since the reading before.
-    :param retries: how often the allocator gave memory back and tried again; ``ooms``: or gave up.
-    """
-
-    allocated: int = 0
-    peak: int = 0
-    reserved: int = 0
-    free: int = 0
-    total: int = 0
-    retries: int = 0
-    ooms: int = 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which model of a server a process runs, and where.
-
-    :param draft: it drafts for the other.
-    """
-
-    gpu: int = 0
-    tp: int = 0
-    pp: int = 0
-    draft: bool = False
-
-
-@dataclass(frozen=True)
-class Start:
-    """A process begins to record."""
-
-    changes: tuple[ChangeStatus, ...]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Observing has ended, the process has not."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Stage:
-    """``ModelRunner`` begins or has ended loading, sizing or capturing.
-
-    :param name: of its method.
-    :param ended: else it begins. The stage's own peak is in the memory at its end.
-    """
-
-    name: str
-    ended: bool
-    place: Place
-    memory: Device
-
-
-@dataclass(frozen=True)
-class Sized:
-    """The engine has divided the memory.
-
-    :param before_load: free before loading: what its fraction is of.
-    :param for_kv: bytes for the KV cache.
-    """
-
-    before_load: int
-    for_kv: int
-    memory: Device
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The first forward of a model is about to start.
-
-    :param pools: reserved bytes of each private pool (a graph's), by PyTorch's name for it, and of the common one.
-    """
-
-    place: Place
-    server: ServerFacts
-    memory: Device
-    pools: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A forward has ended.
-
-    :param graph: a captured graph ran.
-    :param before: when it started; ``memory``: when it ended.
-    :param pools: as in :class:`Ready`, where they have changed.
-    """
-
-    place: Place
-    batch: Batch
-    graph: bool
-    before: Device
-    memory: Device
-    pools: Mapping[str, int] = field(default_factory=dict)
-
-
-Event = Start | Failure | Stage | Sized | Ready | Forward
-E = TypeVar("E", Start, Failure, Stage, Sized, Ready, Forward)
-_EVENTS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Event)}
-
-
-def of_kind(events: Iterable[Event], kind: type[E]) -> list[E]:
-    """Those of one kind, in order."""
-    return [event for event in events if isinstance(event, kind)]
-
-
-class Watch:
-    """Reads the events that the processes of a server append to files of their own.
-
-    :param folder: of ``*.jsonl``, one file a process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._read: dict[Path, int] = {}
-
-    def new(self) -> dict[str, list[Event]]:
-        """Events since the last call, by the name of the process. A line that is still being written comes later."""
-        found: dict[str, list[Event]] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(whole)
-            if whole:
-                found[path.stem] = [event(line) for line in whole.splitlines()]
-        return found
-
-
-# --- For ``regress`` and the benchmarks: the state of a process, written anew when it has changed ---------------------
 
 
 @dataclass
@@ -333,18 +190,7 @@ def of_all(found: Sequence[Acted]) -> Acted:
 
 def to_json(record: Any) -> str:
     """One line."""
-    kind = {"event": type(record).__name__.lower()} if isinstance(record, Event) else {}
-    return json.dumps({**kind, **asdict(record)})
-
-
-def event(line: str | bytes) -> Event:
-    """The event of a line.
-
-    :raises KeyError: it is none, or of another format.
-    """
-    facts = json.loads(line)
-    found: Event = _made(_EVENTS[facts.pop("event")], facts)
-    return found
+    return json.dumps(asdict(record))
 
 
 def record(kind: type[R], text: str) -> R:

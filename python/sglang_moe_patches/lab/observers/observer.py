@@ -1,4 +1,4 @@
-"""What ``regress`` and ``plan`` have in common when they observe a server's processes from within.
+"""What observing a server's processes from within needs, for ``regress`` and the benchmarks.
 
 Observing never ends a server: the first thing that goes wrong is written down, and nothing is observed from then on.
 """

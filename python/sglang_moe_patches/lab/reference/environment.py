@@ -26,14 +26,6 @@ from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 
 SWITCH = REFERENCE_KERNELS.name
 
-LOOKS_AT = (
-    (
-        "`layers/layernorm.py`, `layers/moe/topk.py`, `quantization/modelopt_quant.py` (Blackwell check), "
-        "`benchmark/one_batch.py`, FlashInfer's MoE signatures",
-        "below",
-    ),
-)
-"""As a change's ``looks_at``: what the environment of the reference kernels replaces."""
 
 WARNING = (
     "sglang-moe-patches: REFERENCE KERNELS are active (%s=1): plain PyTorch replaces FlashInfer's NVFP4 kernels. "

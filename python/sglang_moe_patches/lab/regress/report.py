@@ -251,8 +251,8 @@ def notes(comparison: Comparison) -> list[str]:
     if kv_tokens(comparison):
         lines.append(
             "KV tokens: the difference between the two peaks, as KV cache of one GPU. The engine does not use it by "
-            "itself, and larger forwards than those of these questions may need more: `sglang-moe-patches plan` finds "
-            "the --mem-fraction-static to set."
+            "itself, and larger forwards than those of these questions may need more: "
+            "SGLANG_MOE_PATCHES_KV_SIZING=auto has a server measure them when it starts."
         )
     if any(memory.live_at_kernel_bytes is not None for memory in measured):
         lines.append(

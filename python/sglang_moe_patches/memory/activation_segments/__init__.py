@@ -64,11 +64,4 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(decide.SEGMENTS,),
-    looks_at=(
-        (
-            "`managers/scheduler.py` (`Scheduler.run_event_loop`), `distributed/parallel_state.py` "
-            "(`GroupCoordinator.graph_capture`), `grep -rn 'CUDAGraph\\|MemPool\\|IpcMem' .`",
-            "where does serving begin? who captures later, or shares memory by handle?",
-        ),
-    ),
 )

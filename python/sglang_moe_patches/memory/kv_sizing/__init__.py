@@ -51,17 +51,4 @@ CHANGE = Change(
     unneeded=_unneeded,
     variables=(decide.KV_SIZING, decide.KV_RECORD),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
-    looks_at=(
-        (
-            "`grep -rn mem_fraction_static .`: `_profile_available_bytes`, `ModelRunner.init_memory_pool` or "
-            "`alloc_memory_pool`",
-            "who sizes the KV cache, by which fraction? who else reads it? does the engine know whether a user "
-            "gave it?",
-        ),
-        (
-            "`managers/scheduler.py` (`run_event_loop`, `get_init_info`, `flush_cache`), "
-            "`scheduler_components/request_receiver.py`, `io_struct.py` (`TokenizedGenerateReqInput`)",
-            "where are requests read and answers sent? new fields of a request? do all ranks answer a flush?",
-        ),
-    ),
 )

@@ -1,6 +1,6 @@
 """What is driven: the largest forwards that a server's configuration allows, as data.
 
-One definition for a rehearsal and for ``plan``, which has a server rehearse and adds prompt log-probabilities.
+One definition for the rehearsal and for the tests of its phases.
 Nothing here imports the engine or torch.
 """
 

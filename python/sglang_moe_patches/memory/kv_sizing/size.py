@@ -9,7 +9,7 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN = 2_000_000_000
 """Bytes that stay free beyond what was needed. Between two kinds of load need has differed by up to 1,180 MB in
-fourteen servers that ``plan`` recorded, and once by 2 GB."""
+fourteen servers that were measured, and once by 2 GB."""
 LEAST_GAIN = 0.02
 """Of the rule's KV cache. Below that a server stays with the engine's own number."""
 OTHERS = 0.01

@@ -30,7 +30,7 @@ WITHOUT = {
     "mutations": "answers",
     "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
     "overhead": "times",
-    "plan": "what was left of a GPU's memory: the allocator's blocks and libraries' workspaces, not tensors",
+    "kv-plans": "what was left of a GPU's memory: the allocator's blocks and libraries' workspaces, not tensors",
     "regress": "answers, accuracy and the whole server's memory",
     "residual-hole": "answers",
     "serving": "tokens a second, and what was left of a GPU's memory",

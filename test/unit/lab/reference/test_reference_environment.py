@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sglang_moe_patches.core import machine
 from sglang_moe_patches.lab import reference
 from sglang_moe_patches.lab.reference import environment
 
@@ -27,7 +28,7 @@ def test_no_module_needs_more_than_the_engine_and_wrapt(path: Path) -> None:
 
 
 def test_what_the_user_set_for_the_processor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setattr(environment, "stub_libcuda", lambda folder: Path("/stub/libcuda.so.1"))
     assert environment.variables({})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"  # what comes above it are tiles
     given = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0"}

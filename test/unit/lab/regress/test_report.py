@@ -202,7 +202,7 @@ def test_what_is_saved_is_said_in_tokens_of_kv_cache():
     comparison = compared(memory(3_028_000_000), memory(1_168_000_000))
     # 1.86 GB at 70,272 bytes a token.
     assert "26,468" in line(terminal(comparison), "KV tokens that the difference could hold")
-    assert "sglang-moe-patches plan" in "".join(report.notes(comparison))
+    assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.notes(comparison))
     for stock, patched in (
         (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
         (memory(3_028_000_000), memory(1_168_000_000, tokens=8192)),  # of another forward
