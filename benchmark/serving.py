@@ -37,8 +37,8 @@ from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.kv_sizing import record
-from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.memory.kv_sizing.script import fraction_in_force
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.phases import fraction_in_force
 
 MB = 1e6
 SAYS = "sglang-moe-patches: kv-sizing: "
@@ -263,7 +263,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
     if records.exists():
         # What it is made of has folders of this machine in it.
-        found["record"] = [{**asdict(each), "made_of": {}} for each in record.read(records).values()]
+        found["record"] = [{**asdict(each), "fingerprint_inputs": {}} for each in record.read(records).values()]
     return found
 
 

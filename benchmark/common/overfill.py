@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.kv_sizing.script import (
+from sglang_moe_patches.memory.kv_sizing.phases import (
     PENALIZED,
     SAMPLED,
     Configuration,
     ServerFacts,
     Tokens,
     configuration,
-    rising,
+    growing_lengths,
 )
 
 from common.client import LONGEST_S, Client, Unanswered
@@ -150,7 +150,7 @@ class _Load:
         """Growing prompts, then requests that overfill the KV cache, again and again."""
         count, prompt, new_tokens = filling(self.c)
         tokens = Tokens("fill", self.c.vocabulary)
-        for length in rising(self.c.largest):
+        for length in growing_lengths(self.c.largest):
             if not stop.is_set():
                 self.ask([tokens.some(length) for _ in range(self.c.ranks)], 1, stop)
         while not stop.is_set():

@@ -24,9 +24,9 @@ in_force = [0.0]
 
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
-    hooks = {here + "decide": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "seams": learn_the_rule}
-    hooks |= {here + "script": shorten, here + "rehearse": be_patient, here + "size": be_content}
-    hooks[here + "ranks"] = be_quick
+    hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": learn_the_rule}
+    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "sizing": be_content}
+    hooks[here + "coordination"] = be_quick
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
@@ -37,19 +37,19 @@ def register():
         wrapt.register_post_import_hook(hook, module)
 
 
-def shorten(script):
-    script.RISING, script.VARIED = 3, 6
+def shorten(phases):
+    phases.GROWING_PROMPTS, phases.VARIED_PROMPTS = 3, 6
 
 
-def be_patient(rehearse):
-    rehearse.LIMIT_S = 3600  # however slow the machine is
-    rehearse.LEAST_FREE = FREE // 2
+def be_patient(rehearsal):
+    rehearsal.REHEARSAL_TIMEOUT_S = 3600  # however slow the machine is
+    rehearsal.MIN_FREE_BYTES = FREE // 2
     if "STEPS" in os.environ:
-        keep_steps(rehearse)
+        keep_steps(rehearsal)
 
 
-def keep_steps(rehearse):
-    begin = rehearse.Rehearsal.begin
+def keep_steps(rehearsal):
+    begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
         import torch
@@ -66,15 +66,15 @@ def keep_steps(rehearse):
 
         rehearsal.runner.forward = forward
 
-    rehearse.Rehearsal.begin = begin_with
+    rehearsal.Rehearsal.begin = begin_with
 
 
-def be_quick(ranks):
-    ranks.WAIT_S = 15
+def be_quick(coordination):
+    coordination.WAIT_S = 15
 
 
-def be_content(size):
-    size.MARGIN = 200_000_000
+def be_content(sizing):
+    sizing.MARGIN_BYTES = 200_000_000
 
 
 def tell_the_rule(module):
@@ -90,31 +90,31 @@ def telling(told):
     return tell
 
 
-def learn_the_rule(seams):
-    original = seams._look_around
+def learn_the_rule(hooks):
+    original = hooks._report
 
-    def look_around(state, runner, before, fraction, arguments):
+    def report(state, runner, before, fraction, arguments):
         rule[0] = fraction
         if NEED:
-            seams.size.MARGIN = int(BEFORE * (1 - fraction)) - NEED - GAIN
+            hooks.sizing.MARGIN_BYTES = int(BEFORE * (1 - fraction)) - NEED - GAIN
         return original(state, runner, before, fraction, arguments)
 
-    sizes = seams._size
+    sizes = hooks._size
 
     def size(state, runner, *args):
         sizes(state, runner, *args)
         in_force[0] = runner.mem_fraction_static
 
-    seams._look_around, seams._size = look_around, size
+    hooks._report, hooks._size = report, size
 
 
-def allow(decide):
-    original = decide.stands_back
+def allow(eligibility):
+    original = eligibility.skip_reason
 
-    def stands_back(asked, arguments, environ):
+    def skip_reason(asked, arguments, environ):
         return original(asked, {**arguments, "device": "cuda"}, environ)
 
-    decide.stands_back = stands_back
+    eligibility.skip_reason = skip_reason
 
 
 def measure(memory):

@@ -22,10 +22,10 @@ from rich.console import Console
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server, shown_starting
-from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
 
 SAYS = "sglang-moe-patches: kv-sizing: "
-SIZED = " instead of the rule's "
+SIZED = " instead of "
 STAND_IN = "tells_memory"
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
 GIVEN = "--mem-fraction-static"

@@ -8,7 +8,7 @@ import pytest
 import second_start
 from sglang_moe_patches.lab.reference import environment
 
-RECORDED = "[2026-11-23 07:11:25 TP0] sglang-moe-patches: kv-sizing: 0.9009 instead of the rule's 0.9000: 9 tokens"
+RECORDED = "[2026-11-23 07:11:25 TP0] sglang-moe-patches: kv-sizing: 0.9009 instead of 0.9000: 9 tokens"
 RULE = "[2026-11-23 07:11:25] sglang-moe-patches: kv-sizing: the engine's rule, 0.9000: nothing is recorded"
 
 

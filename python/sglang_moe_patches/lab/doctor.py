@@ -12,7 +12,7 @@ from typing import Any
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.memory.kv_sizing import decide, record
+from sglang_moe_patches.memory.kv_sizing import eligibility, record
 
 
 class EngineUnusable(RuntimeError):
@@ -88,6 +88,7 @@ def unsupported(found: dict[str, Any]) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     """Print the facts as a table."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -95,14 +96,14 @@ def show(found: dict[str, Any]) -> None:
         f"[bold]SGLang {found['engine']}[/], torch {found['torch']}, Python {found['python']}, "
         f"sglang-moe-patches {found['package']}"
     )
-    console.print(f"GPU: {', '.join(found['gpus']) or 'none'}")
+    console.print(f"GPU: {', '.join(found['gpus']) or 'none'}", markup=False)
     table = Table("change", "status", "what it does, and why, or why it does not apply")
     colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
     for change in found["changes"]:
         colour = colours.get(change["status"], "dim")
         does = change["summary"] if change["status"] in ("applied", "hardened") else ""
         told = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
-        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", told)
+        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", escape(told))
     console.print(table)
     if found["variables"]:
         console.print("Variables in force:")
@@ -111,7 +112,7 @@ def show(found: dict[str, Any]) -> None:
     else:
         console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
     for line in found["unread"]:
-        console.print(f"[bold yellow]{line}[/]", highlight=False, soft_wrap=True)
+        console.print(f"[bold yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
 def kv_records(forget: str = "") -> list[str]:
@@ -120,7 +121,7 @@ def kv_records(forget: str = "") -> list[str]:
     :param forget: the beginning of the fingerprints to forget, or ``all``; "": none.
     :raises ValueError: the file cannot be read or written, or no record is called so.
     """
-    path = decide.record_path(os.environ)
+    path = eligibility.record_path(os.environ)
     try:
         records = record.read(path)
         if forget == "all" and records:
@@ -130,14 +131,14 @@ def kv_records(forget: str = "") -> list[str]:
         if forget and not gone:
             raise ValueError(f"{path} has no record {forget}; it has {', '.join(records) or 'none'}")
         for key in gone:
-            record.change(path, key, lambda old: None)
+            record.update(path, key, lambda old: None)
     except record.Unreadable as error:
         raise ValueError(f"{path} {error}") from error
     except OSError as error:
         raise ValueError(str(error)) from error
     if gone:
         return [f"{path}: {', '.join(gone)} forgotten"]
-    lines = [line for key, found in records.items() for line in record.described(key, found)]
+    lines = [line for key, found in records.items() for line in record.describe(key, found)]
     return [f"{path}: {len(records)} {'record' if len(records) == 1 else 'records'}", *lines]
 
 

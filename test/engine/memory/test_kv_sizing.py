@@ -20,12 +20,12 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import free_port
-from sglang_moe_patches.memory.kv_sizing import facts, images, metric, record, script, size
+from sglang_moe_patches.memory.kv_sizing import facts, images, metrics, phases, record, sizing
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
 GATHERS = (ROOT / "test/standins/gathers_on_cpu.py").read_text()
-FREE, MARGIN = 300_000_000, 200_000_000
+FREE, MARGIN_BYTES = 300_000_000, 200_000_000
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
@@ -95,8 +95,8 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert log.index("rehearsed in") < log.index("The server is fired up")
     measured = the_record(place)
     assert (measured.missed, measured.proven, measured.attempts) == ((), False, 0)
-    assert {"prefill chunk", "prompts of many lengths"} <= set(measured.driven)
-    assert any("penalties" in name for name in measured.driven)
+    assert {"prefill chunk", "prompts of many lengths"} <= set(measured.reached)
+    assert any("penalties" in name for name in measured.reached)
     assert measured.rule_fraction == rule["mem_fraction_static"]
     assert measured.rule_tokens == measured.tokens == rule["max_total_num_tokens"]
     reserve = measured.before * (1 - measured.rule_fraction)
@@ -106,15 +106,15 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     with started(second):
         assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
         larger = sure(second)
-        metrics = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
-    assert f'{metric.NAME}{{gpu="0",rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(metrics)]
+        shown = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
+    assert f'{metrics.NAME}{{gpu="0",rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(shown)]
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     assert larger["mem_fraction_static"] == pytest.approx(
-        1 - (measured.need + MARGIN) / measured.before, abs=2 * size.ENDS
+        1 - (measured.need + MARGIN_BYTES) / measured.before, abs=2 * sizing.FRACTION_STEP
     )
     told = said(second)[0]
     for part in (
-        f"{larger['mem_fraction_static']:.4f} instead of the rule's {rule['mem_fraction_static']:.4f}",
+        f"{larger['mem_fraction_static']:.4f} instead of {rule['mem_fraction_static']:.4f}",
         f"{larger['max_total_num_tokens']:,} tokens instead of {rule['max_total_num_tokens']:,}",
         "200 MB of margin, measured",
         "rehearses once more",
@@ -123,7 +123,7 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     proven = the_record(place)
     assert proven.proven
     assert proven.need == measured.need
-    assert proven.lowest_serving == FREE
+    assert proven.lowest_free_serving == FREE
 
 
 @pytest.mark.every_release
@@ -187,14 +187,14 @@ def test_a_server_with_pools_of_more_than_one_kind_is_rehearsed_and_sized(pools:
             assert answers(running, prompts=PROMPTS) == answers(running, prompts=PROMPTS)
             found.append((info(running), the_record(place)))
     (rule, measured), (larger, proven) = found
-    assert (measured.missed, measured.left_out, measured.proven) == ((), (), False)
-    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert (measured.missed, measured.skipped, measured.proven) == ((), (), False)
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.reached)
     assert (proven.missed, proven.proven) == ((), True)
     assert larger["mem_fraction_static"] > rule["mem_fraction_static"]
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     requests = [each["internal_states"][0]["effective_max_running_requests_per_dp"] for each in (rule, larger)]
-    assert measured.requests_follow == (requests[1] > requests[0]) == (pools != "windows")
-    assert f"eager decode of {requests[1]} requests" in proven.driven
+    assert measured.requests_grow == (requests[1] > requests[0]) == (pools != "windows")
+    assert f"eager decode of {requests[1]} requests" in proven.reached
 
 
 @pytest.mark.product
@@ -213,7 +213,7 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
     assert len(measured.ranks) == 2
     assert measured.missed == ()
     assert said(bad)[-1] == (
-        "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+        "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     )
     failed = the_record(other)
     assert (failed.need, failed.attempts) == (0, 1)
@@ -250,9 +250,9 @@ def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record
         rule, failed = info(first), info(bad)
     measured, not_measured = (the_record(place / name) for name in ("first", "bad"))
     assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
-    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
-    assert "eager decode of 10 requests" in measured.driven
-    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.reached)
+    assert "eager decode of 10 requests" in measured.reached
+    told = "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     assert said(bad)[-1] == told
     assert (not_measured.need, not_measured.attempts) == (0, 1)
     assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
@@ -264,7 +264,7 @@ def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record
         assert answers(second, prompts=PROMPTS) == expected
         larger = info(second)
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
-    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    assert phases.fraction_in_force(larger) > phases.fraction_in_force(rule) == measured.rule_fraction
     assert the_record(place / "second").proven
     for name in ("first", "second"):
         one, other = ran(place / name)
@@ -306,8 +306,8 @@ def test_replicas_rehearse_each_for_itself_into_one_record(folder: Path, checkpo
     with started(second):
         assert answers(second, prompts=PROMPTS) == expected
         larger = info(second)
-    assert len([line for line in said(second) if "instead of the rule's" in line]) == 2
-    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    assert len([line for line in said(second) if " tokens instead of " in line]) == 2
+    assert phases.fraction_in_force(larger) > phases.fraction_in_force(rule) == measured.rule_fraction
     # Those of the same controller: which of them is asked first is the engine's choice.
     tokens = {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]}
     assert tokens == {larger["max_total_num_tokens"]}
@@ -330,7 +330,7 @@ def of_two_stages(name: str, model: Path, folder: Path, **variables: str) -> Ser
 def test_stages_of_a_pipeline_rehearse_the_same_and_are_sized_alike(folder: Path, checkpoint):
     place = folder / "stages"
     measured, _ = two_starts(lambda name, **more: of_two_stages(name, checkpoint(), place, **more), place)
-    assert "decode of one long request among 9 short ones" in measured.driven
+    assert "decode of one long request among 9 short ones" in measured.reached
     steps, _ = ran(place / "first")
     assert ["EXTEND", "128", "1", "128"] in steps
     # Half of the 20 requests: the others are in the other batch.
@@ -364,7 +364,7 @@ def test_two_machines_are_sized_by_the_record_of_the_first(folder: Path, checkpo
     assert "rehearsed in" in told[-1]
     measured, seen = (the_record(folder / f"first{rank}") for rank in "01")
     assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
-    assert (seen.need, seen.lowest_serving, seen.made_of) == (0, FREE, measured.made_of)
+    assert (seen.need, seen.lowest_free_serving, seen.fingerprint_inputs) == (0, FREE, measured.fingerprint_inputs)
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"] == measured.rule_tokens
     assert the_record(folder / "second0").proven
 
@@ -383,9 +383,9 @@ def test_where_a_machine_does_not_take_part_nobody_waits_for_it(without: str, fo
     (told,) = said(has)
     assert why in told
     kept = the_record(has.log.parent)
-    assert (kept.need, kept.driven) == (0, ())
+    assert (kept.need, kept.reached) == (0, ())
     # As the stand-in tells it at first, and later: it is saved once a minute.
-    assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
+    assert kept.lowest_free_serving in (FREE + 1_000_000_000, FREE)
 
 
 @pytest.mark.product
@@ -409,11 +409,11 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
         fractions = [sure(each)["mem_fraction_static"] for each in servers]
     assert fractions[0] == fractions[1] != fractions[2] == fractions[3] == 0.91
     told = [said(each) for each in servers]
-    assert f"{half / 'records.json'} is not whole JSON; this start rehearses" in told[0][0]
+    assert f"{half / 'records.json'} is not whole JSON; measuring during this start" in told[0][0]
     assert the_record(half).need
     assert (half / "records.json.unreadable").exists()
-    assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
-    assert told[2] == ["--mem-fraction-static 0.9100 is given and stands"]
+    assert told[1][-1].startswith(f"no run: {nowhere} cannot be written (")
+    assert told[2] == ["--mem-fraction-static 0.9100 it is used unchanged"]
     assert not (given / "records.json").exists()
     assert told[3][0].startswith("--mem-fraction-static is given, 0.9100: nothing is recorded")
     assert the_record(begun).rule_fraction == 0.91

@@ -8,7 +8,7 @@ import pytest
 from common import overfill
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.memory.kv_sizing.script import Configuration
+from sglang_moe_patches.memory.kv_sizing.phases import Configuration
 
 
 def configured(**sizes: int) -> Configuration:

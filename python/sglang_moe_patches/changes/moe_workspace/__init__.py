@@ -44,7 +44,7 @@ from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, look
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, Count, Install, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core.patch import Change, Count, Install, Layer, Patcher, Plan, Status, said
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -82,11 +82,13 @@ def _plan() -> Plan:
 
 
 def _look(plan: Callable[[], Plan]) -> Plan:
-    """What is *unsupported* in one runner, another plugin around its GEMM, say, is no reason to leave out the rest."""
+    """One runner's plan. A runner that is unsupported, or whose code cannot be read, takes nothing else with it."""
     try:
         return plan()
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
+    except Exception as error:
+        return Plan.unsupported(f"probing it failed: {said(error)}")
 
 
 def _dead_input() -> tuple[Install | None, str]:

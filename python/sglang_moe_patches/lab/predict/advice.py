@@ -24,9 +24,12 @@ from sglang_moe_patches.lab.predict.config import Read
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
+from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
 from sglang_moe_patches.registry import CHANGES
 
 _OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
+UNKNOWN_FORMAT = "not known"
 INSTALLS = (str(Status.APPLIED), str(Status.HARDENED))
 
 
@@ -111,8 +114,30 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
                 reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
         if change.name == "moe-workspace" and does and (whole := _whole(server, model)):
             does, reason = "", whole
+        if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
+            does, reason = "", f"the experts' weights are {server.format}"
         found.append({"name": change.name, "status": status, "acts": bool(does), "does": does, "reason": reason})
     return found
+
+
+def kv_sizing_row(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[str, Any]:
+    """kv-sizing's row, by what the server itself would decide.
+
+    :param answer: as the engine query has it under ``kv_sizing``.
+    """
+    given = any(argument.split("=")[0] == "--mem-fraction-static" for argument in arguments)
+    mode = answer["mode"]
+    row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
+    if reason := answer["skip_reason"] or answer["monitor_only"]:
+        recorded = "" if answer["skip_reason"] else "; free memory is recorded while it serves"
+        return row | {"reason": f"the engine's fraction is used {reason}{recorded}" if mode else reason}
+    if not mode:
+        return row | {"status": "not needed", "reason": f"{KV_SIZING.name}=auto turns it on; it would size this server"}
+    if given and mode != ALWAYS:
+        does = "the given --mem-fraction-static is used unchanged; a start measures, and the log says what it leaves"
+    else:
+        does = "a start measures what forwards need, and the next gives the rest to the KV cache"
+    return row | {"acts": True, "does": does}
 
 
 def _speaks_of_layers(change: Change) -> bool:
@@ -289,10 +314,14 @@ def advise(read: Read, asked: Mapping[str, Any] | None, arguments: list[str]) ->
     else:
         acts = acting(server, bool(model.shared_experts), {one["name"]: one["status"] for one in told})
         both, why = predict(read, server, acts)
+    sizing = (asked or {}).get("kv_sizing")
     return {
         "sizes": asdict(model),
         "server": asdict(server),
-        "changes": what_acts(server, model, told),
+        "changes": [
+            kv_sizing_row(sizing, arguments) if sizing and one["name"] == "kv-sizing" else one
+            for one in what_acts(server, model, told)
+        ],
         "stock": _in_plain(both[0]) if both else None,
         "patched": _in_plain(both[1]) if both else None,
         "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
@@ -332,12 +361,12 @@ def _server(
 ) -> tuple[Server, Model]:
     """The server, and the model with its experts as the engine runs them."""
     tp, ep = resolved["tp_size"], resolved["ep_size"]
-    dp = resolved["dp_size"] if resolved["enable_dp_attention"] else 1
+    dp = attention_ranks(resolved)
     chunk = resolved["chunked_prefill_size"] or 0
     tokens = chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
     backend = resolved["moe_runner_backend"]
     runner = layer["runner"] if layer else None
-    quantization, format_ = _format(layer["method"], layer["blocks"]) if layer else (None, "not known")
+    quantization, format_ = _format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
     if runner is None and backend != "auto":
         runner = backend
     if layer:
@@ -386,6 +415,7 @@ def _format(method: str, blocks: bool) -> tuple[str | None, str]:
 def show(found: Mapping[str, Any]) -> None:
     """Print it: what runs, what acts, the peak term by term, and what is not known."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -393,10 +423,10 @@ def show(found: Mapping[str, Any]) -> None:
     layout = server["layout"]
     ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
     asked = f"asked of SGLang {found['engine']}" if found["engine"] else "SGLang is not installed"
-    console.print(
-        f"[bold]{found['model']}[/] on {GPUS[found['gpu']].name}, {ranks}, chunks of {server['tokens']:,} tokens"
-    )
-    console.print(f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'} ({asked})")
+    gpu, chunk = GPUS[found["gpu"]].name, f"{server['tokens']:,}"
+    console.print(f"[bold]{escape(found['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
+    experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'} ({asked})"
+    console.print(experts, markup=False)
     console.print(
         f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
         f"{sizes['moe_intermediate']}, shared experts of its own: {sizes['shared_experts']}",
@@ -405,7 +435,7 @@ def show(found: Mapping[str, Any]) -> None:
     table = Table("change", "acts", "what it does here, or why it does nothing")
     for change in found["changes"]:
         mark = "[green]yes[/]" if change["acts"] else "[dim]no[/]"
-        table.add_row(change["name"], mark, change["does"] or change["reason"] or change["status"])
+        table.add_row(change["name"], mark, escape(change["does"] or change["reason"] or change["status"]))
     console.print(table)
     if found["stock"]:
         terms = Table("MB, one rank", "stock", "patched")

@@ -127,7 +127,8 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
     if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
         server_args.resolve_once()
     view = engine.resolved(server_args)
-    resolved = vars(view)
+    # A copy: some releases resolve into an object that is read-only.
+    resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
     layer, unknown = None, ""
     try:
@@ -135,12 +136,13 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
     except Exception as error:
         unknown = _said(error)
     if layer is not None and layer["runner"]:
-        view.moe_runner_backend = layer["runner"]
+        resolved["moe_runner_backend"] = layer["runner"]
     return {
         "resolved": plain,
         "layer": layer,
         "unknown": unknown,
-        "changes": _changes(view),
+        "changes": _changes(SimpleNamespace(**resolved)),
+        "kv_sizing": _kv_sizing(resolved),
         "engine_drops": look.engine_offers(),
         "float_logits": _float_logits(),
     }
@@ -335,6 +337,18 @@ def _float_logits() -> bool:
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
+
+
+def _kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
+    """What the server would decide: why kv-sizing leaves it alone ("": it does not), and why it only monitors it."""
+    from sglang_moe_patches.memory.kv_sizing import eligibility
+
+    mode = eligibility.KV_SIZING.read()
+    return {
+        "mode": mode,
+        "skip_reason": eligibility.skip_reason(mode or "auto", resolved, os.environ) or "",
+        "monitor_only": eligibility.monitor_only_reason(resolved) or "",
+    }
 
 
 def _changes(server_args: Any) -> list[dict[str, Any]]:

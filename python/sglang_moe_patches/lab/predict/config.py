@@ -12,8 +12,8 @@ from sglang_moe_patches.lab.predict.shapes import Latent, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k")
-_SHARED = ("n_shared_experts", "num_shared_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+_SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 _SHARED_SIZES = ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
 _TEXT = ("text_config", "language_config", "llm_config")
 _FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
@@ -97,8 +97,12 @@ def read(config: Mapping[str, Any], source: str) -> Read:
     def first(*names: str) -> Any:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
+    def one_of(value: Any) -> Any:
+        """The largest of a list with a value for each layer, as Hunyuan has; else the value itself."""
+        return max(value) if isinstance(value, list) and value and all(type(each) is int for each in value) else value
+
     def size(*names: str) -> int:
-        found = first(*names)
+        found = one_of(first(*names))
         if not isinstance(found, int) or isinstance(found, bool):
             raise NoConfig(f"{source}: config.json has no {names[0]}")
         return found
@@ -107,12 +111,12 @@ def read(config: Mapping[str, Any], source: str) -> Read:
         raise NoConfig(f"{source} has no routed experts: config.json has none of {', '.join(_EXPERTS)}")
     architectures = [*(config.get("architectures") or []), *(text.get("architectures") or [])]
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    moe_intermediate = size("moe_intermediate_size", "intermediate_size")
+    moe_intermediate = size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     dense = _dense_layers(text)
     latent = Latent()
     if first("kv_lora_rank"):
         latent = Latent(size("kv_lora_rank"), size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim"))
-    own = first(*_SHARED) or int(any(first(name) for name in _SHARED_SIZES))
+    own = one_of(first(*_SHARED)) or int(any(first(name) for name in _SHARED_SIZES))
     model = Model(
         source,
         layers=size("num_hidden_layers"),
@@ -140,7 +144,7 @@ def _dense_layers(text: Mapping[str, Any]) -> int:
         return frequency.index(1) if 1 in frequency else len(frequency)
     if (step := text.get("interleave_moe_layer_step")) is not None:
         return max(0, step - 1)
-    return text.get("first_k_dense_replace") or 0
+    return text.get("first_k_dense_replace") or text.get("moe_layer_start_index") or 0
 
 
 def _attention(first: Any) -> str:

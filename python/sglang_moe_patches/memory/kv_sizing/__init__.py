@@ -6,14 +6,15 @@ Why
     reaches a user only as ``--mem-fraction-static``.
 
 How
-    At the end of its first start a server rehearses (:mod:`.rehearse`): every rank runs the largest forwards that the
-    configuration allows (:mod:`.script`), through the scheduler's own inbox, before the first request is read. What was
+    At the end of its first start a server rehearses (:mod:`.rehearsal`): every rank runs the largest forwards that the
+    configuration allows (:mod:`.phases`), through the scheduler's own inbox, before the first request is read. What was
     left free at the worst moment is recorded (:mod:`.record`) under a fingerprint of all that it depends on. A later
-    start has the fraction that the record gives (:mod:`.size`), put in force where the engine sizes its pools, so that
+    start has the fraction that the record gives (:mod:`.sizing`), used where the engine sizes its pools, so that
     these are made by its own code. The first such start rehearses once more: a larger pool allows longer prefixes.
 
     Never worse than the rule: whatever is not known, fails, or gives less than 2 %, leaves the engine's own number,
-    with one line that says why. All ranks decide by what the first has read. A user's fraction stands.
+    with one line that says why. All ranks decide by what the first has read. A given ``--mem-fraction-static`` is used
+    unchanged, unless the variable says ``always``.
 
 Upstream
     None. The engine's sizing after its graphs is off, not for MLA, and only where the largest prefill is captured.
@@ -28,19 +29,19 @@ import os
 from typing import Any
 
 from sglang_moe_patches.core.patch import Change, Plan
-from sglang_moe_patches.memory.kv_sizing import decide
+from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args
 
 
 def _unneeded(server_args: Any) -> str | None:
-    asked = decide.KV_SIZING.read()
-    return decide.stands_back(asked, decide.arguments_of(server_args) if asked else {}, os.environ)
+    asked = eligibility.KV_SIZING.read()
+    return eligibility.skip_reason(asked, eligibility.arguments_of(server_args) if asked else {}, os.environ)
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.memory.kv_sizing import seams
+    from sglang_moe_patches.memory.kv_sizing import hooks
 
-    return Plan.applied(seams.look())
+    return Plan.applied(hooks.probe())
 
 
 CHANGE = Change(
@@ -49,6 +50,6 @@ CHANGE = Change(
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
     unneeded=_unneeded,
-    variables=(decide.KV_SIZING, decide.KV_RECORD),
+    variables=(eligibility.KV_SIZING, eligibility.KV_RECORD),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_moe_patches.memory.kv_sizing.script import MAMBA, Batch, ServerFacts
+from sglang_moe_patches.memory.kv_sizing.phases import MAMBA, Batch, ServerFacts
 
 GIB = 1 << 30
 WINDOWS = "sliding-window"
@@ -100,7 +100,7 @@ def hybrid(pool: Any, table: Any) -> str:
     return MAMBA if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
 
 
-def not_known(runner: Any) -> str:
+def unknown_pool(runner: Any) -> str:
     """A pool of more than one KV cache that is not :data:`REHEARSED`; "": there is none."""
     pool, table = pools(runner)
     kind = hybrid(pool, table)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.memory.kv_sizing.decide import is_on
+from sglang_moe_patches.memory.kv_sizing.eligibility import is_on
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 
 GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
@@ -17,7 +17,7 @@ RULE = "sglang.srt.arg_groups.memory_hook"
 SIZING = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
-class NothingKept(Exception):
+class NoAllowance(Exception):
     """The message says why."""
 
 
@@ -25,13 +25,13 @@ def allowance(runner: Any, arguments: Mapping[str, Any], fraction: float, before
     """Bytes that the rule keeps for them, and those of the cache of what the vision model made of them.
 
     :param fraction: by the rule, with the allowance.
-    :raises NothingKept: what the rule keeps is not all that they take, or nothing.
+    :raises NoAllowance: what the rule keeps is not all that they take, or nothing.
     """
     if is_on(GRAPHS, os.environ):
-        raise NothingKept(f"images are not rehearsed yet, nor what {GRAPHS} captures of them")
+        raise NoAllowance(f"images are not rehearsed yet, nor what {GRAPHS} captures of them")
     share = factor(runner.model_config)
     if not 0 < share < 1:
-        raise NothingKept("images are not rehearsed yet, and the rule keeps nothing for them")
+        raise NoAllowance("images are not rehearsed yet, and the rule keeps nothing for them")
     return int(((fraction / share - fraction) * before_gib + cache_gib(arguments)) * GIB)
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.memory.kv_sizing.decide import KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_SIZING
 
 MARK = "_moe_patches_fraction_by_rule"
 """Attribute of a ``ServerArgs`` that came without a fraction; it goes with it to the schedulers."""

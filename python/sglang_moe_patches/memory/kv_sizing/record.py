@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-FORMAT = 1
+LOCK_RETRY_S = 0.05
+FORMAT = 2
 """Of the file. Another one is not read: what was measured is measured again."""
 
 
@@ -27,27 +29,29 @@ FORMAT = 1
 class Record:
     """What a configuration needed beside weights and KV cache, in bytes; every number is the worst rank's.
 
-    :param made_of: what the fingerprint is made of, for people.
+    :param fingerprint_inputs: what the fingerprint is made of, for people.
     :param measured: when, in seconds since 1970; of a server that is only watched, since when.
     :param unfinished: rehearsals that began and have not ended, each by its GPU and its launch.
+    :param unserved: launches that were sized by this record and have not begun to serve.
     :param total: memory of the GPU, and ``before``: free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
     :param table_bytes: of the request table, which grows with the KV cache.
-    :param requests_follow: as many requests run at once as the pools have room for, and the need may grow with them.
+    :param requests_grow: as many requests run at once as the pools have room for, and the need may grow with them.
     :param need: the most that was taken of what is set aside, by all ranks; 0: nothing was measured.
     :param ranks: the same for each rank.
-    :param driven: phases that were seen at their bounds; ``missed``: that were not; ``left_out``: that cannot be driven
-        in this configuration, each with the reason.
+    :param reached: phases that ran at their bounds; ``missed``: that did not; ``skipped``: that cannot run in this
+        configuration, each with the reason.
     :param proven: a server that was sized by it has rehearsed too.
-    :param serving_need: the most taken while serving; 0: not seen.
-    :param lowest_serving: the lowest free memory while serving; ``None``: not seen.
+    :param serving_peak_need: the most taken while serving; 0: not seen.
+    :param lowest_free_serving: the lowest free memory while serving; ``None``: not seen.
     :param ooms: servers of this configuration that ran out of memory while serving.
     """
 
-    made_of: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
     measured: float = 0.0
     unfinished: tuple[str, ...] = ()
+    unserved: tuple[str, ...] = ()
     total: int = 0
     before: int = 0
     rule_fraction: float = 0.0
@@ -56,15 +60,15 @@ class Record:
     tokens: int = 0
     kv_bytes: int = 0
     table_bytes: int = 0
-    requests_follow: bool = False
+    requests_grow: bool = False
     need: int = 0
     ranks: tuple[int, ...] = ()
-    driven: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     proven: bool = False
-    serving_need: int = 0
-    lowest_serving: int | None = None
+    serving_peak_need: int = 0
+    lowest_free_serving: int | None = None
     ooms: int = 0
 
     @property
@@ -87,9 +91,14 @@ class Unwritable(OSError):
 # --- The fingerprint -------------------------------------------------------------------------------------------------
 
 
-def fingerprint(made_of: Mapping[str, Any]) -> str:
-    """Of everything that what is needed depends on; the same for the same values in any order."""
-    text = json.dumps(made_of, sort_keys=True, ensure_ascii=True, default=str)
+NOT_IDENTIFYING = ("model",)
+"""Inputs that are kept for people: where the model lies does not matter, its configuration does."""
+
+
+def fingerprint(fingerprint_inputs: Mapping[str, Any]) -> str:
+    """The key of a configuration; the same for the same values in any order."""
+    identifying = {name: value for name, value in fingerprint_inputs.items() if name not in NOT_IDENTIFYING}
+    text = json.dumps(identifying, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -146,18 +155,19 @@ def _value(value: Any, kind: Any, name: str) -> Any:
     raise Unreadable(f"has a record whose {name} is {value!r}")
 
 
-def change(path: Path, key: str, by: Callable[[Record], Record | None]) -> Record | None:
+def update(path: Path, key: str, by: Callable[[Record], Record | None], *, wait_s: float = 5.0) -> Record | None:
     """Change one record of the file, beside other processes that do; ``Record()`` where there is none.
 
     A file that cannot be read is put aside, under its name and ``.unreadable``.
 
     :param by: what becomes of it; ``None``: it goes.
+    :param wait_s: how long another process that writes is waited for.
     :returns: what ``by`` did.
-    :raises Unwritable: the file cannot be written.
+    :raises Unwritable: the file cannot be written, or another process holds it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with _locked(path, wait_s):
             try:
                 records = read(path)
             except Unreadable:
@@ -175,10 +185,18 @@ def change(path: Path, key: str, by: Callable[[Record], Record | None]) -> Recor
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
     # A file of its own: the other one is replaced, and whoever waited for its lock would hold the old one's.
     with path.with_name(path.name + ".lock").open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise BlockingIOError(None, "another process is writing it") from None
+                time.sleep(LOCK_RETRY_S)
         yield
 
 
@@ -204,7 +222,7 @@ def _short(error: Exception) -> str:
 # --- What becomes of a record ----------------------------------------------------------------------------------------
 
 
-def begun(old: Record, gpu: int, launch: str) -> Record:
+def with_rehearsal_begun(old: Record, gpu: int, launch: str) -> Record:
     """A rehearsal begins.
 
     :param launch: the same for the replicas of a server, each of which rehearses on GPUs of its own.
@@ -212,56 +230,75 @@ def begun(old: Record, gpu: int, launch: str) -> Record:
     return replace(old, unfinished=(*old.unfinished, f"{gpu}{_OF}{launch}"))
 
 
-def of_others(old: Record, launch: str) -> Record:
-    """The record as other launches have left it: replicas of this one may have begun."""
-    return replace(old, unfinished=tuple(each for each in old.unfinished if each.partition(_OF)[2] != launch))
+def without_living(old: Record, is_alive: Callable[[str], bool]) -> Record:
+    """The record as launches have left it that have ended: others may be in the middle of a start.
+
+    :param is_alive: whether a launch may still be under way.
+    """
+    return replace(
+        old,
+        unfinished=tuple(entry for entry in old.unfinished if not is_alive(entry.partition(_OF)[2])),
+        unserved=tuple(launch for launch in old.unserved if not is_alive(launch)),
+    )
 
 
-def rehearsed(old: Record, new: Record, gpu: int, *, stopped: bool = False) -> Record:
-    """A rehearsal has ended, and what did not end on this GPU before is forgiven.
+def with_unserved(old: Record, launch: str) -> Record | None:
+    """A start sized by this record begins; nothing where the record was forgotten meanwhile."""
+    return replace(old, unserved=(*old.unserved, launch)) if old.need else None
+
+
+def with_served_start(old: Record) -> Record | None:
+    """A start sized by this record serves: earlier ones that did not are forgiven."""
+    return replace(old, unserved=()) if old.need else None
+
+
+def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: bool = False) -> Record:
+    """A rehearsal has ended, and what did not end on this GPU of this machine before is forgiven.
 
     :param new: what it measured. An earlier need counts where it was larger; what was seen while serving stays known.
     :param stopped: it ended early, before memory ran out: of a server that was sized by ``old`` it says how much less
-        is to be given; the phases that ``old`` has are no less driven for it.
+        is to be given; the phases that ``old`` has are no less reached for it.
     """
-    left = tuple(each for each in old.unfinished if each.partition(_OF)[0] != str(gpu))
+    here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
+    left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)
     if stopped and old.need:
         return replace(old, unfinished=left, need=max(new.need, old.need), ranks=new.ranks, proven=False)
     return replace(
         new,
         unfinished=left,
+        unserved=old.unserved,
         need=max(new.need, old.need),
         # Another replica may have found meanwhile that more is needed than this one set aside.
         proven=new.proven and old.need <= new.before * (1 - new.fraction),
         rule_tokens=old.rule_tokens or new.rule_tokens,
-        serving_need=old.serving_need,
-        lowest_serving=old.lowest_serving,
+        serving_peak_need=old.serving_peak_need,
+        lowest_free_serving=old.lowest_free_serving,
         ooms=old.ooms,
     )
 
 
-def served(old: Record, reserve: int, lowest: int) -> Record:
+def with_serving(old: Record, reserve: int, lowest: int) -> Record:
     """What a server that serves has had left at the worst moment.
 
     :param reserve: what it set aside, in bytes.
     """
-    known = lowest if old.lowest_serving is None else min(lowest, old.lowest_serving)
-    return replace(old, serving_need=max(old.serving_need, reserve - lowest), lowest_serving=known)
+    known = lowest if old.lowest_free_serving is None else min(lowest, old.lowest_free_serving)
+    return replace(old, serving_peak_need=max(old.serving_peak_need, reserve - lowest), lowest_free_serving=known)
 
 
-def with_served(known: Record, others: Iterable[Record]) -> Record:
+def merge_serving(known: Record, others: Iterable[Record]) -> Record:
     """A record with what other machines' records have seen while serving, each of its own ranks."""
     every = [known, *others]
-    lowest = [each.lowest_serving for each in every if each.lowest_serving is not None]
+    lowest = [each.lowest_free_serving for each in every if each.lowest_free_serving is not None]
     return replace(
         known,
-        serving_need=max(each.serving_need for each in every),
-        lowest_serving=min(lowest, default=None),
+        serving_peak_need=max(each.serving_peak_need for each in every),
+        lowest_free_serving=min(lowest, default=None),
         ooms=max(each.ooms for each in every),
     )
 
 
-def ran_out(old: Record) -> Record:
+def with_out_of_memory(old: Record) -> Record:
     """A server ran out of memory while serving."""
     return replace(old, ooms=old.ooms + 1)
 
@@ -279,17 +316,17 @@ def age(record: Record, now: float) -> str:
     return "less than a minute"
 
 
-def described(key: str, record: Record) -> list[str]:
+def describe(key: str, record: Record) -> list[str]:
     """A record in lines."""
-    made = record.made_of
+    made = record.fingerprint_inputs
     lines = [f"{key}: {made.get('model', '?')} on {made.get('devices', '?')} x {made.get('device', '?')}"]
     lines.append("  " + ", ".join(f"{name} {made.get(name, '?')}" for name in ("engine", "torch", "driver")))
     when = datetime.fromtimestamp(record.measured, UTC).strftime("%Y-%m-%d %H:%M")
     if not record.need:
         lines.append(
             f"  nothing measured yet; {record.attempts} rehearsals have begun and not ended"
-            if record.lowest_serving is None
-            else f"  not rehearsed; while serving, since {when} UTC, {record.lowest_serving / 1e6:,.0f} MB of "
+            if record.lowest_free_serving is None
+            else f"  not rehearsed; while serving, since {when} UTC, {record.lowest_free_serving / 1e6:,.0f} MB of "
             f"{record.before * (1 - record.fraction) / 1e6:,.0f} MB stayed free at the worst moment seen"
         )
         lines += [f"  out of memory while serving: {record.ooms}"] * bool(record.ooms)
@@ -299,14 +336,14 @@ def described(key: str, record: Record) -> list[str]:
         f"({', '.join(f'{need / 1e6:,.0f}' for need in record.ranks)} by rank), at the fraction {record.fraction:.4f}"
     )
     lines.append(f"  the rule: {record.rule_fraction:.4f}, {record.rule_tokens:,} tokens")
-    lines.append(f"  driven: {', '.join(record.driven) or 'nothing'}")
+    lines.append(f"  reached: {', '.join(record.reached) or 'nothing'}")
     if record.missed:
-        lines.append(f"  not seen at its bound, so the rule sizes: {', '.join(record.missed)}")
-    if record.left_out:
-        lines.append(f"  not driven: {', '.join(record.left_out)}")
+        lines.append(f"  not reached, so the engine's default applies: {', '.join(record.missed)}")
+    if record.skipped:
+        lines.append(f"  skipped: {', '.join(record.skipped)}")
     lines.append("  proven by a server of its size" if record.proven else "  the next server rehearses once more")
-    if record.lowest_serving is not None:
-        lines.append(f"  while serving: {record.lowest_serving / 1e6:,.0f} MB free at the worst moment seen")
+    if record.lowest_free_serving is not None:
+        lines.append(f"  while serving: {record.lowest_free_serving / 1e6:,.0f} MB free at the worst moment seen")
     if record.ooms:
         lines.append(f"  out of memory while serving: {record.ooms}")
     arguments = made.get("arguments", {})

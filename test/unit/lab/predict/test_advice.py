@@ -216,3 +216,30 @@ def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
     monkeypatch.setattr(asking.sys, "executable", "/bin/false")
     with pytest.raises(asking.CannotAsk, match="without a word"):
         asking.ask("folder", [], "h200", {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments", "acts", "words"),
+    [
+        ({"mode": "auto"}, [], True, "a start measures what forwards need"),
+        ({"mode": "auto"}, ["--mem-fraction-static", "0.82"], True, "is used unchanged"),
+        ({"mode": "always"}, ["--mem-fraction-static=0.82"], True, "a start measures what forwards need"),
+        ({"mode": ""}, [], False, "=auto turns it on"),
+        ({"mode": "", "monitor_only": "because of --speculative-algorithm"}, [], False, "--speculative-algorithm"),
+        ({"mode": "auto", "monitor_only": "because of --enable-eplb"}, [], False, "free memory is recorded"),
+        ({"mode": "auto", "skip_reason": "because of --enable-lora"}, [], False, "because of --enable-lora"),
+    ],
+)
+def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
+    row = advice.kv_sizing_row({"skip_reason": "", "monitor_only": "", **answer}, arguments)
+    assert row["acts"] is acts
+    assert words in (row["does"] or row["reason"])
+
+
+def test_brackets_in_reasons_and_names_are_printed(capsys) -> None:
+    found = advise()
+    found["changes"][0] |= {"does": "", "reason": "[tokens, top-k, hidden] is 134 MB here", "acts": False}
+    advice.show({"model": "a[/b]", "gpu": "h200", "engine": "0.5", **found})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a[/b] on" in printed
+    assert "[tokens, top-k, hidden]" in printed

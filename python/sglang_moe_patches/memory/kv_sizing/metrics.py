@@ -10,7 +10,7 @@ from sglang_moe_patches.core.log import logger
 NAME = "sglang_moe_patches:lowest_free_bytes"
 
 
-def of(arguments: Mapping[str, Any], gpu: int) -> Callable[[int], None]:
+def lowest_free_gauge(arguments: Mapping[str, Any], gpu: int) -> Callable[[int], None]:
     """What takes the lowest free memory of this rank: ``/metrics`` has it, where ``--enable-metrics`` is on.
 
     :param arguments: of the server, as resolved.

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_moe_patches.memory.kv_sizing.script import DECODES, SHORT_PROMPT, Load, Phase, Seen, Tokens, room
-from sglang_moe_patches.memory.kv_sizing.script import Configuration as Limits
+from sglang_moe_patches.memory.kv_sizing.phases import (
+    DECODES,
+    SHORT_PROMPT_TOKENS,
+    Load,
+    Phase,
+    Seen,
+    Tokens,
+    max_new_tokens,
+)
+from sglang_moe_patches.memory.kv_sizing.phases import Configuration as Limits
 
-ATTEMPTS = 2
+ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
 
 Make = Callable[[str, Sequence[int], int, Mapping[str, Any]], Any]
 """A request of the engine's, from its name, prompt, new tokens and sampling parameters."""
 
 
-class Conductor:
+class LoadDriver:
     """The script of one server, from the first request to the last answer.
 
     Asked again and again for what to put; in between it is told what was seen and answered.
@@ -26,7 +34,7 @@ class Conductor:
 
     def __init__(self, load: Load, limits: Limits, make: Make, abort: Callable[[], Any], late: Callable[[], bool]):
         self.load, self.limits, self._make, self._abort, self._late = load, limits, make, abort, late
-        self.driven: list[str] = []
+        self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = False
         self._count = 0
@@ -66,13 +74,13 @@ class Conductor:
     def _run(self) -> Iterator[list[Any]]:
         for number, phase in enumerate(self.load.phases):
             self._phase, self._seen = phase, False
-            for attempt in range(ATTEMPTS):
+            for attempt in range(ATTEMPTS_PER_PHASE):
                 if self._stopping():
                     break
                 yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
                 if self._seen:
                     break
-            (self.driven if self._seen else self.missed).append(phase.name)
+            (self.reached if self._seen else self.missed).append(phase.name)
             if self._stopping():
                 self.missed += [left.name for left in self.load.phases[number + 1 :]]
                 break
@@ -84,8 +92,8 @@ class Conductor:
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
         self._decoding = False
         if phase.background:
-            others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background)]
-            yield self._requests(others, room(phase.background, self.limits, most=4096), phase.sampling)
+            others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
+            yield self._requests(others, max_new_tokens(phase.background, self.limits, most=4096), phase.sampling)
             while self._waiting and not (self._decoding or self._idle or self._ended):
                 yield []
         behind = set(self._waiting)

@@ -1,8 +1,8 @@
-"""How the ranks of a server hear from one another.
+"""How the ranks of a server exchange what they know.
 
-In front of its loop they are all at the same place, and exchange what they know (:func:`agree`). In the loop they are
-not, as the stages of a pipeline follow one another: there each leaves what it has to say in the store by which they
-found one another, and the first looks now and then (:class:`Notes`).
+Before the event loop all ranks are at the same point of their code, and gather (:func:`all_gather`). In the loop they
+are not, as the stages of a pipeline follow one another: there each publishes its result in the store by which the ranks
+found one another, and the leader looks now and then (:class:`RankResults`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WAIT_S = 60.0
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
 
 
-def agree(told: Any) -> list[Any]:
+def all_gather(told: Any) -> list[Any]:
     """What every rank tells, in the order of the world's ranks; every rank must ask at the same place."""
     import torch
     from sglang.srt.distributed.parallel_state import get_world_group
@@ -31,7 +31,7 @@ def agree(told: Any) -> list[Any]:
     return found
 
 
-def all_take_part(takes_part: bool) -> bool:
+def all_machines_take_part(takes_part: bool) -> bool:
     """Whether every rank of the server asks this, and takes part itself: the same answer for all that ask.
 
     Ranks of one machine have one launcher's environment. Another machine may not have this package, or its variable,
@@ -68,25 +68,25 @@ def _come(store: Any, keys: list[str], seconds: float) -> bool:
     return True
 
 
-class Notes:
-    """What each rank leaves once in the life of a server, and the first finds without waiting."""
+class RankResults:
+    """What each rank publishes once in the life of a server, and the leader finds without waiting."""
 
     def __init__(self) -> None:
         self._store, self._rank, ranks = _store()
         self._results = [f"{_KEY}result {each}" for each in range(ranks)]
         self._low = f"{_KEY}low"
 
-    def little_is_left(self) -> None:
+    def report_low_memory(self) -> None:
         """Of this rank's memory."""
         self._store.set(self._low, "True")
 
-    def little_is_left_somewhere(self) -> bool:
+    def any_rank_low_on_memory(self) -> bool:
         return bool(self._store.check([self._low]))
 
-    def leave(self, result: Any) -> None:
+    def publish(self, result: Any) -> None:
         self._store.set(self._results[self._rank], pickle.dumps(result))
 
-    def everybodys(self) -> list[Any] | None:
+    def collect(self) -> list[Any] | None:
         """All ranks' results, in their order; ``None``: some are not there yet."""
         if not self._store.check(self._results):
             return None

@@ -1,15 +1,15 @@
-"""A rehearsal in a scheduler that has started: its own inbox and outbox, for as long as it takes.
+"""A rehearsal in a scheduler that has started, through its own inbox and outbox.
 
 Requests are put where the scheduler reads the tokenizer's, and answers are swallowed where it sends them. Everything in
 between is the engine's: broadcast to the ranks, admission, chunking, overlap, sampling. Everything that is set for it
 is taken back when it is over.
 
-The first rank alone puts. With data-parallel attention each rank has an inbox and requests of its own, but the engine
-hands what is no request, a flush or an abort, from the first rank to all, in every turn of their loops. So requests go
-in a word of that kind (:class:`Put`): every rank unpacks the same ones in the same turn, and all run the same batches
-in step. That they did, the engine says itself: a phase counts when the tokens of all ranks have reached its bound. And
-all end in the same turn, with the flush, so that none waits for another that is still to run forwards with it. The
-stages of a pipeline take their turns one after another: what is put comes to the next with what it hands on.
+The leader alone puts. With data-parallel attention each rank has an inbox and requests of its own, but the engine hands
+what is no request, a flush or an abort, from the leader to all, in every turn of their loops. So requests travel in a
+message of that kind (:class:`Broadcast`): every rank unpacks the same ones in the same turn, and all run the same
+batches in step. The engine itself confirms it: a phase counts when the tokens of all ranks have reached its bound. All
+end in the same turn, with the flush, so that none waits for another that has still forwards to run. The stages of a
+pipeline take their turns one after another: what is put comes to the next stage with what the one before hands on.
 """
 
 from __future__ import annotations
@@ -26,29 +26,42 @@ from typing import Any
 from sglang_moe_patches.core import gpu_memory
 from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.memory.kv_sizing.conduct import Conductor
-from sglang_moe_patches.memory.kv_sizing.decide import arguments_of
-from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, not_known, server_facts
-from sglang_moe_patches.memory.kv_sizing.ranks import Notes
-from sglang_moe_patches.memory.kv_sizing.script import Batch, Configuration, ServerFacts, configuration, rehearsed
-from sglang_moe_patches.memory.kv_sizing.size import lowest
+from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
+from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
+from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
+from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, server_facts, unknown_pool
+from sglang_moe_patches.memory.kv_sizing.phases import (
+    Batch,
+    Configuration,
+    ServerFacts,
+    configuration,
+    rehearsal_phases,
+)
+from sglang_moe_patches.memory.kv_sizing.sizing import lowest
 
-LIMIT_S = 300.0
+REHEARSAL_TIMEOUT_S = 300.0
 """After which no further phase begins. The engine's own first request gives up after ten minutes."""
-ENDING_S = 60.0
+ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
-LEAST_FREE = 1_000_000_000
+MIN_FREE_BYTES = 1_000_000_000
 """Bytes; with less left after a forward the script ends: the next one might not have them."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 
 COUNTERS = ("forward_ct", "forward_ct_decode", "num_generated_tokens", "last_gen_throughput", "num_retracted_reqs")
 """Of the scheduler, or of what keeps its metrics: as before afterwards."""
+METRICS = {
+    "Counter": ("inc",),
+    "Gauge": ("inc", "dec", "set"),
+    "Histogram": ("observe",),
+    "Summary": ("observe",),
+}
+"""What changes a metric, by the kinds that ``prometheus_client`` has."""
 RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 """Whether metrics are counted: not meanwhile."""
 
 
 @dataclass(frozen=True)
-class Forward:
+class ObservedForward:
     """A forward that has run."""
 
     batch: Batch
@@ -56,25 +69,49 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Result:
+class RankResult:
     """What a rank has seen.
 
     :param lowest: its lowest free memory in bytes.
-    :param set_aside: what it has beside its weights and its KV cache, in bytes.
+    :param reserve: what it has beside its weights and its KV cache, in bytes.
     :param failure: why it is not known; "" where it is.
     :param stopped: the script ended before memory ran out.
     :param flushed: its cache is empty again.
     """
 
     lowest: int = 0
-    set_aside: int = 0
+    reserve: int = 0
     failure: str = ""
     stopped: bool = False
     flushed: bool = True
     seconds: float = 0.0
-    driven: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+def timeout_s() -> float:
+    """Seconds after which no further phase begins: within the time that the engine gives its own warm-up."""
+    try:
+        from sglang.srt.environ import envs
+
+        warmup_s = float(envs.SGLANG_WARMUP_TIMEOUT.get())
+    except Exception:
+        return REHEARSAL_TIMEOUT_S
+    # The warm-up request waits for the rehearsal, and takes a while itself.
+    return min(REHEARSAL_TIMEOUT_S, warmup_s / 2) if warmup_s > 0 else REHEARSAL_TIMEOUT_S
+
+
+def mute_metrics(patcher: Patcher) -> None:
+    """Have no metric of this process counted, whoever counts it."""
+    try:
+        import prometheus_client
+    except ImportError:
+        return
+    for name, methods in METRICS.items():
+        kind = getattr(prometheus_client, name)
+        for method in methods:
+            patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
 def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
@@ -156,7 +193,7 @@ class Inbox:
 
 
 @dataclass(frozen=True)
-class Put:
+class Broadcast:
     """What every rank is to take in now, of whichever kind."""
 
     what: tuple[Any, ...]
@@ -174,23 +211,26 @@ class Rehearsal:
     :param leads: whether this rank puts what all of them take in.
     """
 
-    def __init__(self, scheduler: Any, gpu: int, over: Callable[[Result], None], notes: Notes, *, leads: bool) -> None:
+    def __init__(
+        self, scheduler: Any, gpu: int, over: Callable[[RankResult], None], notes: RankResults, *, leads: bool
+    ) -> None:
         self.scheduler, self.gpu, self._over, self._notes, self.leads = scheduler, gpu, over, notes, leads
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self.reads = channels.recv_from_tokenizer is not None
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
+        self._timeout_s = REHEARSAL_TIMEOUT_S
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
-        self._conductor: Conductor | None = None
+        self._driver: LoadDriver | None = None
 
     def begin(self) -> None:
-        """Put everything in place; whoever calls undoes it with :meth:`end` if this raises."""
+        """Broadcast everything in place; whoever calls undoes it with :meth:`end` if this raises."""
         self._began = time.monotonic()
         first = gpu_memory.read(self.gpu)
         self._free, self._reserved = first.free, first.reserved
         self._lowest, self._most_reserved = first.free, first.reserved
-        if pool := not_known(self.runner):
+        if pool := unknown_pool(self.runner):
             raise RuntimeError(f"pools of the kind {pool} are not rehearsed yet")
         facts = server_facts(self.runner)
         limits = limits_of(self.scheduler, facts)
@@ -201,10 +241,11 @@ class Rehearsal:
                 f"sliding windows of {limits.window_tokens} tokens have no room for {limits.largest} more"
             )
         self._keep_random_state()
+        self._timeout_s = timeout_s()
         self._keep_counters()
         if self.leads:
-            load = rehearsed(limits)
-            self._conductor = Conductor(load, limits, make_request, make_abort, self._late)
+            load = rehearsal_phases(limits)
+            self._driver = LoadDriver(load, limits, make_request, make_abort, self._late)
         if self.reads:
             self._open_inbox()
         self._unpack()
@@ -227,7 +268,7 @@ class Rehearsal:
         self._undo.append(lambda: setattr(owner, name, own[name]) if own else delattr(owner, name))
 
     def _late(self, more_s: float = 0.0) -> bool:
-        return time.monotonic() - self._began > LIMIT_S + more_s
+        return time.monotonic() - self._began > self._timeout_s + more_s
 
     def _keep_random_state(self) -> None:
         import numpy
@@ -242,6 +283,9 @@ class Rehearsal:
             self._undo.append(lambda: torch.cuda.set_rng_state(device, self.gpu))
 
     def _keep_counters(self) -> None:
+        patcher = Patcher()
+        self._undo.append(patcher.undo)
+        mute_metrics(patcher)
         reporter = getattr(self.scheduler, "metrics_reporter", None)
         for owner in filter(None, (self.scheduler, reporter, self.runner)):
             kept = {name: vars(owner)[name] for name in (*COUNTERS, "forward_pass_id") if name in vars(owner)}
@@ -267,7 +311,7 @@ class Rehearsal:
         original = self.scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            whole = [each for one in read for each in (one.what if isinstance(one, Put) else (one,))]
+            whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
             return original(whole, *args, **kwargs)
 
         self._meanwhile(self.scheduler, "process_input_requests", process_input_requests)
@@ -279,15 +323,15 @@ class Rehearsal:
             self._look()  # what came after the forward before, sampling above all
             try:
                 # Before ranks are padded to the longest.
-                facts = batch_facts(batch) if self._conductor is not None else None
+                facts = batch_facts(batch) if self._driver is not None else None
             except Exception as error:
                 facts = None
                 self._fail(error)
             result = original(batch, *args, **kwargs)
             try:
                 self._look()
-                if self._conductor is not None and facts is not None:
-                    self._conductor.saw(Forward(facts, bool(getattr(result, "can_run_graph", False))))
+                if self._driver is not None and facts is not None:
+                    self._driver.saw(ObservedForward(facts, bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
                 self._fail(error)
             return result
@@ -301,34 +345,34 @@ class Rehearsal:
             now = gpu_memory.read(self.gpu)
             self._lowest = min(self._lowest, now.free)
             self._most_reserved = max(self._most_reserved, now.reserved)
-            if now.free < LEAST_FREE and not self._stopped:
+            if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
-                self._notes.little_is_left()
+                self._notes.report_low_memory()
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or f"{type(error).__name__}: {error}"
-        if self._conductor is not None:
-            self._conductor.end()
+        if self._driver is not None:
+            self._driver.end()
 
     def _poll(self) -> list[Any]:
         """What the scheduler reads now."""
-        if self._conductor is None:
+        if self._driver is None:
             return []
         idle = bool(self.scheduler.is_fully_idle()) and not any(getattr(self.scheduler, "mbs", ()))
         try:
-            if self._late() or (not self._conductor.over and self._notes.little_is_left_somewhere()):
-                self._conductor.end()
-            put = self._conductor.put(idle) if not self._conductor.over else []
+            if self._late() or (not self._driver.over and self._notes.any_rank_low_on_memory()):
+                self._driver.end()
+            put = self._driver.put(idle) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
-            self._conductor.over, put = True, [make_abort()]
-        given_up = self._late(ENDING_S)
-        if self._flushing or (not given_up and (put or not self._conductor.over or not idle)):
-            return [Put(tuple(put))] if put else []
+            self._driver.over, put = True, [make_abort()]
+        given_up = self._late(ABANDON_AFTER_S)
+        if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
+            return [Broadcast(tuple(put))] if put else []
         self._flushing = True
-        return [Put((make_flush(),))]
+        return [Broadcast((make_flush(),))]
 
     def _swallow(self, output: Any, recv_obj: Any = None) -> None:
         """In the place of sending an answer."""
@@ -336,33 +380,33 @@ class Rehearsal:
         if kind == "FlushCacheReqOutput":
             self._finish(bool(output.success))
             return
-        if self._conductor is None:
+        if self._driver is None:
             return
         if kind == "AbortReq":
-            self._conductor.answered(output.rid)
+            self._driver.answered(output.rid)
         reasons = getattr(output, "finished_reasons", None) or []
         for name, reason in zip(getattr(output, "rids", None) or [], reasons, strict=False):
             if reason is not None:
-                self._conductor.answered(name)
+                self._driver.answered(name)
 
     def _finish(self, flushed: bool) -> None:
-        result = Result(failure=self._failure or "it was ended by something else", flushed=flushed)
+        result = RankResult(failure=self._failure or "it was ended by something else", flushed=flushed)
         with suppress(Exception):
             result = self._result(flushed)
         self.end()
         self._over(result)
 
-    def _result(self, flushed: bool) -> Result:
-        conductor = self._conductor
-        return Result(
+    def _result(self, flushed: bool) -> RankResult:
+        driver = self._driver
+        return RankResult(
             lowest=lowest(self._lowest, self._free, self._most_reserved - self._reserved),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
             flushed=flushed,
             seconds=time.monotonic() - self._began,
-            driven=tuple(conductor.driven) if conductor else (),
-            missed=tuple(conductor.missed) if conductor else (),
-            left_out=conductor.load.not_driven if conductor else (),
+            reached=tuple(driver.reached) if driver else (),
+            missed=tuple(driver.missed) if driver else (),
+            skipped=driver.load.skipped if driver else (),
         )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.log import logger
 
-EVERY_S = 1.0
+SAMPLE_INTERVAL_S = 1.0
 """Between two readings. What a forward takes the allocator keeps, so that it is there to be seen."""
-SAVED_EVERY_S = 60.0
-WORTH_SAVING = 16_000_000
+SAVE_INTERVAL_S = 60.0
+MIN_FALL_BYTES = 16_000_000
 """Bytes by which the lowest must have fallen."""
 
 
-class Watch:
+class FreeMemoryMonitor:
     """Of one rank.
 
     :param read: the memory now.
@@ -37,25 +38,34 @@ class Watch:
         self._saved: int | None = None
         self._ooms = self._saved_ooms = first.ooms
         self._next = self._next_save = clock()
-        self._failed = False
+        self._failed = self._unsaved = False
 
-    def look(self) -> None:
-        """Called often; mostly it only looks at the clock."""
+    def sample(self) -> None:
+        """Called in every turn of the loop; most times it only reads the clock."""
         now = self._clock()
         if now < self._next or self._failed:
             return
-        self._next = now + EVERY_S
+        self._next = now + SAMPLE_INTERVAL_S
         try:
-            found = self._read()
-            self._lowest = min(self._lowest, found.free)
-            self._ooms = max(self._ooms, found.ooms)
+            self._take()
             self._show(self._lowest)
-            if now >= self._next_save:
-                self._next_save = now + SAVED_EVERY_S
-                self._keep()
         except Exception as error:
             self._failed = True
-            logger.warning("sglang-moe-patches: kv-sizing: free memory is not watched any more: %s", error)
+            logger.warning("sglang-moe-patches: kv-sizing: free memory is not monitored any more: %s", error)
+            return
+        if now >= self._next_save:
+            self._next_save = now + SAVE_INTERVAL_S
+            try:
+                self._keep()
+            except Exception as error:  # it is tried again; the metric goes on
+                if not self._unsaved:
+                    logger.warning("sglang-moe-patches: kv-sizing: free memory is not recorded: %s", error)
+                self._unsaved = True
+
+    def _take(self) -> None:
+        memory = self._read()
+        self._lowest = min(self._lowest, memory.free)
+        self._ooms = max(self._ooms, memory.ooms)
 
     def end(self, ran_out: bool = False) -> None:
         """The server ends.
@@ -64,12 +74,14 @@ class Watch:
         """
         if self._failed:
             return
+        with suppress(Exception):
+            self._take()  # the last second before an out-of-memory counts most
         try:
             self._keep(ran_out, worth=0)
         except Exception as error:
             logger.warning("sglang-moe-patches: kv-sizing: what was seen while serving is lost: %s", error)
 
-    def _keep(self, ran_out: bool = False, worth: int = WORTH_SAVING) -> None:
+    def _keep(self, ran_out: bool = False, worth: int = MIN_FALL_BYTES) -> None:
         ran_out = ran_out or self._ooms > self._saved_ooms
         due = ran_out or self._saved is None or self._saved - self._lowest > worth
         if due and self._save(self._lowest, ran_out):

@@ -11,23 +11,29 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
-SHARING = 8
+SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
-FEW = 64
+LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
 """Requests that decode while a mixed chunk arrives."""
-SHORT_PROMPT = 8
+SHORT_PROMPT_TOKENS = 8
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
 """Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
-PENALIZED = {**SAMPLED, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"1000": -1.0}}
-VARIED = 32
+PENALIZED = {
+    **SAMPLED,
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
+    "logit_bias": {"1000": -1.0},
+}
+"""Each of them allocates a number for every request and every token of the vocabulary."""
+VARIED_PROMPTS = 32
 """Requests of the phase that leaves the allocator blocks of many sizes."""
-RISING = 8
+GROWING_PROMPTS = 8
 """Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
 next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
 chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
@@ -35,10 +41,10 @@ chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7
 
 MAMBA = "Mamba"
 """Of :attr:`ServerFacts.hybrid`: a state for each request, beside the KV cache."""
-STATE_EVERY = 256
+STATE_INTERVAL_TOKENS = 256
 """Tokens. A state is kept where a request ends, or at multiples of 64 to 256 tokens, as release, model and strategy go:
 at multiples of these in any case."""
-WINDOW_KEPT = 128
+WINDOW_OVERHANG_TOKENS = 128
 """Tokens that may stay behind a sliding window until they are given back (0.5.23: every so many)."""
 
 
@@ -157,6 +163,8 @@ class Configuration:
     """The model's context length."""
     prefill_tokens: int | None = None
     """``--max-prefill-tokens``: of several requests in one forward."""
+    prefill_requests: int = 0
+    """``--prefill-max-requests``: in one forward; 0: no limit."""
     window: int = 0
     """Tokens of a sliding window."""
     window_tokens: int = 0
@@ -188,6 +196,8 @@ class Configuration:
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         if self.prefill_tokens:
             most.append((self.prefill_tokens - 1) // self.largest)
+        if self.prefill_requests:
+            most.append(self.prefill_requests)
         return max(1, min(most)) if self.chunk or self.prefill_tokens else 1
 
     @property
@@ -228,6 +238,7 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         vocabulary=facts.vocabulary,
         context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
+        prefill_requests=int(info.get("prefill_max_requests") or 0),
         window=facts.window,
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
@@ -269,15 +280,17 @@ def _captured(info: Mapping[str, Any], facts: ServerFacts) -> int:
 
 
 def _asked_to_capture(info: Mapping[str, Any]) -> int:
-    graphs = info.get("cuda_graph_config")  # from 0.5.15 on
-    if isinstance(graphs, Mapping):
-        decode = graphs.get("decode") or {}
-        return 0 if str(decode.get("backend")).endswith("disabled") else int(decode.get("max_bs") or 0)
+    graphs = info.get("cuda_graph_config")  # from 0.5.14 on; nested dictionaries in what a server tells of itself
+    if graphs is not None:
+        decode = graphs.get("decode") if isinstance(graphs, Mapping) else graphs.decode
+        settings = decode if isinstance(decode, Mapping) else vars(decode or SimpleNamespace())
+        backend = str(getattr(settings.get("backend"), "value", settings.get("backend")))
+        return 0 if backend.lower().endswith("disabled") else int(settings.get("max_bs") or 0)
     off = info.get("disable_cuda_graph") or info.get("device") == "cpu"
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
 
-LEAST = ("tokens", "requests", "prefix", "longest_prefix", "longest", "logprobs", "all_ranks")
+BOUND_FIELDS = ("tokens", "requests", "prefix", "longest_prefix", "longest", "logprobs", "all_ranks")
 
 
 @dataclass(frozen=True)
@@ -297,7 +310,7 @@ class Bound:
     def met(self, seen: Seen) -> bool:
         return (
             seen.batch.mode in self.modes
-            and all(getattr(seen.batch, name) >= getattr(self, name) for name in LEAST)
+            and all(getattr(seen.batch, name) >= getattr(self, name) for name in BOUND_FIELDS)
             and (self.graph is None or seen.graph is self.graph)
         )
 
@@ -347,10 +360,10 @@ class Load:
     """What can be driven, and what cannot, each with the reason."""
 
     phases: tuple[Phase, ...]
-    not_driven: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
-def derive(c: Configuration, *, logprobs: bool) -> Load:
+def derive_phases(c: Configuration, *, logprobs: bool) -> Load:
     """The phases of a configuration, that of prompt log-probabilities last: what it allocates stays reserved.
 
     :param logprobs: whether to drive that one.
@@ -367,7 +380,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
             PhaseKind.PREFILL,
             name,
             prefill,
-            lambda tokens: [tokens.some(count) for count in rising(chunk)],
+            lambda tokens: [tokens.some(count) for count in growing_lengths(chunk)],
             in_turn=True,
         )
     )
@@ -379,7 +392,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
-    step = math.lcm(c.page, min(STATE_EVERY, chunk)) if c.states and c.radix_cache else c.page
+    step = math.lcm(c.page, min(STATE_INTERVAL_TOKENS, chunk)) if c.states and c.radix_cache else c.page
     before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
     if c.chunk is None:
         missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
@@ -392,7 +405,7 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
             Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
         )
         # The filler is one of the requests that run at once.
-        sharers = min(SHARING, c.requests - 1, c.batch)
+        sharers = min(SHARED_PREFIX_REQUESTS, c.requests - 1, c.batch, c.prefill_requests or SHARED_PREFIX_REQUESTS)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page
         filler = min(3 * chunk, room // chunk * chunk)
@@ -425,7 +438,9 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
 
     captured = min(c.captured, c.batch)
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
-    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // (-(-SHORT_PROMPT // c.page) * c.page)
+    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // (
+        -(-SHORT_PROMPT_TOKENS // c.page) * c.page
+    )
     if c.stages > 1 and fit < captured < c.batch:
         missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
     elif captured:
@@ -447,9 +462,9 @@ def derive(c: Configuration, *, logprobs: bool) -> Load:
     return Load(tuple(phases), tuple(missing))
 
 
-def rehearsed(c: Configuration) -> Load:
+def rehearsal_phases(c: Configuration) -> Load:
     """What a server rehearses: the largest forwards, and what sampling and a mixed decode take besides."""
-    load = derive(c, logprobs=False)
+    load = derive_phases(c, logprobs=False)
     short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
     bound = Bound(DECODES, requests=c.batch)
     penalties = replace(
@@ -459,10 +474,10 @@ def rehearsed(c: Configuration) -> Load:
         bound=bound,
         sampling=PENALIZED,
     )
-    new = min(short.new_tokens, FEW)
+    new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
     longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page
     others = [*load.phases[:-1], penalties]
-    if c.batch > 1 and longest > SHORT_PROMPT:
+    if c.batch > 1 and longest > SHORT_PROMPT_TOKENS:
         long = replace(
             short,
             kind=PhaseKind.LONG_AMONG_SHORT,
@@ -482,9 +497,9 @@ def _in_step(phase: Phase, c: Configuration) -> Phase:
     return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
 
-def rising(chunk: int) -> list[int]:
+def growing_lengths(chunk: int) -> list[int]:
     """Lengths of prompts up to a chunk, each longer than the one before."""
-    return sorted({-(-chunk * part // RISING) for part in range(1, RISING + 1)})
+    return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
 
 
 def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
@@ -521,7 +536,7 @@ def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]
     most = min(chunk + chunk // 2, c.input_tokens)
 
     def prompts(tokens: Tokens) -> list[list[int]]:
-        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(VARIED - 1))]
+        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(VARIED_PROMPTS - 1))]
 
     return prompts
 
@@ -534,15 +549,18 @@ def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phas
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
-        lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(put)],
-        new_tokens=room(put, c, most=1024),
+        lambda tokens: [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(put)],
+        new_tokens=max_new_tokens(put, c, most=1024),
     )
 
 
-def room(requests: int, c: Configuration, most: int) -> int:
+def max_new_tokens(requests: int, c: Configuration, most: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
     caches = [c.cache_tokens]
-    if c.window_tokens and requests * (c.window + WINDOW_KEPT + 2 * c.page) > c.window_tokens - 2 * c.largest:
+    if (
+        c.window_tokens
+        and requests * (c.window + WINDOW_OVERHANG_TOKENS + 2 * c.page) > c.window_tokens - 2 * c.largest
+    ):
         caches.append(c.window_tokens)  # which has no whole window for each
-    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches) - SHORT_PROMPT - 2 * c.page
-    return max(2, min(most, each, c.input_tokens - SHORT_PROMPT))
+    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches) - SHORT_PROMPT_TOKENS - 2 * c.page
+    return max(2, min(most, each, c.input_tokens - SHORT_PROMPT_TOKENS))

@@ -1,0 +1,551 @@
+"""Where the engine is told, and asked: its sizing of the KV cache, the begin of its event loop, its word on itself."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.core import engine, gpu_memory, patch
+from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core.patch import Install, Patcher
+from sglang_moe_patches.memory.kv_sizing import (
+    coordination,
+    eligibility,
+    fingerprint,
+    images,
+    launches,
+    metrics,
+    record,
+    rehearsal,
+    sizing,
+)
+from sglang_moe_patches.memory.kv_sizing.facts import GIB, server_facts
+from sglang_moe_patches.memory.kv_sizing.launcher import given_by_the_user
+from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
+from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
+from sglang_moe_patches.memory.kv_sizing.record import Record
+
+SAYS = "sglang-moe-patches: kv-sizing: "
+RECORD_LOCK_TIMEOUT_S = 5.0
+"""While a server starts; in a turn of the serving loop nothing is waited for."""
+
+
+@dataclass
+class State:
+    """State of one scheduler process, from KV-cache sizing to exit.
+
+    :param process: the launch that this process belongs to, the same for all replicas of a server.
+    :param leader: it is the world's first rank, which reads, writes and logs.
+    :param elsewhere: it is on another machine than the leader, with a file of its own.
+    :param launch: memory of all ranks as the start began; ``None``: nothing is sized or recorded.
+    :param fraction: the record's; ``None``: the engine's own, or the given one, is in force.
+    :param rank_reserve: what this rank has beside its weights and its KV cache, in bytes.
+    """
+
+    path: Path
+    process: str = ""
+    leader: bool = False
+    elsewhere: bool = False
+    gpu: int = 0
+    key: str = ""
+    fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
+    launch: sizing.LaunchMemory | None = None
+    record: Record | None = None
+    decision: sizing.Decision = field(default_factory=sizing.Decision)
+    fraction: float | None = None
+    rank_reserve: int = 0
+
+    @property
+    def fraction_in_force(self) -> float:
+        assert self.launch is not None
+        return self.launch.fraction if self.fraction is None else self.fraction
+
+    @property
+    def reserve(self) -> int:
+        """What the fraction in force sets aside, in bytes."""
+        assert self.launch is not None
+        return int(self.launch.before * (1 - self.fraction_in_force))
+
+    def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
+        """Log on the leader alone."""
+        if self.leader:
+            logger.log(logging.WARNING if warn else logging.INFO, SAYS + message, *arguments)
+
+    def update(self, change: Callable[[Record], Record | None], *, wait_s: float = 0.0) -> Record | None:
+        """Change this configuration's record; see :func:`record.update`."""
+        return record.update(self.path, self.key, change, wait_s=wait_s)
+
+
+# --- Probing ---------------------------------------------------------------------------------------------------------
+
+
+def probe() -> Install:
+    """Find the hook points.
+
+    :returns: what wraps them.
+
+    :raises engine.Unsupported: the engine is not as expected.
+    """
+    runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    name = "init_memory_pool" if hasattr(runner, "init_memory_pool") else "alloc_memory_pool"
+    owner = runner
+    if not hasattr(owner, "_profile_available_bytes"):
+        owner = engine.own(engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator")
+    profile = engine.own(owner, "_profile_available_bytes")
+    engine.require_mentions(profile, "mem_fraction_static", "pre_model_load_memory")
+    engine.own(runner, name)
+    in_context = engine.mentions(profile, "get_schedule")
+    if in_context:
+        context = engine.module("sglang.srt.runtime_context")
+        engine.require_parameters(engine.own(engine.own(context, "RuntimeContext"), "override"), ("self", "source"))
+    scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
+    engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
+    engine.own(scheduler, "process_input_requests")
+    engine.own(scheduler, "is_fully_idle")
+    if engine.has_module(rehearsal.RECEIVER):
+        receiver = engine.own(engine.module(rehearsal.RECEIVER), "SchedulerRequestReceiver")
+        engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
+    else:
+        engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
+
+    def install(patcher: Patcher) -> None:
+        state = State(eligibility.record_path(os.environ))
+        patcher.wrap(runner, name, lambda original: _make_pool(original, state, in_context))
+        patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
+        patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
+
+    return install
+
+
+# --- Sizing ----------------------------------------------------------------------------------------------------------
+
+
+def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not eligibility.KV_SIZING.read() or getattr(self, "is_draft_worker", False) or state.launch is not None:
+            return original(self, *args, **kwargs)
+        given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
+        _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
+        before = _free(state) if state.launch is not None and _stages(self) > 1 else 0
+        result = original(self, *args, **kwargs)
+        if state.launch is not None:
+            state.rank_reserve = _rank_reserve(state, self, before)
+        if state.fraction is not None:
+            assert state.launch is not None
+            assert state.record is not None
+            state.log(
+                "%.4f instead of %.4f: %s tokens instead of %s; %s MB of margin%s, measured %s ago%s",
+                state.fraction,
+                state.launch.fraction,
+                f"{int(self.max_total_num_tokens):,}",
+                f"{state.record.rule_tokens:,}",
+                f"{state.decision.margin / 1e6:,.0f}",
+                f", {state.launch.images / 1e6:,.0f} MB the engine's for images" if state.launch.images else "",
+                record.age(state.record, time.time()),
+                "; rehearses once more" if state.decision.rehearse else "",
+            )
+        return result
+
+    return make_pool
+
+
+def _stages(runner: Any) -> int:
+    """Stages of the pipeline."""
+    return int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
+
+
+def _free(state: State) -> int:
+    """Free bytes, as the engine finds them when it sizes its pools; 0: not known."""
+    import torch
+
+    try:
+        torch.cuda.empty_cache()
+        return gpu_memory.read(state.gpu).free
+    except Exception:
+        return 0
+
+
+def _rank_reserve(state: State, runner: Any, before: int) -> int:
+    """:param before: free memory in bytes before a stage's pools were made; 0: not known, or there is no pipeline."""
+    if before:
+        # A stage with less to hold than another has more left, which a larger KV cache may take.
+        with suppress(Exception):
+            return max(state.reserve, before - server_facts(runner).kv_bytes)
+    return state.reserve
+
+
+def _size(state: State, runner: Any, free_before_load_gib: float, in_context: bool) -> None:
+    """Choose the fraction of this server: gather, decide, apply."""
+    inputs = gather(state, runner, free_before_load_gib)
+    apply(sizing.decide_sizing(inputs), inputs, state, runner, in_context)
+
+
+def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.SizingInputs:
+    """Collective: every rank calls it at the same point, also one that keeps its user's fraction."""
+    arguments = eligibility.arguments_of(runner.server_args)
+    fraction = float(runner.mem_fraction_static)
+    state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
+    state.elsewhere = int(arguments.get("node_rank") or 0) > 0
+    given = given_by_the_user(runner.server_args)
+    keep = given and eligibility.KV_SIZING.read() != eligibility.ALWAYS
+    monitor_only = eligibility.monitor_only_reason(arguments) or ""
+    if int(arguments.get("nnodes") or 1) > 1 and not monitor_only:
+        monitor_only = _machines_apart() or ""
+        # The leader may not be there to log it.
+        if monitor_only and state.elsewhere and state.gpu == int(arguments.get("base_gpu_id") or 0):
+            logger.warning("%susing the engine's default fraction %.4f: %s", SAYS, fraction, monitor_only)
+    try:
+        report = _report(state, runner, free_before_load_gib, fraction, arguments)
+    except Exception as error:
+        report = sizing.RankReport(f"{type(error).__name__}: {error}")
+    reports = [report] if monitor_only else coordination.all_gather(report)
+    return sizing.SizingInputs(fraction, given, keep, monitor_only, reports)
+
+
+def apply(
+    outcome: sizing.SizingOutcome, inputs: sizing.SizingInputs, state: State, runner: Any, in_context: bool
+) -> None:
+    """Log what was decided, keep it for the event loop, and tell the engine its fraction."""
+    if outcome.message:
+        state.log("%s", outcome.message, warn=outcome.is_warning)
+    state.launch, state.record, state.decision = outcome.launch, outcome.record, outcome.decision
+    leader = inputs.reports[0]
+    state.key, state.fingerprint_inputs = leader.key, leader.fingerprint_inputs
+    if outcome.decision.fraction is None:
+        return
+    _note_sized_start(state)
+    state.fraction = outcome.decision.fraction
+    runner.mem_fraction_static = state.fraction
+    if in_context:
+        from sglang.srt.runtime_context import get_context
+
+        get_context().override("sglang-moe-patches: kv-sizing", mem_fraction_static=state.fraction)
+    else:
+        runner.server_args.mem_fraction_static = state.fraction
+
+
+def _note_sized_start(state: State) -> None:
+    """Write the sized start down before it tries, so that one that dies before it serves is not repeated for ever.
+
+    A file that cannot be written, as one that is shipped read-only, keeps no start from being sized.
+    """
+    if state.leader:
+        try:
+            state.update(lambda old: record.with_unserved(old, state.process), wait_s=RECORD_LOCK_TIMEOUT_S)
+        except OSError as error:
+            state.log("this start is not written down: %s", error)
+
+
+def _machines_apart() -> str | None:
+    """Why the ranks of several machines do not decide together; ``None``: they do."""
+    try:
+        together = coordination.all_machines_take_part(True)
+    except Exception as error:
+        return f"because of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
+    if together:
+        return None
+    return (
+        f"because of --nnodes, not all of whose machines have said within {coordination.WAIT_S:.0f} s that they have "
+        f"{eligibility.KV_SIZING.name} and this version"
+    )
+
+
+def _is_leader(runner: Any) -> bool:
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    return bool(get_world_group().rank_in_group == 0)
+
+
+def _report(
+    state: State, runner: Any, free_before_load_gib: float, fraction: float, arguments: Mapping[str, Any]
+) -> sizing.RankReport:
+    """What this rank knows: its memory, and the record of its configuration."""
+    state.process = launches.current(is_replica=int(arguments.get("dp_size") or 1) > 1)
+    kept = 0
+    if getattr(runner, "is_multimodal", False):
+        try:
+            kept = images.allowance(runner, arguments, fraction, free_before_load_gib)
+        except images.NoAllowance as error:
+            return sizing.RankReport(str(error))
+    total = gpu_memory.read(int(runner.gpu_id)).total
+    inputs = _fingerprint_inputs(runner, arguments, total)
+    key = record.fingerprint(inputs)
+    launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept)
+    found, unreadable, nearest = None, "", ""
+    try:
+        known = record.read(state.path)
+        if own := known.get(key):
+            found = record.without_living(own, launches.is_alive)
+        else:
+            nearest = fingerprint.nearest(inputs, known)
+    except record.Unreadable as error:
+        unreadable = f"{state.path} {error}"
+    return sizing.RankReport("", launch, key, inputs, found, unreadable, nearest)
+
+
+def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -> dict[str, Any]:
+    """What the fingerprint of this server is made of."""
+    import torch
+
+    from sglang_moe_patches import __version__
+
+    config = runner.model_config.hf_config
+    return {
+        "package": __version__,
+        "engine": engine.version(),
+        "torch": torch.__version__,
+        "driver": gpu_memory.driver(),
+        "device": gpu_memory.device(int(runner.gpu_id)),
+        "bytes": total,
+        "devices": int(arguments.get("tp_size") or 1) * int(arguments.get("pp_size") or 1),
+        "model": str(arguments.get("model_path")),
+        "config": record.fingerprint(fingerprint.model_configuration(config.to_json_string(use_diff=False))),
+        "arguments": fingerprint.lasting_arguments(arguments, fingerprint.defaults_of(runner.server_args)),
+        "variables": fingerprint.variables_of(os.environ),
+        "changes": {name: str(plan.status) for name, plan in patch.in_force().items()},
+    }
+
+
+# --- Serving ---------------------------------------------------------------------------------------------------------
+
+
+def _make_init_info(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_init_info(self: Any) -> Any:
+        info = original(self)
+        # The launcher's own arguments have the fraction that it was told: this is the one in force.
+        return info if state.fraction is None else {**info, "mem_fraction_static": state.fraction}
+
+    return get_init_info
+
+
+def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.launch is None:
+            return original(self, *args, **kwargs)
+        serving = Serving(state, self)
+        serving.begin()
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            serving.end(ran_out=is_out_of_memory(error))
+            raise
+        finally:
+            serving.end()
+
+    return run_event_loop
+
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to (CUDA|cuda) ?(calloc|malloc)",
+    re.IGNORECASE,
+)
+"""As PyTorch, its accelerator errors, cuBLAS, cuDNN, Triton and NCCL say it."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it came from, is about GPU memory."""
+    while error is not None:
+        if OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class Serving:
+    """The event loop of one scheduler: a rehearsal where one is due, then the free-memory monitor."""
+
+    def __init__(self, state: State, scheduler: Any) -> None:
+        self.state, self.scheduler = state, scheduler
+        self._monitor: FreeMemoryMonitor | None = None
+        self._results: coordination.RankResults | None = None
+        self._rehearsing = False
+
+    def begin(self) -> None:
+        """Called on every rank, before the loop."""
+        state = self.state
+        if state.leader and state.fraction is not None:
+            with suppress(OSError):
+                state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
+        if not state.decision.rehearse:
+            self._begin_monitor()
+            return
+        run, problem = None, ""
+        try:
+            self._results = coordination.RankResults()
+            run = rehearsal.Rehearsal(self.scheduler, state.gpu, self._rehearsed, self._results, leads=state.leader)
+            run.begin()
+            if state.leader:
+                state.update(self._with_rehearsal_begun, wait_s=RECORD_LOCK_TIMEOUT_S)
+        except Exception as error:
+            problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
+        problem = next(filter(None, coordination.all_gather(problem)), "")
+        if problem:
+            if run is not None:
+                run.end()
+            state.log("no rehearsal: %s", problem, warn=True)
+            if state.record is not None:
+                self._begin_monitor()
+            return
+        self._rehearsing = True
+        state.log("rehearses the largest forwards before the first request, at most %.0f s", rehearsal.timeout_s())
+
+    def _with_rehearsal_begun(self, old: Record) -> Record:
+        old = replace(old, fingerprint_inputs=self.state.fingerprint_inputs)
+        return record.with_rehearsal_begun(old, self.state.gpu, self.state.process)
+
+    def _rehearsed(self, result: rehearsal.RankResult) -> None:
+        """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""
+        self._rehearsing = False
+        assert self._results is not None
+        try:
+            self._results.publish(replace(result, reserve=self.state.rank_reserve))
+        except Exception as error:
+            logger.warning("%swhat a rank has measured is lost: %s", SAYS, error)
+        self._begin_monitor()
+        if self.state.leader:
+            self._wait_for_all(time.monotonic() + rehearsal.ABANDON_AFTER_S)
+
+    def _wait_for_all(self, until: float) -> None:
+        """Look now, and in each turn of the loop, until every rank has published its result."""
+        if self._has_all(until):
+            return
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
+            if self._has_all(until):
+                self.scheduler.process_input_requests = original
+            return original(*args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+
+    def _has_all(self, until: float) -> bool:
+        """Whether no more is waited for."""
+        state = self.state
+        assert self._results is not None
+        try:
+            results: list[rehearsal.RankResult] | None = self._results.collect()
+            if results is None and time.monotonic() < until:
+                return False
+            failures = [f"rank {rank}: {result.failure}" for rank, result in enumerate(results or ()) if result.failure]
+            if results is None or failures:
+                reason = "; ".join(failures) or "not every rank has published its result"
+                state.log("the rehearsal failed, and nothing is recorded: %s", reason, warn=True)
+            else:
+                self._write(results)
+        except Exception as error:
+            state.log("what was measured is lost: %s", error, warn=True)
+        return True
+
+    def _write(self, results: list[rehearsal.RankResult]) -> None:
+        state, runner = self.state, self.scheduler.tp_worker.model_runner
+        launch, leader = state.launch, results[0]
+        assert launch is not None
+        needs = tuple(max(0, result.reserve - result.lowest) for result in results)
+        if not max(needs):
+            state.log("more memory was free than was set aside, so nothing is recorded: others gave it back", warn=True)
+            return
+        stopped = any(result.stopped for result in results)
+        facts = server_facts(runner)
+        new = Record(
+            fingerprint_inputs=state.fingerprint_inputs,
+            measured=time.time(),
+            total=launch.total,
+            before=launch.before,
+            rule_fraction=launch.fraction,
+            rule_tokens=facts.kv_tokens if state.fraction is None else 0,
+            fraction=state.fraction_in_force,
+            tokens=facts.kv_tokens,
+            kv_bytes=facts.kv_bytes,
+            table_bytes=facts.table_bytes,
+            requests_grow=facts.hybrid == MAMBA,
+            # What a forward that did not run would have taken is not known: as much again as was left.
+            need=max(needs) + (rehearsal.MIN_FREE_BYTES if stopped else 0),
+            ranks=needs,
+            reached=leader.reached,
+            missed=leader.missed,
+            skipped=leader.skipped,
+            proven=state.fraction is not None and not stopped and not leader.missed,
+        )
+        became = state.update(
+            lambda old: record.with_rehearsal(old, new, state.gpu, state.process, stopped=stopped),
+            wait_s=RECORD_LOCK_TIMEOUT_S,
+        )
+        assert became is not None
+        state.record = became
+        state.log(
+            "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
+            leader.seconds,
+            f"{max(needs) / 1e6:,.0f}",
+            f"{state.reserve / 1e6:,.0f}",
+            f"; not reached: {', '.join(became.missed)}" if became.missed else "",
+            "; ended early, before memory ran out" if stopped else "",
+            state.path,
+        )
+
+    def _begin_monitor(self) -> None:
+        """From here on, the loop reads the clock once in each turn."""
+        state = self.state
+        if state.record is None and not (state.decision.rehearse or state.decision.monitor):
+            return
+        try:
+            show = metrics.lowest_free_gauge(eligibility.arguments_of(self.scheduler.server_args), state.gpu)
+            self._monitor = monitor = FreeMemoryMonitor(lambda: gpu_memory.read(state.gpu), self._save, show=show)
+        except Exception as error:
+            state.log("free memory is not monitored: %s", error, warn=True)
+            return
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
+            monitor.sample()
+            return original(*args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+
+    def _save(self, lowest: int, ran_out: bool) -> bool:
+        def add_serving(old: Record) -> Record:
+            served = record.with_serving(old, self.state.rank_reserve, lowest)
+            return record.with_out_of_memory(served) if ran_out else served
+
+        became = self._add(add_serving)
+        # A rank that monitors already may be here before the leader has written what was rehearsed.
+        return became is not None and became.lowest_free_serving is not None
+
+    def _add(self, add: Callable[[Record], Record]) -> Record | None:
+        """Add what this rank has seen to the record, unless that was forgotten meanwhile, or nothing was measured."""
+        state = self.state
+
+        def added(old: Record) -> Record | None:
+            if not (old.need or state.decision.monitor or state.elsewhere):
+                return old if old.fingerprint_inputs else None
+            assert state.launch is not None
+            new = Record(
+                state.fingerprint_inputs,
+                time.time(),
+                total=state.launch.total,
+                before=state.launch.before,
+                fraction=state.fraction_in_force,
+            )
+            return add(old if old.fingerprint_inputs else new)
+
+        return state.update(added)
+
+    def end(self, ran_out: bool = False) -> None:
+        """The loop has ended."""
+        if ran_out and self._rehearsing:
+            with suppress(OSError):
+                self._add(record.with_out_of_memory)
+        if self._monitor is not None:
+            self._monitor.end(ran_out)
+            self._monitor = None

@@ -1,0 +1,255 @@
+"""From what was needed to the fraction for the engine: every decision of kv-sizing, as pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_moe_patches.memory.kv_sizing import record as records
+from sglang_moe_patches.memory.kv_sizing.record import Record
+
+MARGIN_BYTES = 2_000_000_000
+"""What stays free beyond what was needed. Between two kinds of load the need has differed by up to 1,180 MB in fourteen
+servers that were measured, and once by 2 GB."""
+MIN_GAIN_FRACTION = 0.02
+"""Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
+MAX_FOREIGN_MEMORY_DRIFT = 0.01
+"""Of the GPU's memory: what other processes may hold more or less of it than when the record was made."""
+MAX_UNFINISHED_REHEARSALS = 2
+"""Rehearsals that ended with their server, after which none is tried."""
+MAX_OUT_OF_MEMORY = 2
+"""Servers that ran out of memory while serving, after which the rule applies."""
+MAX_UNSERVED_STARTS = 2
+"""Starts that were sized by the record and ended before they served, after which the rule applies."""
+FRACTION_STEP = 0.0001
+"""What a fraction is rounded down to: 14 MB of a GPU with 141 GB."""
+
+
+@dataclass(frozen=True)
+class LaunchMemory:
+    """The memory of a server's GPUs as its start begins, in bytes.
+
+    :param before: free before its weights were loaded, on the rank with the least.
+    :param total: of its GPU.
+    :param fraction: the engine's own, or the given ``--mem-fraction-static``.
+    :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
+    """
+
+    before: int
+    total: int
+    fraction: float
+    images: int = 0
+
+    @property
+    def reserve(self) -> float:
+        """What the fraction sets aside."""
+        return self.before * (1 - self.fraction)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a server sizes its KV cache, and whether it rehearses.
+
+    :param fraction: for the engine; ``None``: its own.
+    :param reason: why the engine keeps its own; "" where the record decides.
+    :param reserve: in bytes; ``margin``: the part of it that nothing needed.
+    :param monitor: free memory is recorded while serving, though nothing else is.
+    """
+
+    fraction: float | None = None
+    reason: str = ""
+    rehearse: bool = False
+    reserve: float = 0.0
+    margin: int = 0
+    monitor: bool = False
+
+
+# --- All ranks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank knows before its pools are made; ``failure``: why it knows nothing."""
+
+    failure: str = ""
+    launch: LaunchMemory | None = None
+    key: str = ""
+    fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
+    record: Record | None = None
+    unreadable: str = ""
+    nearest: str = ""
+
+
+@dataclass(frozen=True)
+class SizingInputs:
+    """What a server decides by, the same on every rank.
+
+    :param fraction: in force unless the record decides.
+    :param given: the user gave it; ``keep``: and it is used unchanged.
+    :param monitor_only: why this server is not sized, "" where it may be.
+    :param reports: of all ranks in their order; the first one's record counts.
+    """
+
+    fraction: float
+    given: bool
+    keep: bool
+    monitor_only: str
+    reports: Sequence[RankReport]
+
+
+@dataclass(frozen=True)
+class SizingOutcome:
+    """What a server does, and what its leader logs before the pools are made ("": nothing)."""
+
+    message: str
+    is_warning: bool = False
+    decision: Decision = field(default_factory=Decision)
+    launch: LaunchMemory | None = None
+    record: Record | None = None
+
+
+def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
+    """Decide for all ranks; the same outcome on each of them."""
+    source = "the given --mem-fraction-static" if inputs.given else "the engine's default fraction"
+    using = f"using {source} {inputs.fraction:.4f}"
+    if error := rank_error(inputs.reports):
+        return SizingOutcome(f"{using}: {error}", is_warning=True)
+    leader = inputs.reports[0]
+    launches = [report.launch for report in inputs.reports if report.launch is not None]
+    # The engine divides by the free memory of the rank with the least.
+    launch = replace(launches[0], before=min(each.before for each in launches))
+    known = [report.record for report in inputs.reports if report.record]
+    # Each machine has monitored its own servers.
+    record = leader.record and records.merge_serving(leader.record, known)
+    if inputs.monitor_only:
+        decision = Decision(reason=inputs.monitor_only, monitor=True, reserve=launch.reserve)
+        next_step = "; free memory is recorded while it serves" + _monitored(record)
+        return SizingOutcome(
+            f"{using}: {decision.reason}{next_step}", bool(leader.unreadable), decision, launch, record
+        )
+    decision = decide(launch, record, leader.unreadable)
+    is_warning = bool(leader.unreadable)
+    if inputs.keep:
+        measured = record is not None and record.need > 0
+        advice, is_warning = advise(launch, record) if record and measured else (decision.reason, is_warning)
+        rehearse = decision.rehearse and not measured
+        decision = Decision(reason=f"it is used unchanged; {advice}", rehearse=rehearse, reserve=launch.reserve)
+    if decision.fraction is not None:
+        return SizingOutcome("", False, decision, launch, record)
+    nearest = f" ({leader.nearest})" if leader.nearest and record is None else ""
+    next_step = "; measuring during this start" if decision.rehearse else ""
+    return SizingOutcome(f"{using}: {decision.reason}{nearest}{next_step}", is_warning, decision, launch, record)
+
+
+def rank_error(reports: Sequence[RankReport]) -> str:
+    """Why the ranks cannot decide together: one failed, or they differ; "": they can."""
+    if failure := next((report.failure for report in reports if report.failure), ""):
+        return failure
+    differing = [part for part in reports[0].fingerprint_inputs if _differs(part, reports)]
+    return f"the ranks differ in: {', '.join(differing)}" if differing else ""
+
+
+def _differs(part: str, reports: Sequence[RankReport]) -> bool:
+    return len({records.fingerprint({part: report.fingerprint_inputs[part]}) for report in reports}) > 1
+
+
+def _monitored(record: Record | None) -> str:
+    if record is None or record.lowest_free_serving is None:
+        return ""
+    return f": {record.lowest_free_serving / 1e6:,.0f} MB were free at the worst moment until now"
+
+
+def advise(launch: LaunchMemory, record: Record) -> tuple[str, bool]:
+    """What a given fraction leaves, by the record: the sentence for the log, and whether it is a warning."""
+    wanted = wanted_reserve(launch, record)
+    safe = math.floor((1 - wanted / launch.before) / FRACTION_STEP) * FRACTION_STEP
+    if wanted > launch.reserve:
+        short = f"{(wanted - launch.reserve) / 1e6:,.0f} MB less than the largest forward and a margin of"
+        return f"it leaves {short} {_margin(record) / 1e6:,.0f} MB need; {safe:.4f} would be safe", True
+    unused = launch.reserve - wanted
+    tokens = int(unused * record.tokens / record.kv_bytes) if record.kv_bytes > 0 else 0
+    return f"{unused / 1e6:,.0f} MB of it were never needed: {safe:.4f} would give {tokens:,} more tokens", False
+
+
+# --- One record ------------------------------------------------------------------------------------------------------
+
+
+def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") -> Decision:
+    """The fraction that the record gives; where it cannot be used, the engine's own, with the reason.
+
+    :param unreadable: what is wrong with the file of records; "" where it could be read.
+    """
+    if launch.before <= 0:
+        return _keep_rule(launch, "no memory is free")
+    if record is not None and record.attempts >= MAX_UNFINISHED_REHEARSALS:
+        return _keep_rule(launch, f"{record.attempts} rehearsals have begun and not ended")
+    if record is None or not record.need:
+        return _keep_rule(launch, unreadable or "no record for this configuration", rehearse=True)
+    if record.missed:
+        return _keep_rule(launch, f"the rehearsal did not reach: {', '.join(record.missed)}")
+    if record.ooms >= MAX_OUT_OF_MEMORY:
+        return _keep_rule(launch, f"{record.ooms} servers ran out of memory while serving")
+    if len(record.unserved) >= MAX_UNSERVED_STARTS:
+        return _keep_rule(launch, f"{len(record.unserved)} starts with the record's fraction ended before they served")
+    then, now = record.total - record.before, launch.total - launch.before
+    if abs(then - now) > MAX_FOREIGN_MEMORY_DRIFT * launch.total:
+        held = f"other processes hold {now / 1e6:,.0f} MB of the GPU"
+        return _keep_rule(launch, f"{held}, {then / 1e6:,.0f} MB when it was measured")
+    wanted = wanted_reserve(launch, record)
+    fraction = math.floor((1 - wanted / launch.before) / FRACTION_STEP) * FRACTION_STEP
+    reserve = launch.before * (1 - fraction)
+    gain = (launch.reserve - reserve) / max(1.0, rule_bytes(launch, record))
+    if not 0 < fraction < 1 or gain < MIN_GAIN_FRACTION:
+        if gain < 0:
+            short = f"{(wanted - launch.reserve) / 1e6:,.0f} MB less than the largest forward and the margin need"
+            return _keep_rule(launch, f"it already leaves {short}")
+        return _keep_rule(launch, f"the record would give {100 * gain:.1f} % more KV cache, less than 2 %")
+    return Decision(round(fraction, 4), rehearse=not record.proven, reserve=reserve, margin=_margin(record))
+
+
+def _keep_rule(launch: LaunchMemory, reason: str, *, rehearse: bool = False) -> Decision:
+    return Decision(None, reason, rehearse, launch.reserve)
+
+
+def _margin(record: Record) -> int:
+    """Each start of this configuration that died adds a margin."""
+    return MARGIN_BYTES * (1 + record.ooms + len(record.unserved))
+
+
+def wanted_reserve(launch: LaunchMemory, record: Record) -> float:
+    """Bytes to set aside: the peak need, the margin, and what grows with the KV cache."""
+    need = max(record.need + launch.images, record.serving_peak_need)
+    return with_growth(launch, record, need + _margin(record))
+
+
+def rule_bytes(launch: LaunchMemory, record: Record) -> float:
+    """The KV cache that the launch's own fraction would give: the recorded one, by what was set aside beside it."""
+    return record.kv_bytes + record.before * (1 - record.fraction) - launch.reserve
+
+
+def with_growth(launch: LaunchMemory, record: Record, wanted: float) -> float:
+    """Add to a reserve what grows with the KV cache, at most in proportion to it.
+
+    That is the request table; and where the number of requests follows the pools, all that was needed, which a decode
+    of more of them may have taken.
+
+    :param wanted: the reserve without that, in bytes.
+    """
+    measured = record.kv_bytes
+    if measured <= 0:
+        return wanted
+    larger = rule_bytes(launch, record) + launch.reserve - wanted
+    grows = record.table_bytes + (max(record.need, record.serving_peak_need) if record.requests_grow else 0)
+    # It takes from the KV cache by which it grows: without that, a little more than is needed.
+    return wanted + max(0.0, larger / measured - 1) * grows
+
+
+def lowest(seen: int, began: int, reserved_growth: int) -> int:
+    """The lowest free memory of a rank in bytes, not raised by memory that other processes gave back.
+
+    :param seen: the driver's lowest; ``began``: free when the rehearsal began.
+    :param reserved_growth: what this process's allocator took in between.
+    """
+    return min(seen, began - max(0, reserved_growth))
