@@ -55,10 +55,20 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
     found = json.loads(asked.stdout)
     return {
         "torch": found["torch"].split("+")[0],
-        "families": found["families"],
-        "out_of_place": found["out_of_place"],
+        **families(release, place),
         "changes": {change["name"]: [change["status"], change["reason"]] for change in found["changes"]},
     }
+
+
+def families(release: str, place: Path) -> dict[str, Any]:
+    """Which families of models offer in the release installed in ``place``, by their source.
+
+    :raises SystemExit: the scan failed.
+    """
+    scanned = run([str(place / "bin/python"), "test/tools/family_scan.py"])
+    if scanned.returncode:
+        sys.exit(f"scanning the models of SGLang {release} failed:\n{scanned.stderr}")
+    return json.loads(scanned.stdout)
 
 
 def outcome(summary: str) -> str:

@@ -159,39 +159,37 @@ def families(found: dict[str, Any]) -> str:
 
     Families and runners are told apart where a change does, and where the engine has routed experts out of place.
     """
-    stated, patch = package()
+    stated, _ = package()
     from sglang_moe_patches.core import runners
     from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+    from sglang_moe_patches.lab import effects
 
     apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
 
     def cell(family: str, shared_experts: bool, part: str) -> str:
         layers = {
-            release: patch.Layer(family, shared_experts, part, shared_experts and family in told["out_of_place"])
+            release: effects.Layer(family, shared_experts, part, shared_experts and family in told["out_of_place"])
             for release, told in found.items()
         }
         facts: list[str] = []
         for change in stated.CHANGES:
             told = {release: facts["changes"].get(change.name, NOT_ASKED)[0] for release, facts in found.items()}
-            said = {
-                release: change.does(layers[release], patch.Status(status)) if status in ("applied", "hardened") else ""
-                for release, status in told.items()
-            }
+            said = {release: effects.effect(change.name, layers[release], status) for release, status in told.items()}
             where = [(words, span(names, list(found))) for words, names in runs(said) if words]
             facts += [_bounded(words, places) for words, places in where]
         return "; ".join(facts) or "untouched"
 
     named = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE)
-    parts = (*named, patch.ANY_OTHER, patch.ATTENTION)
+    parts = (*named, effects.ANY_OTHER, effects.ATTENTION)
     kinds = {
         "DeepSeek-V2/V3, shared experts of its own": (DEEPSEEK, True),
         "DeepSeek-V2/V3, shared experts fused or none": (DEEPSEEK, False),
         f"{', '.join(f'`{name}`' for name in apart)}, shared experts of their own": (apart[0] if apart else "", True),
         "any other that offers": ("another", True),
-        patch.ANY_OTHER: ("", True),
+        effects.ANY_OTHER: ("", True),
     }
     rows = {name: tuple(cell(*kind, part) for part in parts) for name, kind in kinds.items() if apart or kind[0]}
-    rows[patch.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
+    rows[effects.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
     titles = (f"`{part}`" if part in named else part for part in parts)
     columns = dict(zip(titles, zip(*rows.values(), strict=True), strict=True))
     grouped = [list(same) for _, same in groupby(columns, key=columns.__getitem__)]

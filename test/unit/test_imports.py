@@ -106,6 +106,10 @@ def test_no_import_goes_up_a_floor(found: Imports) -> None:
     assert upward(found) == []
 
 
+def test_no_serving_process_imports_the_table_of_effects(found: Imports) -> None:
+    assert {module.split(".")[0] for module, others in found.items() if "lab.effects" in others} == {"lab"}
+
+
 def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
     assert circle(found) == []
 

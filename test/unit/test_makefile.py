@@ -43,30 +43,6 @@ def test_a_new_release_must_be_stated_first():
     assert f"SGLang {UNKNOWN} is not in `all` of releases.toml; add it there first" in done.stderr
 
 
-def test_the_engines_own_tests_are_asked_for_with_a_checkout():
-    done = make("-n", "engine-suite")
-    assert done.returncode
-    assert "SGLANG=CHECKOUT says where SGLang's tests are" in done.stderr
-    said = make("-n", "engine-suite", "SGLANG=/there", "ARGS=--list").stdout
-    assert "python benchmark/engine_suite.py /there --list" in said
-
-
-def test_the_demo_ends_with_a_second_start_by_the_record():
-    """Make ends at what fails before."""
-    *_, compares, last = make("-n", "demo", f"UV={sys.executable}").stdout.replace("\\\n", "").splitlines()
-    assert "regress" in compares
-    assert "test/tools/second_start.py --model " in last
-
-
-def test_a_python_without_what_is_needed_is_named(tmp_path: Path):
-    old = tmp_path / "python"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
-    done = make("help", f"PYTHON={old}")
-    assert done.returncode
-    assert "no release to work with" in done.stderr
-
-
 def test_the_logs_of_releases_tested_at_once_are_shown_one_by_one_and_a_failure_fails(tmp_path: Path):
     """In the place of the tests of each release: two lines with a pause between them, and one release that fails."""
     tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]

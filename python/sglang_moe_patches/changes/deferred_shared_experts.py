@@ -35,7 +35,7 @@ from typing import Any
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import counts, look, takers
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, Count, Layer, Patcher, Plan, Status, left_alone_if_it_fails
+from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status, left_alone_if_it_fails
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -197,19 +197,6 @@ def _plan() -> Plan:
     return Plan.hardened(install, "; ".join(filter(None, [reason, offers.note])))
 
 
-def _does(layer: Layer, status: Status) -> str:
-    last = layer.shared_experts and may_defer(
-        inplace=layer.part not in runners.TRTLLM,
-        leaves_input_alone=layer.part in (*runners.TRTLLM, *runners.OUT_OF_PLACE),
-        overlapped=False,
-        fused=False,
-        present=True,
-        lora=False,
-        all_to_all=False,
-    )
-    return "shared experts last" if last and layer.family == DEEPSEEK else ""
-
-
 DEFERS = Count(
     "defers", "had the shared experts of layers run last", __name__, "may_defer", lambda defers, **facts: defers
 )
@@ -219,6 +206,5 @@ CHANGE = Change(
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
-    does=_does,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

@@ -149,28 +149,6 @@ class Plan:
         return f"{self.status}, because {self.reason}" if self.reason else str(self.status)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A kind of MoE decoder layer, and a part of it: what a page tells of the changes there.
-
-    :param family: of its model, by the engine's module; ``""``: none that offers its dead input.
-    :param shared_experts: whether its shared experts run by themselves.
-    :param part: the routed experts, as their runner's ``--moe-runner-backend``, or one of the two below.
-    :param out_of_place: whether the engine, by itself, has the routed experts leave their input alone.
-    """
-
-    family: str
-    shared_experts: bool
-    part: str
-    out_of_place: bool = False
-
-
-ANY_OTHER = "any other"
-"""Part of a :class:`Layer`: routed experts with a runner that :mod:`.runners` does not name."""
-ATTENTION = "attention inputs"
-"""Part of a :class:`Layer`."""
-
-
 def _once(result: Any, *args: Any, **kwargs: Any) -> int:
     return 1
 
@@ -214,8 +192,6 @@ class Change:
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
-    :param does: what becomes of a part of a layer where the change has this status, in a few words; "" for nothing.
-        Asked where it installs something, for the table of families in docs/compatibility.md.
     """
 
     name: str
@@ -225,7 +201,6 @@ class Change:
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
-    does: Callable[[Layer, Status], str] = lambda layer, status: ""
 
 
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:

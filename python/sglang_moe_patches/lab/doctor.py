@@ -52,7 +52,6 @@ def examine() -> dict[str, Any]:
 def _examine_here() -> dict[str, Any]:
     import torch
 
-    from sglang_moe_patches.core.dead_input import look
     from sglang_moe_patches.registry import CHANGES
 
     names = patch.selected(CHANGES)
@@ -64,7 +63,6 @@ def _examine_here() -> dict[str, Any]:
         changes.append(
             {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
         )
-    families, out_of_place = look.families_by_source()
     return {
         "package": __version__,
         "engine": engine.version(),
@@ -73,8 +71,6 @@ def _examine_here() -> dict[str, Any]:
         "gpus": gpus,
         "strict": patch.strict(),
         "changes": changes,
-        "families": families,
-        "out_of_place": out_of_place,
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),
     }

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import family_scan
 import pytest
 import torch
 from architectures import CONFIGS, unknown_to_transformers
@@ -64,7 +65,7 @@ TAKEN: list[bool] = []
 
 @pytest.fixture(scope="module")
 def by_source() -> dict[str, str]:
-    return look.families_by_source()[0]
+    return family_scan.scan(family_scan.models_folder())
 
 
 @pytest.fixture

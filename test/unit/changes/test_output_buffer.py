@@ -711,15 +711,6 @@ def test_a_layer_that_may_keep_what_the_next_one_is_given_is_noticed(keeps, afte
     assert proofs.why_not("Layer", layer) == ("Layer may keep its result" if keeps else "")
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"), [("", False), (", inplace=True", False), (", inplace=not self.shared", True)]
-)
-def test_a_family_that_tells_its_experts_to_leave_their_input_alone_is_noticed(told, expected):
-    source = f"class Block:\n    def __init__(self):\n        self.experts = get_moe_impl_class(None)(top_k=8{told})"
-    assert proofs.is_told_out_of_place(source) == expected
-    assert not proofs.is_told_out_of_place("sigmoid(x, inplace=False)")
-
-
 class Loops:
     """Loops to look at; they never run."""
 

@@ -139,17 +139,3 @@ def test_no_processor_decides_what_is_up_to_date(apart: Path):
     ]
     assert len(turned) > 20  # otherwise nothing lay between
     assert outdated() == []
-
-
-def test_a_place_that_nothing_is_known_of_is_named():
-    with pytest.raises(SystemExit, match=r"figures: nothing: unknown; known: launched"):
-        render.page("<!-- figures:nothing -->\n<!-- /figures -->\n")
-
-
-def test_prose_around_the_figures_stays():
-    text = "before <!-- figures:launcher-cost -->\nold\n<!-- /figures --> after"
-    rendered = render.page(text)
-    assert rendered.startswith("before <!-- figures:launcher-cost -->\n")
-    assert rendered.endswith("<!-- /figures --> after")
-    assert "old\n" not in rendered
-    assert render.page(rendered) == rendered

@@ -90,33 +90,6 @@ def test_no_page_types_where_the_releases_end(name: str):
         assert not re.search(rf"(\bto|-) {re.escape(releases.ALL[-1])}\b", (pages.ROOT / name).read_text())
 
 
-@pytest.mark.parametrize(
-    ("page", "rendered"),
-    [
-        ("of <!-- generated:x -->old<!-- /generated -->.", "of <!-- generated:x -->X<!-- /generated -->."),
-        ("<!-- generated:x -->\n<!-- /generated -->", "<!-- generated:x -->\nX\n<!-- /generated -->"),
-        ("<!-- generated:x -->\n1\n2\n<!-- /generated -->\n", "<!-- generated:x -->\nX\n<!-- /generated -->\n"),
-        (
-            "| <!-- generated:x -->1<!-- /generated --> | <!-- generated:y -->2<!-- /generated --> |",
-            "| <!-- generated:x -->X<!-- /generated --> | <!-- generated:y -->Y<!-- /generated --> |",
-        ),
-    ],
-)
-def test_what_is_between_the_marks_is_replaced(page: str, rendered: str):
-    assert pages.render(page, str.upper) == rendered
-
-
-def test_a_mark_that_markdown_would_take_for_html_is_refused():
-    with pytest.raises(ValueError, match="starts a line"):
-        pages.render("of\n<!-- generated:x -->old<!-- /generated --> and more", str.upper)
-
-
-@pytest.mark.parametrize("name", ["latest", "status:no-such-change"])
-def test_an_unknown_name_is_refused(name: str):
-    with pytest.raises(ValueError, match=r"known|knows no change"):
-        pages.generated(name)
-
-
 def test_every_change_and_every_variable_has_its_line():
     table, stated = pages.generated("changes"), pages.generated("variables")
     for change in CHANGES:
@@ -149,39 +122,6 @@ def found(*told: tuple[str, str]) -> dict[str, dict]:
 )
 def test_what_a_change_is_where_is_put_in_words(statuses: str, words: str):
     assert pages.status("x", found(*((status, "") for status in statuses))) == words
-
-
-def test_neighbouring_releases_share_a_line_of_reasons():
-    told = found(("native", "why"), ("native", "why"), ("applied", ""), ("native", "why"), ("applied", "since then"))
-    assert pages.reasons(told) == (
-        "- **x**, native up to 2: why.\n- **x**, native on 4: why.\n- **x**, applied from 5: since then."
-    )
-
-
-def test_a_change_that_a_release_was_not_asked_about_is_shown_as_such():
-    told = found(("applied", ""), ("applied", "why"))
-    told["2"]["changes"]["y"] = ["native", ""]
-    assert pages.status("y", told) == "not asked on 1, native from 2"
-    for facts in told.values():
-        facts |= {"torch": "2.0", "tests": "3 passed · 1 skipped"}
-    assert pages.statuses(told).splitlines()[2:] == [
-        "| 1 | 2.0 | applied | not asked | 3 |",
-        "| 2 | 2.0 | applied | native | 3 |",
-    ]
-
-
-def test_neighbouring_releases_that_are_alike_share_a_line():
-    told = found(*[("applied", "")] * 5)
-    for facts in told.values():
-        facts |= {"torch": "2.0", "tests": "3 passed"}
-    told["3"]["torch"] = "2.1"
-    told["5"]["tests"] = "1 failed · 2 passed"
-    assert pages.statuses(told).splitlines()[2:] == [
-        "| 1, 2 | 2.0 | applied | 3 |",
-        "| 3 | 2.1 | applied | 3 |",
-        "| 4 | 2.0 | applied | 3 |",
-        "| 5 | 2.0 | applied | 1 failed · 2 passed |",
-    ]
 
 
 def cells(row: str) -> dict[str, str]:
@@ -218,21 +158,3 @@ def test_a_familys_line_says_what_its_layers_do():
         assert cells(other)["`cutlass`"] == "untouched"
     # The engine has them out of place by itself: where is found in its code.
     assert cells(APART)["`triton`"] == f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"
-
-
-def test_another_runner_has_its_word(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runners, "OUT_OF_PLACE", ("triton", "another"))
-    assert cells("DeepSeek-V2/V3, shared experts of its own")["`another`"] == "shared experts last"
-
-
-def test_which_families_offer_is_said_with_the_releases_or_the_reason():
-    told = {
-        "1": {"families": {"a": "", "b": "BLayer may still use its input"}},
-        "2": {"families": {"a": "", "b": "", "c": "CLayer may still use its input", "d": "DModel may keep it"}},
-    }
-    assert pages.offers(told).splitlines()[2:] == [
-        "| `b` | from 2 |",
-        "| `a` | on all |",
-        "| `d` | its loop may keep it |",
-        "| `c` | its layer may still use its input |",
-    ]

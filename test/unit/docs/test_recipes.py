@@ -106,7 +106,7 @@ Why
 
 from __future__ import annotations
 
-from sglang_moe_patches.core.patch import Change, Layer, Plan, Status
+from sglang_moe_patches.core.patch import Change, Plan
 from sglang_moe_patches.core.variables import Variable, zero_or_one
 
 CHANGE = Change(
@@ -114,7 +114,6 @@ CHANGE = Change(
     summary="nothing",
     plan=lambda: Plan.native("there is nothing to do"),
     variables=(Variable("SGLANG_MOE_PATCHES_TOY", "1: nothing", zero_or_one, "0"),),
-    does=lambda layer, status: "nothing" if status is Status.APPLIED else "",
 )
 '''
 UNIT_TEST = """from sglang_moe_patches.core import patch

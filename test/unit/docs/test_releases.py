@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ SENSIBLE: dict[str, Any] = {
     "all": ["1", "2", "3"],
     "overrides": {"1": ["x==4"]},
 }
-
-
-def test_what_the_file_says_is_what_the_tests_are_told(tmp_path: Path):
-    file = tmp_path / "releases.toml"
-    file.write_text('default = "2"\nevery_time = ["2", "3"]\nall = ["1", "2", "3"]\n[overrides]\n1 = ["x==4"]\n')
-    assert releases.read(file) == ("2", ("2", "3"), ("1", "2", "3"), {"1": ("x==4",)})
 
 
 @pytest.mark.parametrize(
@@ -37,14 +30,6 @@ def test_what_the_file_says_is_what_the_tests_are_told(tmp_path: Path):
 def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], complaint: str):
     with pytest.raises(ValueError, match=complaint):
         releases.check(SENSIBLE | change)
-
-
-@pytest.mark.parametrize("text", ['default = "2"', "default ="])
-def test_a_file_that_cannot_be_read_is_refused(text: str, tmp_path: Path):
-    file = tmp_path / "releases.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"releases\.toml: 'all'|Invalid value"):
-        releases.read(file)
 
 
 def test_the_engine_that_pip_brings_is_at_least_the_oldest_supported():

@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.core.patch import Change, Count, Layer, Plan, Status
+from sglang_moe_patches.core.patch import Change, Count, Plan
 
 
 def _plan() -> Plan:
@@ -36,10 +36,6 @@ def _plan() -> Plan:
     if absent := runners.without_flashinfer():
         return absent
     return wrapper.plan()
-
-
-def _does(layer: Layer, status: Status) -> str:
-    return "output in the dead input" if layer.family and layer.part == runners.CUTEDSL else ""
 
 
 def _shared(made: Any, *args: Any, **kwargs: Any) -> int:
@@ -61,5 +57,4 @@ CHANGE = Change(
         Count("slices", "ran in token slices", f"{__name__}.wrapper", "slices", _ranges, unit="slices"),
     ),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
-    does=_does,
 )

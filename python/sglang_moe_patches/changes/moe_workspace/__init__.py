@@ -43,8 +43,7 @@ from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, look
-from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, Count, Install, Layer, Patcher, Plan, Status, said
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, said
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -100,17 +99,6 @@ def _dead_input() -> tuple[Install | None, str]:
     return offers.install, offers.note
 
 
-def _does(layer: Layer, status: Status) -> str:
-    if layer.part == "marlin":
-        return "columns, output in the dead input" if layer.family else "columns"
-    if layer.part != "triton":
-        return ""
-    # They still read the runner's input.
-    waiting = layer.shared_experts and (layer.family == DEEPSEEK or layer.out_of_place)
-    offered = "output in the dead input" if waiting else "in place, the dead input is scratch"
-    return f"{offered}; columns" if layer.family else "columns"
-
-
 def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Which runner it was is not known: each is told its own threshold, where they have two."""
     largest, most = tokens * top_k * hidden * itemsize, columns.most_bytes()
@@ -150,6 +138,5 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS, columns.MOE_WORKSPACE_MB),
-    does=_does,
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

@@ -28,10 +28,9 @@ Remove when
 from __future__ import annotations
 
 from sglang_moe_patches.changes.output_buffer import attention_inputs
-from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, look, takers
-from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
@@ -49,13 +48,6 @@ def _plan() -> Plan:
     return Plan(Status.APPLIED, offers.note, install)
 
 
-def _does(layer: Layer, status: Status) -> str:
-    if layer.family and layer.part in runners.TRTLLM:
-        return "output in the dead input (NVFP4)"
-    held = layer.part == ATTENTION and layer.family == DEEPSEEK
-    return "dropped" if held and status is Status.APPLIED else ""
-
-
 ATTENTION_INPUTS = Count(
     "attention inputs",
     "dropped attention's inputs",
@@ -69,6 +61,5 @@ CHANGE = Change(
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input, in every family of "
     "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
     plan=_plan,
-    does=_does,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
 )

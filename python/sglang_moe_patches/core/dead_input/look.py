@@ -8,8 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import util
-from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.core import engine, log, runners
@@ -81,17 +79,6 @@ class Offers:
 def engine_offers() -> bool:
     """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
     return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
-
-
-def families_by_source() -> tuple[dict[str, str], list[str]]:
-    """What :func:`.families.scan` and :func:`.families.out_of_place` find of the engine, which is not imported."""
-    home, *inner = families.MODELS.split(".")
-    spec = util.find_spec(home) if engine.has_module(home) else None
-    if spec is None or not spec.submodule_search_locations:
-        return {}, []
-    folder = Path(next(iter(spec.submodule_search_locations)), *inner)
-    found = families.scan(folder)
-    return found, families.out_of_place(folder, found)
 
 
 def offers() -> Offers:

@@ -282,23 +282,6 @@ def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
     return len(stored) == 1 and all(harmless(use) for use in _names(definition, name) if use not in stored)
 
 
-def is_told_out_of_place(module: str | ast.Module) -> bool:
-    """Whether a family's module itself tells routed experts to leave their input alone.
-
-    The shared experts of such a layer, or their gate, read it once more afterwards.
-
-    :param module: its source, or the tree of it.
-    """
-    told = [
-        keyword.value
-        for call in ast.walk(ast.parse(module) if isinstance(module, str) else module)
-        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("get_moe_impl_class(")
-        for keyword in call.keywords
-        if keyword.arg == "inplace"
-    ]
-    return any(ast.unparse(value) != "True" for value in told)
-
-
 def loop_keeps_nothing(forward: Code) -> bool:
     """Whether the loop over the layers, in a model's ``forward``, keeps no layer's input but in the name
     ``hidden_states``, to which it assigns the layer's result.

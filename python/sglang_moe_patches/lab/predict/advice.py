@@ -16,8 +16,9 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import ATTENTION, Change, Layer, Status
+from sglang_moe_patches.core.patch import Change
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
+from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.asking import GPUS, CannotAsk, ask
 from sglang_moe_patches.lab.predict.config import Read
@@ -30,7 +31,6 @@ from sglang_moe_patches.registry import CHANGES
 
 _OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
 UNKNOWN_FORMAT = "not known"
-INSTALLS = (str(Status.APPLIED), str(Status.HARDENED))
 
 
 class CannotAdvise(ValueError):
@@ -72,10 +72,7 @@ def acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) ->
     stock = Acting(natively, natively and nvfp4 and shared_experts, natively and nvfp4)
 
     def does(name: str, part: str | None) -> bool:
-        change = next(change for change in CHANGES if change.name == name)
-        status = statuses.get(name, "")
-        layer = Layer(server.family, shared_experts, part or "")
-        return status in INSTALLS and bool(change.does(layer, Status(status)))
+        return bool(effect(name, Layer(server.family, shared_experts, part or ""), statuses.get(name, "")))
 
     columns = does("moe-workspace", server.runner)
     last = does("deferred-shared-experts", server.runner)
@@ -102,13 +99,13 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
             continue
         change, status, reason = known[one["name"]], one["status"], one["reason"]
         does = ""
-        if status in INSTALLS:
+        if status in INSTALLED:
             words = {
-                part: change.does(Layer(server.family, bool(model.shared_experts), part), Status(status))
+                part: effect(change.name, Layer(server.family, bool(model.shared_experts), part), status)
                 for part in (server.runner or "", ATTENTION)
             }
             told_of = [f"{ATTENTION} {said}" if part == ATTENTION else said for part, said in words.items() if said]
-            does = "; ".join(told_of) if _speaks_of_layers(change) else change.summary
+            does = "; ".join(told_of) if change.name in EFFECTS else change.summary
             if not does:
                 own = "" if model.shared_experts else " without shared experts of their own"
                 reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
@@ -138,17 +135,6 @@ def kv_sizing_row(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[s
     else:
         does = "a start measures what forwards need, and the next gives the rest to the KV cache"
     return row | {"acts": True, "does": does}
-
-
-def _speaks_of_layers(change: Change) -> bool:
-    """Whether what it does depends on the layer."""
-    every = (
-        Layer(family, shared, part)
-        for family in ("", DEEPSEEK, "another")
-        for shared in (False, True)
-        for part in (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE, ATTENTION)
-    )
-    return any(change.does(layer, Status.APPLIED) for layer in every)
 
 
 def _whole(server: Server, model: Model) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
+import family_scan
 import pytest
-from sglang_moe_patches.core.dead_input import families
 
 LAYER = """
 class Block:
@@ -59,10 +60,10 @@ class StageModel(AModel):
 @pytest.fixture
 def scan(tmp_path):
     def scan(**modules: str) -> dict[str, str]:
-        families._read.cache_clear()
+        family_scan._read.cache_clear()
         for name, source in modules.items():
             (tmp_path / f"{name}.py").write_text(source)
-        return families.scan(tmp_path)
+        return family_scan.scan(tmp_path)
 
     return scan
 
@@ -114,7 +115,7 @@ def test_experts_are_found_around_a_circle_of_classes_whichever_is_asked_first(t
     circle = "class A:\n  x = B, C\nclass B:\n  x = A\nclass C:\n  def __init__(self):\n    self.experts = FusedMoE()\n"
     (tmp_path / "a.py").write_text(circle + "class D:\n  x = E\nclass E:\n  x = D\n")
     for first in "ABCDE":
-        engine = families._Engine(tmp_path)
+        engine = family_scan._Engine(tmp_path)
         module = engine.module("a")
         assert module is not None
         found = {name: engine.is_moe(module.classes[name]) for name in (first, *"ABCDE")}
@@ -141,7 +142,7 @@ def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
 
 
 def test_what_must_be_refused_although_the_proofs_hold_is_in_a_list(scan, monkeypatch):
-    monkeypatch.setitem(families.REFUSED, "ALayer", "its experts read it")
+    monkeypatch.setitem(family_scan.REFUSED, "ALayer", "its experts read it")
     assert scan(a=LAYER.format(name="A")) == {"a": "its experts read it"}
 
 
@@ -150,4 +151,13 @@ def test_families_whose_experts_are_told_to_leave_their_input_alone_are_found_by
     user = "from sglang.srt.models.a import Block\nclass BLayer" + LAYER.format(name="B").partition("class BLayer")[2]
     found = scan(a=told, b=user, c=LAYER.format(name="C"))
     assert found == {"a": "", "b": "", "c": ""}
-    assert families.out_of_place(tmp_path, found) == ["a", "b"]
+    assert family_scan.out_of_place(tmp_path, found) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [("", False), (", inplace=True", False), (", inplace=not self.shared", True)]
+)
+def test_a_family_that_tells_its_experts_to_leave_their_input_alone_is_noticed(told, expected):
+    source = f"class Block:\n    def __init__(self):\n        self.experts = get_moe_impl_class(None)(top_k=8{told})"
+    assert family_scan.is_told_out_of_place(ast.parse(source)) == expected
+    assert not family_scan.is_told_out_of_place(ast.parse("sigmoid(x, inplace=False)"))
