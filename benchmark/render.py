@@ -24,8 +24,6 @@ import cutedsl_memory
 import engine_suite
 import launcher_cost
 import models
-import moe_workspace
-import moe_workspace_marlin
 import mori_rows
 import nvfp4_hopper
 import overhead
@@ -37,7 +35,7 @@ import serving
 import soak
 import triton_server
 import weight_shuffle
-from common import headlines, machine, output, same, verdicts
+from common import headlines, machine, moe_tables, output, same, verdicts
 from tiny_moe import mutations
 
 ROOT = Path(__file__).parents[1]
@@ -137,14 +135,12 @@ SECTIONS = {
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
-    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
-    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
-    "moe-workspace-default": one("moe-workspace/h200-default", moe_workspace.by_default),
-    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_workspace_marlin.tables),
-    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
-    "moe-workspace-captured": Section(
-        under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)
-    ),
+    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
+    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),
+    "moe-workspace-default": one("moe-workspace/h200-default", moe_tables.by_default),
+    "moe-workspace-marlin": one("moe-workspace/marlin-h200", moe_tables.marlin),
+    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_tables.tuned),
+    "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
 }
 
 
@@ -159,7 +155,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
     "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
     "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
     "mori-kernel.svg": (("mori-rows/kernel-h200",), alone(mori_rows.kernel_plot)),
-    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_workspace.plot)),
+    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_tables.plot)),
 }
 
 
