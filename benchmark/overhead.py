@@ -313,15 +313,14 @@ def host_tables(*results: output.Result) -> str:
     for result in results:
         found = result["figures"]
         low, high = found["quartiles"]
-        control = found.get("control")
         rows.append(
             (
                 result["conditions"]["machine"],
-                found.get("runner", "flashinfer_trtllm_routed"),
+                found["runner"],
                 f"{found['stock_us']:.1f}",
                 f"{found['added_us']:+.1f}",
                 f"{low:.1f} .. {high:.1f} ({found['rounds']})",
-                f"{control['added_us']:+.1f}" if control else "",
+                f"{found['control']['added_us']:+.1f}",
             )
         )
     header = ("microseconds of host time per MoE layer", "runner", "stock", "added", "quartiles (rounds)")
