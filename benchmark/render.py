@@ -20,23 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import cutedsl_memory
-import engine_suite
-import launcher_cost
-import models
-import mori_rows
-import nvfp4_hopper
-import overhead
-import peak_memory
 import plan
-import residual_hole
-import segments
-import serving
-import soak
-import triton_server
-import weight_shuffle
+from changes import cutedsl_memory, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
 from common import headlines, machine, moe_tables, output, same, verdicts
+from memory import segments, serving
 from tiny_moe import mutations
+from whole import engine_suite, launcher_cost, models, peak_memory, soak, triton_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -138,7 +127,7 @@ SECTIONS = {
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),
     "moe-workspace-default": one("moe-workspace/h200-default", moe_tables.by_default),
-    "moe-workspace-marlin": one("moe-workspace/marlin-h200", moe_tables.marlin),
+    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_tables.marlin),
     "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_tables.tuned),
     "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
 }

@@ -57,7 +57,7 @@ def gain(load: Load) -> str:
     packed = peaks(load("peak-memory/marlin-kimi-k2.5-shard8"))
     layer_time = next(
         cell["slowdown"]
-        for cell in load("moe-workspace/marlin-h200")["figures"]["cells"]
+        for cell in load("moe-workspace-marlin/h200")["figures"]["cells"]
         if (cell["model"], cell["layout"], cell["asked_mb"]) == ("kimi-k2.5", "tp8", 700)
     )
     stock, sized = (load("serving/kimi-k2.5")["figures"]["servers"][name] for name in ("stock", "sized"))

@@ -48,7 +48,7 @@ def test_the_engines_own_tests_are_asked_for_with_a_checkout():
     assert done.returncode
     assert "SGLANG=CHECKOUT says where SGLang's tests are" in done.stderr
     said = make("-n", "engine-suite", "SGLANG=/there", "ARGS=--list").stdout
-    assert "python benchmark/engine_suite.py /there --list" in said
+    assert "python benchmark whole/engine_suite /there --list" in said
 
 
 def test_the_demo_ends_with_a_second_start_by_the_record():

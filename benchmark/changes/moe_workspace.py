@@ -1,12 +1,12 @@
 """The second GEMM and sum of a MoE layer in column slices, against the engine as it is: time, memory, answers.
 
-    python benchmark/moe_workspace.py --json triton.json             # the grid of docs/benchmarks/moe-workspace.md
-    python benchmark/moe_workspace.py --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
-    python benchmark/moe_workspace.py --slices 2,3,5 --mb 400,800    # other numbers than the rule's, and the setting
-    python benchmark/moe_workspace.py --tune TILES --models kimi-k2.5 --layouts tp4   # the best tiles, into a folder
-    python benchmark/moe_workspace.py --tiles TILES --models kimi-k2.5 --layouts tp4  # the engine's choice, and those
-    python benchmark/moe_workspace.py --runner marlin --layers kimi-k2.5:tp8 --tokens 16384 --slices 2,7 --mb 700
-    python benchmark/moe_workspace.py --fit marlin.json              # what Marlin's slices cost there, and the rule
+    python benchmark changes/moe_workspace --json triton.json  # the grid of docs/benchmarks/moe-workspace.md
+    python benchmark changes/moe_workspace --models kimi-k2.5 --layouts tp4 --tokens 16384,4096
+    python benchmark changes/moe_workspace --slices 2,3,5 --mb 400,800  # other numbers than the rule's, and the setting
+    python benchmark changes/moe_workspace --tune TILES --models kimi-k2.5 --layouts tp4  # the best tiles
+    python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # and those tiles
+    python benchmark changes/moe_workspace --runner marlin --layers kimi-k2.5:tp8 --tokens 16384 --slices 2,7 --mb 700
+    python benchmark changes/moe_workspace --fit marlin.json  # what Marlin's slices cost there, and the rule
 
 One process, no server, no checkpoint: the engine's own layer with random weights at one rank's widths. Each cell
 compares stock, stock again (what stock differs from itself no patch caused) and column slices, in turn, by CUDA events.
@@ -437,14 +437,19 @@ def main() -> None:
             return
         print(machine.sentence(machine.conditions()), flush=True)
         if isinstance(runner, TritonRunner) and options.tune:
-            worker = [__file__, "--layers", ",".join(map(":".join, options.layers)), "--compile"]
+            names = ",".join(map(":".join, options.layers))
+            worker = [str(Path(__file__).parents[1]), "changes/moe_workspace", "--layers", names, "--compile"]
             tuned = moe_tiles.tune(runner, options.layers, options.tokens, options.tune, worker, options.processes)
             result = output.result("moe_workspace", {"tuned": tuned})
             output.finish(options, result, moe_tables.tuned(result))
             return
         figures = measure(runner, options.layers, options)
-    result = output.result("moe_workspace", figures)
-    tables = moe_tables.marlin if options.runner == "marlin" else moe_tables.triton
+    # In a folder of its own: tests and the models' table read each cell beside it as the Triton runner's.
+    name, tables = {
+        "triton": ("moe_workspace", moe_tables.triton),
+        "marlin": ("moe_workspace_marlin", moe_tables.marlin),
+    }[options.runner]
+    result = output.result(name, figures)
     output.finish(options, result, tables(result))
     if options.runner == "marlin" and any(one["slices"] > 1 for one in figures["cells"]):
         print(moe_tables.fit(result))

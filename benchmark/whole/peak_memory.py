@@ -1,11 +1,11 @@
 """Activation memory of one prefill, stock against patched, with every megabyte named by the code that allocated it.
 
-    python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
-    python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
-    python benchmark/peak_memory.py --runner triton --shard 4          # BF16, one rank's share of four on one GPU
-    python benchmark/peak_memory.py --runner triton --shard 4 --fp8
-    python benchmark/peak_memory.py --runner marlin --shard 8 --moe-workspace-mb 628
-    python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
+    python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
+    python benchmark whole/peak_memory --model deepseek-v3 --tp 2 --symm-mem
+    python benchmark whole/peak_memory --runner triton --shard 4  # BF16, one rank's share of four on one GPU
+    python benchmark whole/peak_memory --runner triton --shard 4 --fp8
+    python benchmark whole/peak_memory --runner marlin --shard 8 --moe-workspace-mb 628
+    python benchmark whole/peak_memory --quick  # a tiny model, no GPU needed; no history there
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
 computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,

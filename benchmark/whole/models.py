@@ -1,7 +1,7 @@
 """What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
 
-    python benchmark/models.py --json benchmark/results/models/0.5.23.json
-    python benchmark/models.py --only gpt-oss-120b
+    python benchmark whole/models --json benchmark/results/models/0.5.23.json
+    python benchmark whole/models --only gpt-oss-120b
 
 Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with the sizes in models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
