@@ -119,13 +119,13 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
 	$(BIN)/python -W ignore benchmark tiny_moe/accuracy
 
-mutations: env ## what deliberately broken patches do to its answers: the table of docs/accuracy.md
+mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
 	$(BIN)/sglang-moe-patches exec --reference-kernels -- \
 	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
-	  $(BIN)/python -m pytest -q -s test/engine/test_servers.py -k concurrent
+	  $(BIN)/python -m pytest -q -s test/engine/lab/test_servers.py -k concurrent
 
 engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
 	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))
@@ -145,8 +145,8 @@ new-release: ## install release ENGINE, freeze, ask and test it, write the pages
 	$(MAKE) --no-print-directory constraints ENGINE=$(ENGINE)
 	$(PYTHON) test/tools/compatibility.py $(ENGINE)
 
-compatibility: ## do that with every release in turn, without freezing (half an hour, 10 GB of disk at a time)
-	$(PYTHON) test/tools/compatibility.py
+compatibility: ## ask and test every release in turn (half an hour, 10 GB of disk at a time); ARGS="--doctor", ARGS="0.5.23": less
+	$(PYTHON) test/tools/compatibility.py $(ARGS)
 
 clean: ## remove what make built
 	rm -rf .venvs build demo

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import plan
 from changes import cutedsl_memory, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
 from common import headlines, machine, moe_tables, output, same, verdicts
 from memory import segments, serving
@@ -60,7 +59,9 @@ def one(name: str, tables: Callable[[output.Result], str]) -> Section:
 
 def rows_as_they_are(result: output.Result) -> str:
     """The table of a result without a script of its own."""
-    return output.table(("", "stock", "patched"), result["figures"]["rows"])
+    figures = result["figures"]
+    table = output.table(figures.get("header", ("", "stock", "patched")), figures["rows"], left=figures.get("left", 1))
+    return table + (f"\n{figures['note']}\n" if figures.get("note") else "")
 
 
 def under(benchmark: str, *names: str) -> tuple[str, ...]:
@@ -80,17 +81,12 @@ TRITON_SERVERS = under(
     *("glm-4.5", "glm-4.5-0.5.17", "qwen3-235b-0.5.17"),
     *("moe-workspace-eager", "moe-workspace-graphs", "moe-workspace-h100"),
 )
-PLANS = under(
-    "plan",
-    *("kimi-k2.5-16384", "kimi-k2.5-8192", "kimi-k2.5-tp2-stock", "kimi-k2.5-tp2-patched"),
-    *("qwen3-30b-16384", "qwen3-30b-8192"),
-)
 SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
-    "gain": Section(headlines=headlines.gain),
+    "launched": Section(headlines=headlines.launched),
     "second-start": Section(headlines=headlines.second_start),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
@@ -109,7 +105,7 @@ SECTIONS = {
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
-    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0]), data=DATA.removeprefix("../")),
+    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0])),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
@@ -117,9 +113,10 @@ SECTIONS = {
         under("overhead", "servers-h200", "servers-4xh200"), lambda results: overhead.server_tables(*results)
     ),
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
-    "plan": Section(PLANS, plan.in_short),
-    "plan-by-record": Section(under("plan", "gpt-oss-120b", "qwen3-next-80b"), plan.tables),
-    "serving": Section(("serving/kimi-k2.5",), serving.tables),
+    "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
+    "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
+    "serving": Section(under("serving", "kimi-k2.5-8192", "kimi-k2.5"), serving.tables),
+    "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
@@ -139,7 +136,6 @@ def alone(plot: Callable[[output.Result, Path], None]) -> Draw:
 
 #: image: (results, what draws it)
 PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
-    "gain.svg": ((*headlines.PEAKS.values(), *headlines.PLANS.values()), headlines.plot),
     "weight-shuffle.svg": (("weight-shuffle/h200",), alone(weight_shuffle.plot)),
     "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
     "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
@@ -161,7 +157,7 @@ def section(name: str, load: Load = output.load) -> str:
     if not results:
         return f"\n{tables(results)}\n"
     commands: dict[str, list[str]] = {}
-    for result in results:
+    for result in (result for result in results if "converted" not in result):
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
@@ -174,8 +170,8 @@ def section(name: str, load: Load = output.load) -> str:
     else:
         links = (f"[{each.split('/')[1]}.json]({data}/{each}.json)" for each in names)
         files = ", ".join(map("".join, zip(links, typed, strict=True)))
-    console = "\n".join(("```console", *lines, "```"))
-    return f"\n{console}\n\n{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
+    console = "\n".join(("```console", *lines, "```\n\n")) if lines else ""
+    return f"\n{console}{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
 
 
 def command_lines(command: str, releases: list[str]) -> str:

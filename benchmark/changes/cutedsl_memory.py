@@ -137,7 +137,7 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
 def without_streams() -> None:
     """A wrapper on the meta device has no CUDA stream."""
     from flashinfer import CuteDslMoEWrapper
-    from sglang_moe_patches.reference import cutedsl
+    from sglang_moe_patches.lab.reference import cutedsl
 
     make: Callable[..., None] = CuteDslMoEWrapper.__init__
     hook = cutedsl.ON_ONE_STREAM[cutedsl.INIT]

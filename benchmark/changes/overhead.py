@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, output, servers, timing, weights
-from sglang_moe_patches import triton_sequence
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.core import triton_sequence
+from sglang_moe_patches.core.patch import Patcher
 
 GRAPH_TOKENS = (64, 256, 1024)
 CAPTURED = (
@@ -152,7 +152,7 @@ def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
     """With the NVFP4 TRT-LLM runner. Quantization and the kernel return at once: their time is the device's."""
     import flashinfer.fused_moe
     from sglang.srt.layers.moe.moe_runner import flashinfer_trtllm as runner
-    from sglang_moe_patches.dead_input import takers
+    from sglang_moe_patches.core.dead_input import takers
 
     patches = Patcher()
     install(patches)
@@ -223,9 +223,9 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.dead_input.look import known, make_offering
-    from sglang_moe_patches.patch import SELECT_VARIABLE, look
-    from sglang_moe_patches.reference.model import ModelSpec, make_model
+    from sglang_moe_patches.core.dead_input.look import known, make_offering
+    from sglang_moe_patches.core.patch import SELECT_VARIABLE, look
+    from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 
     started, folder = work / "started", work / "model"
     make_model(started, ModelSpec(layers=2, dense_layers=1))

@@ -5,7 +5,7 @@
 
 For releases from 0.5.13 on. Serves one model (by default a tiny one whose first layer is MoE, in which the hole shows)
 three times: the stock engine with its buffer switched off, patched, and stock; asks all three the same questions one at
-a time, greedily; and compares patched and stock with the first. On a CPU or a GPU; see docs/output-buffer.md.
+a time, greedily; and compares patched and stock with the first. On a CPU or a GPU; see docs/changes/output-buffer.md.
 
 Exits with 1 if the patched answers are not those without the buffer.
 """
@@ -18,11 +18,11 @@ import tempfile
 from pathlib import Path
 
 from common import output, plugins
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.reference.model import ModelSpec, make_model
-from sglang_moe_patches.regression import regress
-from sglang_moe_patches.regression.compare import Run
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
+from sglang_moe_patches.lab.regress import regress
+from sglang_moe_patches.lab.regress.compare import Run
+from sglang_moe_patches.lab.servers.server import Server
 
 GSM8K = Path(__file__).parents[1] / "gsm8k" / "test.jsonl"
 BACKEND = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]

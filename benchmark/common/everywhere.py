@@ -58,9 +58,9 @@ class Acted:
         self.times: Counter[str] = Counter()
 
     def install(self) -> None:
-        from sglang_moe_patches.changes import CHANGES
-        from sglang_moe_patches.observers.acted import owner
-        from sglang_moe_patches.patch import Patcher
+        from sglang_moe_patches.core.patch import Patcher
+        from sglang_moe_patches.lab.observers.acted import owner
+        from sglang_moe_patches.registry import CHANGES
 
         counts = {count.name: count for change in CHANGES for count in change.counts}
         for count in counts.values():

@@ -2,8 +2,8 @@
 
 A plugin of the engine (``register``) for the servers that a benchmark or a test starts. It writes a line for each
 forward to the file that ``VARIABLE`` names: tokens, wall-clock milliseconds between two synchronizations, the
-allocator's bytes, and what the changes did (:mod:`sglang_moe_patches.observers.acted`). What they did outside of any
-forward, while graphs were captured, gets a line of its own. With ``UNTIMED`` set it does not wait for the device, and
+allocator's bytes, and what the changes did (:mod:`sglang_moe_patches.lab.observers.acted`). What they did outside of
+any forward, while graphs were captured, gets a line of its own. With ``UNTIMED`` set it waits for no device and
 says nothing of time and bytes: forwards, sends and receives overlap as they do without it.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import COLUMNS
-from sglang_moe_patches.dead_input import counts
-from sglang_moe_patches.observers.acted import LAYER, Tally, of_count
-from sglang_moe_patches.observers.events import Acted, record, to_json
-from sglang_moe_patches.patch import Count, Patcher
+from sglang_moe_patches.core.dead_input import counts
+from sglang_moe_patches.core.patch import Count, Patcher
+from sglang_moe_patches.lab.observers.acted import LAYER, Tally, of_count
+from sglang_moe_patches.lab.observers.events import Acted, record, to_json
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"

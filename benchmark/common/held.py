@@ -124,12 +124,18 @@ def register() -> None:
 
 def _watch(module: Any) -> None:
     import torch
-    from sglang_moe_patches.observers import memory
 
     path = Path(os.environ[VARIABLE])
     asked, told = path.with_name(f"{path.name}.ask"), path.with_name(f"{path.name}.parts")
     original = module.ModelRunner.forward
     file: Any = None
+
+    def counted() -> dict[str, int]:
+        """The allocator's counters; none where there is no CUDA."""
+        return dict(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else {}
+
+    def peak_and_reserved(counters: dict[str, int]) -> tuple[int, int]:
+        return counters.get("allocated_bytes.all.peak", 0), counters.get("reserved_bytes.all.current", 0)
 
     def tell(name: str) -> None:
         segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
@@ -143,17 +149,19 @@ def _watch(module: Any) -> None:
             torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         ):
             return original(self, batch, *args, **kwargs)
-        allocated = memory.read_device().allocated
+        allocated = counted().get("allocated_bytes.all.current", 0)
         if file is None:
             file = path.open("a", buffering=1)
             tell("first")
         result = original(self, batch, *args, **kwargs)
-        now = memory.read_device()
+        now = counted()
+        free = torch.cuda.mem_get_info()[0] if now else 0
         tokens = 0 if batch.input_ids is None else int(batch.input_ids.shape[0])
         of_batch = batch.forward_mode.name, tokens, batch.batch_size
-        line = Line(time.time(), *of_batch, allocated, now.peak, now.reserved, now.free)
+        line = Line(time.time(), *of_batch, allocated, *peak_and_reserved(now), free)
         file.write(json.dumps(asdict(line)) + "\n")
-        memory.begin_peak()
+        if now:
+            torch.cuda.reset_peak_memory_stats()
         if asked.exists():
             asked.unlink()
             tell("last")

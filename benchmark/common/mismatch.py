@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.lab.servers.server import Server
 
 from common.servers import prompt
 

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns, marlin, promise, triton
-from sglang_moe_patches.dead_input import channel
-from sglang_moe_patches.kernels import moe_sum, sum_and_copy
-from sglang_moe_patches.patch import Patcher, Plan
+from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.patch import Patcher, Plan
 
 from common.shapes import MODELS, Layout, Rank
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.reference.environment import SWITCH
+from sglang_moe_patches.lab.reference.environment import SWITCH
 
 from common import machine
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment, model
-from sglang_moe_patches.servers.server import Server
-from sglang_moe_patches.variables import OBSERVE, OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.core.variables import OBSERVE, OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
+from sglang_moe_patches.lab.reference import environment, model
+from sglang_moe_patches.lab.servers.server import Server
 
 from common import plugins, processes, weights
 from common.weights import Served
@@ -65,13 +66,13 @@ class Setup:
         given += ["--tp", str(self.tp), "--disable-radix-cache"]
         given += ["--chunked-prefill-size", str(self.tokens), "--max-prefill-tokens", str(self.tokens)]
         given += ["--grammar-backend", "none", "--skip-server-warmup", "--random-seed", "1", *self.arguments]
-        if environment.has_gpu():
+        if has_gpu():
             given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
             # Neither of them touches what is measured; both can use NVLink multicast.
             given += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
         if "--max-total-tokens" not in given and "--mem-fraction-static" not in given:
             # Some GB of KV cache on a GPU: the engine gives its size in hundredths of a GiB.
-            capacity = 1_000_000 if environment.has_gpu() else self.tokens + 4096
+            capacity = 1_000_000 if has_gpu() else self.tokens + 4096
             given += ["--max-total-tokens", str(capacity), "--mem-fraction-static", "0.95"]
         return environment.server_arguments(given)
 

@@ -7,7 +7,7 @@ a test compares the latter again.
 
 from __future__ import annotations
 
-from sglang_moe_patches.prediction.shapes import Layout, Model, Rank
+from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 
 __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "Rank"]
 

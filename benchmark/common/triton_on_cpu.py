@@ -18,7 +18,7 @@ def triton_runner(monkeypatch: Any) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-    from sglang_moe_patches.kernels import moe_sum
+    from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum
 
     def gemm(*arguments: Any, **kwargs: Any) -> None:
         rows, weights, _, output, _, _, _, topk_weights, topk_ids, _, _, _, weighted, top_k = arguments[:14]

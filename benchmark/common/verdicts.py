@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_moe_patches.regression import bound
-from sglang_moe_patches.regression.compare import mcnemar
+from sglang_moe_patches.lab.regress import bound
+from sglang_moe_patches.lab.regress.compare import mcnemar
 
 from common import output
 

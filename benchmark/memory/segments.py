@@ -27,14 +27,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import plan
-from common import held, machine, output, plugins, processes, weights
+from common import held, machine, output, plugins, processes, served, weights
+from common.client import Client, Unanswered
 from common.shapes import TINY
-from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.client import Client, Unanswered
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
@@ -184,10 +184,10 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
     own = processes.variables(work / "plugin", Path(__file__).parents[1])
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-    chosen = tiny_arguments(options) if options.quick else plan.server_arguments(options)
+    chosen = tiny_arguments(options) if options.quick else served.server_arguments(options)
     arguments = environment.server_arguments(["--model-path", str(model), *chosen])
     log, progress = work / f"{name}.log", processes.saying(name, 20)
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
@@ -214,7 +214,7 @@ def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None])
     if options.quick:
         model = weights.write_model(work / "model", weights.Served(TINY, runner="triton"))
     else:
-        model = plan.write_model(work / "model", options.model, options.shard, options.layers, options.context)
+        model = served.write_model(work / "model", options.model, options.shard, options.layers, options.context)
     plugins.write(work / "plugin", "benchmark_held", "common.held:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     done: dict[str, dict[str, Any]] = {}
@@ -233,7 +233,7 @@ def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None])
 
     share = -(-len(options.servers) // len(groups))
     shares = [options.servers[at * share : (at + 1) * share] for at in range(len(groups))]
-    plan.at_once(lambda pair: in_turn(*pair), list(zip(groups, shares, strict=True)))
+    served.at_once(lambda pair: in_turn(*pair), list(zip(groups, shares, strict=True)))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def tables(results: Sequence[output.Result]) -> str:
     rows = []
     for result in results:
         figures = result["figures"]
-        run = f"{plan.described(figures)}, {result['conditions']['engine']}"
+        run = f"{served.described(figures)}, {result['conditions']['engine']}"
         for place, (name, one) in enumerate(figures["servers"].items()):
             said = predicted(figures, name)
             rows.append(
@@ -285,7 +285,7 @@ def tables(results: Sequence[output.Result]) -> str:
 def main() -> None:
     quick = {"chunk": 64, "context": 512, "requests": 4, "seconds": 3.0, "rounds": 1, "steps": 4, "mixed": 4}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
-    parser.add_argument("--model", choices=plan.VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--model", choices=served.VOCABULARY, default="kimi-k2.5")
     parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--tp", type=int, default=1)

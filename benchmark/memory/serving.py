@@ -29,16 +29,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import plan
-from common import machine, output, processes, stand_ins, weights
+from common import machine, output, overfill, processes, served, stand_ins, weights
+from common.client import Client
 from common.shapes import TINY
-from sglang_moe_patches.changes.kv_sizing import record
-from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.changes.kv_sizing.script import fraction_in_force
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.client import Client
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing import record
+from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.script import fraction_in_force
 
 MB = 1e6
 SAYS = "sglang-moe-patches: kv-sizing: "
@@ -95,7 +95,7 @@ def write_model(folder: Path, options: Any) -> Path:
     if options.quick:
         weights.write_model(partial, weights.Served(TINY, runner="triton"))
     else:
-        plan.write_model(partial, options.model, options.shard, options.layers, options.context)
+        served.write_model(partial, options.model, options.shard, options.layers, options.context)
     vocabulary = json.loads((partial / "config.json").read_text())["vocab_size"]
     (partial / "tokenizer.json").write_text(tokenizer_json(vocabulary))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1"}
@@ -105,7 +105,7 @@ def write_model(folder: Path, options: Any) -> Path:
 
 
 def server_arguments(options: Any, model: Path) -> list[str]:
-    given = [each for each in plan.server_arguments(options) if each != "--skip-tokenizer-init"]
+    given = [each for each in served.server_arguments(options) if each != "--skip-tokenizer-init"]
     given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
     if options.quick:
         given += ["--context-length", str(options.context)]
@@ -187,7 +187,7 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     into.unlink(missing_ok=True)
     paths = [*stand_ins.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {**os.environ, "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     before = len(server.log_text())
     with free_memory() as free, said.open("w") as log:
         command = bench_command(options, model, server.url, into)
@@ -205,6 +205,14 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     }
 
 
+def overfilled(server: Server, options: Any, info: Any, model: Path) -> dict[str, Any]:
+    """A load of another kind until the KV cache is full, and the lowest free memory meanwhile."""
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    with free_memory() as free:
+        outcome = overfill.overfill(server, info, vocabulary, options.overfill)
+    return outcome | {"lowest_free": min(free) << 20 if free else None}
+
+
 # --- One server ------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +220,7 @@ def variables(name: str, work: Path) -> dict[str, str]:
     """The environment of a server."""
     select, recorded = SERVERS[name]
     own = processes.variables()
-    own |= {} if environment.has_gpu() else environment.variables(own)
+    own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select}
     if recorded:
         own |= {KV_SIZING.name: "auto", KV_RECORD.name: str(work / f"{recorded}.records.json")}
@@ -248,6 +256,8 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         if not first:
             warm(client, options, json.loads((model / "config.json").read_text())["vocab_size"])
             found |= loaded(server, options, model, work)
+            if options.overfill:
+                found["overfill"] = overfilled(server, options, info, model)
     said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
     said = [line.partition("; recorded in ")[0] for line in said]
     found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
@@ -263,7 +273,12 @@ def summary(found: dict[str, Any]) -> str:
     if "total_throughput" not in found:
         return line
     free = "" if found["lowest_free"] is None else f", lowest free {found['lowest_free'] / MB:,.0f} MB"
-    return f"{line}: {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{free}"
+    line = f"{line}: {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{free}"
+    if full := found.get("overfill"):
+        free = "" if full["lowest_free"] is None else f", lowest free {full['lowest_free'] / MB:,.0f} MB"
+        line += f"; overfilled: {full['answered']:,} answers, {full['retractions']} retractions{free}"
+        line += ", OUT OF MEMORY" * full["out_of_memory"] + "".join(f"; failed: {error}" for error in full["errors"])
+    return line
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -289,7 +304,7 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
-        run = f"{plan.described(figures)}; {load}"
+        run = f"{served.described(figures)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
             cells = ['"' if place else run, name, f"{one['tokens']:,}"]
@@ -321,7 +336,7 @@ def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "sized-first", "sized"]}, logs=True)
-    parser.add_argument("--model", choices=plan.VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--model", choices=served.VOCABULARY, default="kimi-k2.5")
     parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--tp", type=int, default=1)
@@ -331,6 +346,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
     parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
     parser.add_argument("--output", type=int, default=768, help="new tokens of each")
+    parser.add_argument(
+        "--overfill", type=float, default=0, metavar="SECONDS", help="then more than the KV cache holds"
+    )
     parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep model and records there, for later runs")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from common import output
-from sglang_moe_patches import engine, patch
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.reference.model import write_checkpoint
-from sglang_moe_patches.regression import gsm8k
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core import engine, patch
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.reference.model import write_checkpoint
+from sglang_moe_patches.lab.regress import gsm8k
+from sglang_moe_patches.lab.servers.server import Server
 
 from tiny_moe.export import MODEL, QUESTIONS, shipped_bf16
 from tiny_moe.train import SPEC

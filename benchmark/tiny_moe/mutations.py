@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from common import output, plugins, processes
-from sglang_moe_patches import patch
-from sglang_moe_patches.patch import Patcher
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.regression import bound, regress
-from sglang_moe_patches.regression.compare import INCONCLUSIVE, MAX_DROP, NO_WORSE, WORSE, Run, compare
-from sglang_moe_patches.servers.server import Server
+from sglang_moe_patches.core import patch
+from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.regress import bound, regress
+from sglang_moe_patches.lab.regress.compare import INCONCLUSIVE, MAX_DROP, NO_WORSE, WORSE, Run, compare
+from sglang_moe_patches.lab.servers.server import Server
 
 SHIPPED = Path(__file__).parent
 RESULT = "mutations/cpu"
@@ -72,8 +72,8 @@ def misplaced_row(patcher: Patcher) -> None:
 
 def residual_as_buffer(patcher: Patcher) -> None:
     """The layer offers the residual, which is still needed, as output buffer."""
-    from sglang_moe_patches.dead_input import offer
-    from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx
+    from sglang_moe_patches.core.dead_input import offer
+    from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
     # In the place of our own wrapper: beside somebody else's, the change would leave the engine alone.
     def make(original: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -216,10 +216,10 @@ def tables(result: output.Result) -> str:
 
 
 def on_the_page(load: Callable[[str], output.Result]) -> str:
-    """docs/accuracy.md's table, and where it is from."""
+    """docs/commands/accuracy.md's table, and where it is from."""
     result = load(RESULT)
     conditions, typed = result["conditions"], " (typed in)" if result.get("transcribed") else ""
-    data = f"[{RESULT.split('/')[1]}.json](../benchmark/results/{RESULT}.json){typed}"
+    data = f"[{RESULT.split('/')[1]}.json](../../benchmark/results/{RESULT}.json){typed}"
     return f"\n{conditions['date']}, {conditions['machine']}. Data: {data}.\n\n{tables(result)}"
 
 

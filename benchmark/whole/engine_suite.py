@@ -30,8 +30,8 @@ from typing import Any
 
 from common import machine, output, plugins, processes, stand_ins
 from common.everywhere import SIDES
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.servers.keeper import Kept
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.servers.keeper import Kept
 
 REGISTERED = Path("test") / "registered"
 #: Folders, or files in others, by what their paths contain.

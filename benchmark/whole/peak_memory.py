@@ -36,9 +36,9 @@ from typing import Any
 from common import machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
-from sglang_moe_patches.observers import events
-from sglang_moe_patches.prediction import forward as prediction
-from sglang_moe_patches.reference import environment
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.lab.predict import forward as prediction
 
 MB = 1e6
 PROMPTS = 4
@@ -95,7 +95,7 @@ def by_sizes(
 
 def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
     """What stock and patched should need, as a result keeps it."""
-    fusion = "--disable-shared-experts-fusion" not in options.server_arguments and environment.has_gpu()
+    fusion = "--disable-shared-experts-fusion" not in options.server_arguments and has_gpu()
     found = {}
     for name in servers.SERVERS:
         with asked_for(options.moe_workspace_mb):

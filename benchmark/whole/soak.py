@@ -35,11 +35,12 @@ from common import forwards, held, machine, output, plugins, processes, weights
 from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
 from common.shapes import MODELS, TINY
 from common.weights import Served
-from sglang_moe_patches.changes.activation_segments.decide import SEGMENTS
 from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
-from sglang_moe_patches.patch import SELECT_VARIABLE
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.server import Server, ServerFailed
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.server import Server, ServerFailed
+from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
@@ -416,7 +417,7 @@ def arguments(options: Any, model: Path) -> list[str]:
     given = ["--model-path", str(model), *RUNNER_ARGUMENTS[served(options).runner], "--skip-tokenizer-init"]
     given += ["--grammar-backend", "none", "--random-seed", "1", "--chunked-prefill-size", str(options.chunk)]
     given += ["--max-running-requests", str(options.requests), "--max-total-tokens", str(options.cache)]
-    if environment.has_gpu():
+    if has_gpu():
         given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.9"]
         if options.captured:  # a replayed prefill allocates nothing: longer ones are to run as they are written
             given += ["--piecewise-cuda-graph-max-tokens", str(options.captured)]
@@ -452,7 +453,7 @@ def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]
     :param finished: is told what is known after each update of either, and in the end.
     """
     begun = time.monotonic()
-    device = "cuda" if environment.has_gpu() else "cpu"
+    device = "cuda" if has_gpu() else "cpu"
     # In processes of their own, which leave nothing on the GPUs.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as writers:
         writing = [
@@ -574,7 +575,7 @@ def main() -> int:
         "new_tokens",
         "seed",
     )
-    figures = {name: getattr(options, name) for name in described_by} | {"gpu": environment.has_gpu(), "servers": {}}
+    figures = {name: getattr(options, name) for name in described_by} | {"gpu": has_gpu(), "servers": {}}
     if options.quick:
         figures |= {"model": "tiny", "layers": TINY.layers}
 

@@ -29,7 +29,7 @@ import httpx
 from common import forwards, machine, output, plugins, servers, timing, weights
 from common.forwards import Forward
 from common.shapes import MODELS, TINY
-from sglang_moe_patches.reference import environment
+from sglang_moe_patches.core.machine import has_gpu
 
 MB = 1e6
 SERVERS = (*servers.SERVERS, timing.CONTROL, "patched-again")
@@ -70,7 +70,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     whole = TINY if options.quick else MODELS[options.model].shard(options.shard)
     served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
-    if environment.has_gpu():
+    if has_gpu():
         arguments += ["--mem-fraction-static", "0.9"]
     setups = {
         name: servers.Setup(

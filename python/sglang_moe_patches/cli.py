@@ -12,8 +12,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sglang_moe_patches import __version__, extras
-from sglang_moe_patches.reference.families import FAMILIES
+from sglang_moe_patches import __version__
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.lab import extras
+from sglang_moe_patches.lab.reference.families import FAMILIES
 
 app = typer.Typer(
     help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
@@ -50,7 +52,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def require_engine() -> None:
-    from sglang_moe_patches import engine
+    from sglang_moe_patches.core import engine
 
     found = engine.version()
     if found is None:
@@ -70,7 +72,7 @@ def require_extra(command: str) -> None:
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
     """This process's environment, completed for an engine process."""
-    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.lab.reference import environment
 
     require_engine()
     if not reference_kernels:
@@ -123,7 +125,7 @@ def serve(
 
     Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
     """
-    from sglang_moe_patches.reference import environment
+    from sglang_moe_patches.lab.reference import environment
 
     arguments = environment.server_arguments(server_args) if reference_kernels else server_args
     os.execve(
@@ -162,7 +164,7 @@ def doctor(
     Reads config.json alone: no weights, no GPU. The installed engine is asked
     which runner and format it would choose on such a GPU. Shown are the changes
     that act, the reason where one does not, the peak of a first prefill chunk,
-    stock and patched, term by term, and what is not known. docs/models.md has
+    stock and patched, term by term, and what is not known. docs/commands/models.md has
     this for models that people serve.
 
     Exits with 2 where there is no config.json, the model has no routed experts,
@@ -173,7 +175,7 @@ def doctor(
         return
     if server_args:
         fail("SERVER_ARGS need --model: give --model before the `--`")
-    from sglang_moe_patches import doctor
+    from sglang_moe_patches.lab import doctor
 
     if kv or forget:
         try:
@@ -197,9 +199,9 @@ def doctor(
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
-    from sglang_moe_patches import patch
-    from sglang_moe_patches.changes import CHANGES
-    from sglang_moe_patches.prediction import advice
+    from sglang_moe_patches.core import patch
+    from sglang_moe_patches.lab.predict import advice
+    from sglang_moe_patches.registry import CHANGES
 
     try:
         patch.check_environment(CHANGES)
@@ -236,8 +238,8 @@ def make_model(
     """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
     unless --bf16 is given."""
     require_extra("make-model")
-    from sglang_moe_patches.reference.families import OF_FAMILY, ModelSpec
-    from sglang_moe_patches.reference.model import make_model as write
+    from sglang_moe_patches.lab.reference.families import OF_FAMILY, ModelSpec
+    from sglang_moe_patches.lab.reference.model import make_model as write
 
     try:
         spec = ModelSpec(
@@ -335,10 +337,10 @@ def regress(
     require_extra("regress")
     from rich.console import Console
 
-    from sglang_moe_patches.reference import environment
-    from sglang_moe_patches.regression import regress as regression
-    from sglang_moe_patches.regression import report
-    from sglang_moe_patches.servers.subject import Subject
+    from sglang_moe_patches.lab.reference import environment
+    from sglang_moe_patches.lab.regress import regress as regression
+    from sglang_moe_patches.lab.regress import report
+    from sglang_moe_patches.lab.servers.subject import Subject
 
     subject: Subject | regression.Addresses
     if model is not None and baseline_url is None and patched_url is None:
@@ -350,7 +352,7 @@ def regress(
     else:
         fail("give either --model, or both --baseline-url and --patched-url")
     if require_identical is None:
-        require_identical = reference_kernels and not environment.has_gpu()
+        require_identical = reference_kernels and not has_gpu()
     criterion = regression.Criterion(require_identical, alpha, max_drop)
     try:
         if num_questions is None:
@@ -373,85 +375,6 @@ def regress(
     if not comparison.conclusive:
         fail(f"inconclusive: {report.inconclusive(comparison)}", comparison.exit_code)
     raise typer.Exit(comparison.exit_code)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def plan(
-    model: Annotated[str, typer.Option(help="Checkpoint folder or Hugging Face name.")],
-    server_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments, after `--`.")
-    ] = None,
-    stock: Annotated[
-        bool, typer.Option("--stock", help="The stock engine too, before the patched one: twice the time.")
-    ] = False,
-    prompt_logprobs: Annotated[
-        bool, typer.Option("--prompt-logprobs", help="Requests ask for the log-probabilities of whole prompts.")
-    ] = False,
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Serve random weights: plan without the checkpoint.")
-    ] = False,
-    verify: Annotated[bool, typer.Option(help="Have the second start survive a load of another kind.")] = True,
-    verify_seconds: Annotated[float, typer.Option(min=1, help="Seconds of that load.")] = 120,
-    json: Annotated[bool, typer.Option("--json", help="Print plan.json instead of the table.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder for plan.json, plan.html and the logs.")] = Path("plan-report"),
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
-    port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
-) -> None:
-    """Find and prove what kv-sizing gives this model, GPU and these arguments.
-
-    Example: sglang-moe-patches plan --model Qwen/Qwen3-30B-A3B
-    -- --chunked-prefill-size 16384
-
-    The server is started twice, as kv-sizing does it: the first start rehearses
-    and records what it needs, the second has a KV cache by that record. Then a
-    load of another kind is driven: a full KV cache, retraction, random lengths,
-    penalties, clients that leave. plan.json is written after each start.
-
-    --stock does the same with the stock engine first, and says which part of the
-    gain is sizing's and which the patches'. With SGLANG_MOE_PATCHES=none there is
-    a stock server alone.
-
-    Refused as server arguments: --mem-fraction-static, which is what plan finds;
-    --port, --model (before the `--`); several machines, disaggregation, TLS, API
-    keys and gRPC; and what kv-sizing leaves to the engine's rule, as LoRA,
-    --enable-memory-saver or --cpu-offload-gb.
-
-    Ctrl-C or another signal ends the servers, and so does the end of this
-    process, however it comes.
-
-    Exit code: 0 held; 1 did not hold; 2 could not be tried; 3 incomplete:
-    something was not driven, or not verified.
-    """
-    require_extra("plan")
-    from rich.console import Console
-
-    from sglang_moe_patches.patch import SELECT_VARIABLE
-    from sglang_moe_patches.planning import plan as planning
-    from sglang_moe_patches.planning import report
-    from sglang_moe_patches.servers.subject import PATCHED, STOCK, Subject
-
-    if os.environ.get(SELECT_VARIABLE) == "none":
-        servers: tuple[str, ...] = (STOCK,)
-    else:
-        servers = (STOCK, PATCHED) if stock else (PATCHED,)
-    try:
-        found = planning.run(
-            Subject(model, tuple(server_args or ()), startup_timeout, port),
-            planning.Goal(prompt_logprobs, verify_seconds if verify else 0.0, dummy_weights),
-            servers=servers,
-            environment=child_environment(False),
-            output=output,
-            console=Console(stderr=json),
-        )
-    except planning.CannotPlan as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        fail("interrupted; the servers are stopped, and plan.json has what was finished", 130)
-    if json:
-        typer.echo(json_module.dumps(report.to_dict(found), indent=2))
-    else:
-        typer.echo(f"Report: {output / 'plan.html'}")
-    raise typer.Exit(found.exit_code)
 
 
 def main() -> None:

@@ -10,13 +10,12 @@ ends the scheduler and the server like any other failure to start.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches import observers, patch, variables
-from sglang_moe_patches.log import logger
+from sglang_moe_patches.core import patch, variables
+from sglang_moe_patches.core.log import logger
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -31,14 +30,14 @@ def register() -> None:
     """
     import wrapt
 
-    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.registry import CHANGES
 
     try:
         patch.check_environment(CHANGES)
     except ValueError as error:
         raise SystemExit(f"sglang-moe-patches: {error}") from None
     if variables.REFERENCE_KERNELS.read():
-        from sglang_moe_patches.reference import environment
+        from sglang_moe_patches.lab.reference import environment
 
         environment.install()
     names = patch.selected(CHANGES)
@@ -89,8 +88,8 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    from sglang_moe_patches import engine
-    from sglang_moe_patches.changes import CHANGES
+    from sglang_moe_patches.core import engine
+    from sglang_moe_patches.registry import CHANGES
 
     plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
     unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
@@ -100,8 +99,9 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     for line in patch.unread(CHANGES):
         logger.warning(f"sglang-moe-patches: {line}")
     (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
-    for variable, observer in observers.OBSERVERS:
-        if folder := variable.read():
-            importlib.import_module(f"{observers.__name__}.{observer}").install(folder, plans)
+    if folder := variables.OBSERVE.read():
+        from sglang_moe_patches.lab.observers import forwards
+
+        forwards.install(folder, plans)
     _plans = plans
     return plans

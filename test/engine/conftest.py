@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny checkpoint, once for each set of options: a ``ModelSpec``'s, and ``quantized``."""
-    from sglang_moe_patches.reference.model import ModelSpec, make_model
+    from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 
     made: dict[tuple, Path] = {}
 
@@ -72,7 +72,7 @@ def installed(*changes: Any) -> Iterator[None]:
 
     None may be *unsupported*: a test that has put something of its own over a seam would compare stock with stock.
     """
-    from sglang_moe_patches.patch import Patcher, Status, look
+    from sglang_moe_patches.core.patch import Patcher, Status, look
 
     patchers = []
     try:

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import httpx
 import pages
 from releases import ROOT
-from sglang_moe_patches.changes import CHANGES
-from sglang_moe_patches.dead_input import counts
-from sglang_moe_patches.observers import events
-from sglang_moe_patches.observers.acted import of_count
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.server import Server, free_port
-from sglang_moe_patches.variables import OBSERVE
+from sglang_moe_patches.core.dead_input import counts
+from sglang_moe_patches.core.variables import OBSERVE
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.lab.observers.acted import of_count
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.server import Server, free_port
+from sglang_moe_patches.registry import CHANGES
 from tiny_moe.mutations import SHIPPED
 
 QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"

@@ -25,16 +25,16 @@ if not torch.cuda.is_available():
 
 import httpx  # noqa: E402
 from common import plugins  # noqa: E402
-from sglang_moe_patches.reference.families import ModelSpec  # noqa: E402
-from sglang_moe_patches.reference.model import make_model, vocab_size  # noqa: E402
-from sglang_moe_patches.servers.server import Server, ServerFailed  # noqa: E402
+from sglang_moe_patches.lab.reference.families import ModelSpec  # noqa: E402
+from sglang_moe_patches.lab.reference.model import make_model, vocab_size  # noqa: E402
+from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: E402
 
 #: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
 BEGIN = """
 from contextlib import contextmanager
 import torch
-from sglang_moe_patches.changes.activation_segments import decide, switch
-from sglang_moe_patches.patch import Patcher
+from sglang_moe_patches.memory.activation_segments import decide, switch
+from sglang_moe_patches.core.patch import Patcher
 
 MB = 1 << 20
 
@@ -481,7 +481,7 @@ import wrapt
 def register():
     wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
     if os.environ["MODE"] == "unguarded":
-        wrapt.register_post_import_hook(unguard, "sglang_moe_patches.changes.activation_segments.switch")
+        wrapt.register_post_import_hook(unguard, "sglang_moe_patches.memory.activation_segments.switch")
 
 def unguard(switch):
     switch.hold_off = lambda *args: None

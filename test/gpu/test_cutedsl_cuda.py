@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
-from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx
+from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -60,11 +60,11 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.observers import acted
-    from sglang_moe_patches.observers.events import ChangeStatus
-    from sglang_moe_patches.patch import Patcher, Status, look
-    from sglang_moe_patches.reference.families import ModelSpec
-    from sglang_moe_patches.reference.model import _json_files, tokenizer_json
+    from sglang_moe_patches.core.patch import Patcher, Status, look
+    from sglang_moe_patches.lab.observers import acted
+    from sglang_moe_patches.lab.observers.events import ChangeStatus
+    from sglang_moe_patches.lab.reference.families import ModelSpec
+    from sglang_moe_patches.lab.reference.model import _json_files, tokenizer_json
 
     config = {k: v for k, v in {**CONFIGS.get(name, {}), **WIDE, **FAMILIES[name]}.items() if not k.endswith("_cpu")}
     unknown_to_transformers(config["model_type"])

@@ -29,11 +29,11 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
 from moe_alignment import align  # noqa: E402
-from sglang_moe_patches import triton_sequence  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import columns, promise, streams, triton  # noqa: E402
-from sglang_moe_patches.dead_input import channel, takers  # noqa: E402
-from sglang_moe_patches.kernels import moe_sum  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum  # noqa: E402
+from sglang_moe_patches.core import triton_sequence  # noqa: E402
+from sglang_moe_patches.core.dead_input import channel, takers  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -53,7 +53,7 @@ def modules():
     """The engine's modules, where the sequence is and where its GEMM is, ready to run on this device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sglang_moe_patches import engine
+        from sglang_moe_patches.core import engine
 
         module = engine.module(triton_sequence.MODULE)
         kernels = engine.module(getattr(module, triton.INVOKE).__module__)

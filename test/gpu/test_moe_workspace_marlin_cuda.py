@@ -28,11 +28,11 @@ with warnings.catch_warnings():
 
 import marlin_moe as stand_in  # noqa: E402
 import moe_alignment  # noqa: E402
-from sglang_moe_patches import engine, log  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import columns, marlin, streams  # noqa: E402
-from sglang_moe_patches.dead_input import channel  # noqa: E402
-from sglang_moe_patches.kernels import moe_sum, sum_and_copy  # noqa: E402
-from sglang_moe_patches.patch import Patcher  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy  # noqa: E402
+from sglang_moe_patches.core import engine, log  # noqa: E402
+from sglang_moe_patches.core.dead_input import channel  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

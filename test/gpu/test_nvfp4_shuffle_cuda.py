@@ -20,8 +20,8 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 import nvfp4_layer  # noqa: E402
 from nvfp4_layer import choose_trtllm, create, differences, load  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
-from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
 
 MIB = 1 << 20
 KIMI_TP4 = (384, 7168, 512)

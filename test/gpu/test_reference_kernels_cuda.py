@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
 from nvfp4_moe import batch, layer, routed  # noqa: E402
-from sglang_moe_patches.reference import flashinfer_kernels as kernels  # noqa: E402
-from sglang_moe_patches.reference import nvfp4, nvfp4_triton  # noqa: E402
-from sglang_moe_patches.variables import REFERENCE_WORKSPACE_MB  # noqa: E402
+from sglang_moe_patches.core.variables import REFERENCE_WORKSPACE_MB  # noqa: E402
+from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels  # noqa: E402
+from sglang_moe_patches.lab.reference import nvfp4, nvfp4_triton  # noqa: E402
 
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 MIB = 1 << 20

@@ -43,8 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def variants(engine: Any) -> dict[str, Any]:
     """Contexts in which a model is built and run: the stock engine, ours, and ours without what is tested here."""
-    from sglang_moe_patches import patch, runners
     from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+    from sglang_moe_patches.core import patch, runners
 
     @contextmanager
     def patched() -> Any:

@@ -27,7 +27,7 @@ from common.servers import EAGER, Setup, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
-from sglang_moe_patches.servers.server import Server  # noqa: E402
+from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
 #: A rank's share, of TP=4; of DeepSeek-V3's, of TP=8.
 SHARES = {"qwen3-235b": 4, "glm-4.5": 4, "minimax-m2": 4, "deepseek-v3": 8}
@@ -137,7 +137,7 @@ def _read(module):
 def write_draft(folder: Path) -> Path:
     """EAGLE-3's draft model for ``QWEN``, of random weights. It reads what enters the model's last two layers."""
     from safetensors.torch import save_file
-    from sglang_moe_patches.reference.model import vocab_size
+    from sglang_moe_patches.lab.reference.model import vocab_size
 
     folder.mkdir()
     hidden, heads, size = MODELS[QWEN].hidden, 16, 128

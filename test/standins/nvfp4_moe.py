@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang_moe_patches.kernels import nvfp4_shuffle
-from sglang_moe_patches.reference import flashinfer_kernels, nvfp4
+from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
+from sglang_moe_patches.lab.reference import flashinfer_kernels, nvfp4
 
 
 def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch.Tensor:

@@ -23,8 +23,8 @@ in_force = [0.0]
 
 
 def register():
-    here = "sglang_moe_patches.changes.kv_sizing."
-    hooks = {here + "decide": allow, here + "memory": measure, here + "seams": learn_the_rule}
+    here = "sglang_moe_patches.memory.kv_sizing."
+    hooks = {here + "decide": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "seams": learn_the_rule}
     hooks |= {here + "script": shorten, here + "rehearse": be_patient, here + "size": be_content}
     hooks[here + "ranks"] = be_quick
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):

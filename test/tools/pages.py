@@ -14,7 +14,6 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     reasons                         the reasons behind it, those of neighbouring releases in one line
     families                        a line for each kind of families of models, a column for each kind of MoE runner
     offers                          which families offer their dead input where, and why others do not
-    looks-at                        where to look in a new release, and what to ask there
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
 
@@ -85,26 +84,29 @@ def status(change: str, found: dict[str, Any]) -> str:
 
 
 def package() -> tuple[Any, Any]:
-    """``sglang_moe_patches.changes`` and ``.patch``, from this checkout, which need nothing installed."""
+    """``sglang_moe_patches.registry`` and ``.core.patch``, from this checkout, which need nothing installed."""
     if str(ROOT / "python") not in sys.path:
         sys.path.insert(0, str(ROOT / "python"))
-    from sglang_moe_patches import changes, patch
+    from sglang_moe_patches import registry
+    from sglang_moe_patches.core import patch
 
-    return changes, patch
+    return registry, patch
 
 
 def changes(found: dict[str, Any]) -> str:
     """A table with a line for each change."""
     lines = ["| change | what it does | on which SGLang |", "| --- | --- | --- |"]
     for change in package()[0].CHANGES:
-        lines.append(f"| [{change.name}](docs/{change.name}.md) | {change.summary} | {status(change.name, found)} |")
+        lines.append(
+            f"| [{change.name}](docs/changes/{change.name}.md) | {change.summary} | {status(change.name, found)} |"
+        )
     return "\n".join(lines)
 
 
 def variables() -> str:
     """A table with a line for each environment variable that users set."""
     stated, patch = package()
-    from sglang_moe_patches.variables import BY_COMMANDS
+    from sglang_moe_patches.core.variables import BY_COMMANDS
 
     lines = [
         "| variable | default | read by | meaning |",
@@ -158,8 +160,8 @@ def families(found: dict[str, Any]) -> str:
     Families and runners are told apart where a change does, and where the engine has routed experts out of place.
     """
     stated, patch = package()
-    from sglang_moe_patches import runners
-    from sglang_moe_patches.dead_input.families import DEEPSEEK
+    from sglang_moe_patches.core import runners
+    from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 
     apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
 
@@ -233,22 +235,6 @@ def offers(found: dict[str, Any]) -> str:
     return "\n".join(lines).replace("its Model", "its loop")
 
 
-def looks_at() -> str:
-    """A table of where to look in a new release, and what to ask: of each change, and of what else stands on names of
-    the engine's."""
-    stated, _ = package()
-    from sglang_moe_patches import observers
-    from sglang_moe_patches.dead_input import families as known_families
-    from sglang_moe_patches.reference import environment
-
-    others = {"families": known_families, "observers": observers, "reference kernels": environment}
-    places = [(change.name, change.looks_at) for change in stated.CHANGES]
-    places += [(name, module.LOOKS_AT) for name, module in others.items()]
-    lines = ["| for | look at (in `site-packages/sglang/srt`) | what to ask |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {place} | {question} |" for name, looks in places for place, question in looks]
-    return "\n".join(lines)
-
-
 def whole(outcomes: dict[str, Any]) -> str:
     """A table of the last runs of all tests."""
     lines = ["| SGLang | all tests, on | outcome |", "| --- | --- | --- |"]
@@ -276,7 +262,6 @@ def generated(name: str) -> str:
         "reasons": lambda: reasons(found),
         "families": lambda: families(found),
         "offers": lambda: offers(found),
-        "looks-at": looks_at,
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }
     if name not in makers:

@@ -24,7 +24,7 @@ from common.mismatch import Asked
 from common.servers import EAGER, Setup, running
 from common.shapes import MODELS, TINY
 from common.weights import Served
-from sglang_moe_patches.reference import environment
+from sglang_moe_patches.core.machine import has_gpu
 
 STOCK, CONTROL, PATCHED = NAMES = ("stock", "stock-again", "patched")
 SHARES = {"qwen3-235b": 4, "deepseek-v3": 8}
@@ -33,7 +33,7 @@ IN_FLIGHT = 6
 
 def served(model: str) -> Served:
     """Four layers, two for each stage; DeepSeek's first has no experts."""
-    if not environment.has_gpu():  # where Triton's runner is not patched, and the other one's outputs are
+    if not has_gpu():  # where Triton's runner is not patched, and the other one's outputs are
         return Served(TINY, moe_layers=3, runner="flashinfer_trtllm_routed")
     return Served(MODELS[model].shard(SHARES[model]), moe_layers=3 if model == "deepseek-v3" else 4, runner="triton")
 
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=30, help="of all three servers (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="with each start (%(default)s)")
     parser.add_argument("--model", choices=list(SHARES), default="qwen3-235b", help="its widths (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192 if environment.has_gpu() else 64, help="(%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192 if has_gpu() else 64, help="(%(default)s)")
     parser.add_argument("--choose-by-timing", action="store_true", help="let PyTorch choose kernels by their time")
     parser.add_argument("--output", type=Path, default=Path("mismatches"), help="where what differs goes (%(default)s)")
     options = parser.parse_args()

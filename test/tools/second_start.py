@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import plugins, processes
+from common.client import Client
 from releases import ROOT
 from rich.console import Console
-from sglang_moe_patches.changes.kv_sizing.decide import KV_RECORD, KV_SIZING
-from sglang_moe_patches.reference import environment
-from sglang_moe_patches.servers.client import Client
-from sglang_moe_patches.servers.server import Server, shown_starting
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.servers.server import Server, shown_starting
+from sglang_moe_patches.memory.kv_sizing.decide import KV_RECORD, KV_SIZING
 
 SAYS = "sglang-moe-patches: kv-sizing: "
 SIZED = " instead of the rule's "
@@ -72,12 +73,12 @@ def main(given: Sequence[str] | None = None) -> int:
     output.mkdir(parents=True)
 
     arguments, folders = ["--model-path", options.model, *without_fraction(options.arguments)], []
-    if not environment.has_gpu():
+    if not has_gpu():
         arguments += SMALL
         folders = [plugins.write(output / "plugin", STAND_IN, f"{STAND_IN}:register"), ROOT / "test" / "standins"]
         print("Without a GPU: what the driver says of memory is a stand-in's.", flush=True)
     variables = processes.variables(*folders)
-    if not environment.has_gpu():
+    if not has_gpu():
         variables |= environment.variables(variables)
     variables |= {KV_SIZING.name: "auto", KV_RECORD.name: str(output / "records.json")}
 

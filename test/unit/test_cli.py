@@ -12,12 +12,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sglang_moe_patches import __version__, cli, doctor, extras, patch, runners
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches import __version__, cli
 from sglang_moe_patches.cli import app
-from sglang_moe_patches.reference.model import tokenizer_json
-from sglang_moe_patches.regression import regress
-from sglang_moe_patches.servers import refusals
+from sglang_moe_patches.core import patch, runners
+from sglang_moe_patches.lab import doctor, extras
+from sglang_moe_patches.lab.reference.model import tokenizer_json
+from sglang_moe_patches.lab.regress import regress
+from sglang_moe_patches.lab.servers import refusals
+from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
 COMMANDS = ["doctor", "exec", "serve", "make-model", "regress"]
@@ -481,7 +483,7 @@ def test_doctor_names_the_families_and_runners_of_a_change_and_leaves_all_others
 def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_seam_has_changed(tmp_path):
     """An engine without the modules that are looked at. (As it is: test_this_release_is_as_the_table_says.)"""
     sabotage = tmp_path / "sitecustomize.py"
-    sabotage.write_text("from sglang_moe_patches import engine\nengine.has_module = lambda name: False\n")
+    sabotage.write_text("from sglang_moe_patches.core import engine\nengine.has_module = lambda name: False\n")
     done = command("doctor", "--json", PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES="output-buffer")
     facts = json.loads(done.stdout)
     found = {change["name"]: change for change in facts["changes"]}

@@ -11,30 +11,22 @@ from releases import ROOT
 
 PACKAGE = "sglang_moe_patches"
 FLOORS = (
-    {
-        "",
-        "extras",
-        "variables",
-        "log",
-        "engine",
-        "patch",
-        "runners",
-        "triton_sequence",
-        "dead_input",
-        "kernels",
-        "reference",
-        "pages",
-    },
-    {"changes"},
-    {"observers", "prediction"},
-    {"servers"},
-    {"regression", "planning"},
-    {"doctor"},
+    {"", "core"},
+    {"changes", "memory"},
+    {"registry"},
+    {"lab"},
     {"plugin", "cli"},
 )
-"""From the bottom up: the package's modules and packages. ``plugin`` is the engine's way in, ``cli`` the user's."""
-APART = {"regression": {"planning"}, "planning": {"regression"}}
-"""Wings of one floor that know nothing of each other."""
+"""From the bottom up: the package's modules and wings. ``plugin`` is the engine's way in, ``cli`` the user's."""
+ROOMS = (
+    {"extras", "pages", "effects", "reference", "observers"},
+    {"predict", "servers"},
+    {"regress"},
+    {"doctor"},
+)
+"""From the bottom up, within ``lab``."""
+APART = {"changes": {"memory"}, "memory": {"changes"}}
+"""Wings of one floor that do not import each other."""
 
 Imports = Mapping[str, set[str]]
 
@@ -65,12 +57,17 @@ def _imported(path: Path, modules: set[str]) -> Iterator[str]:
             yield name if name in modules else name.rpartition(".")[0]
 
 
-def floor(module: str) -> int:
-    return next(number for number, names in enumerate(FLOORS) if module.split(".")[0] in names)
+def floor(module: str) -> tuple[int, int]:
+    """The floor of a module and, in ``lab``, the room's own floor."""
+    wing, _, rest = module.partition(".")
+    number = next(number for number, names in enumerate(FLOORS) if wing in names)
+    if wing != "lab" or not rest:
+        return number, 0
+    return number, next(number for number, names in enumerate(ROOMS) if rest.split(".")[0] in names)
 
 
 def upward(found: Imports) -> list[str]:
-    """What is imported from a floor above, or from a wing that is none of one's business."""
+    """Imports from a floor above, or from the other wing of the same floor."""
     wrong = []
     for module, others in found.items():
         for other in others:
@@ -116,18 +113,21 @@ def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:
 def test_what_goes_up_and_what_goes_round_is_found(tmp_path: Path) -> None:
     """Inside functions too, and under TYPE_CHECKING: whoever reads a file has to know the other."""
     for name, text in {
-        "engine": "def f():\n    from sglang_moe_patches.servers.client import Client\n",
-        "planning/__init__": "",
-        "planning/a": "from sglang_moe_patches.planning import b\nfrom sglang_moe_patches import regression\n",
-        "planning/b": "if TYPE_CHECKING:\n    from sglang_moe_patches.planning.a import A\n",
-        "regression/__init__": "import sglang_moe_patches.engine\n",
-        "servers/__init__": "",
-        "servers/client": "",
+        "core/engine": "def f():\n    from sglang_moe_patches.lab.servers.client import Client\n",
+        "changes/a": "from sglang_moe_patches.changes import b\nfrom sglang_moe_patches import memory\n",
+        "changes/b": "if TYPE_CHECKING:\n    from sglang_moe_patches.changes.a import A\n",
+        "memory/__init__": "import sglang_moe_patches.core.engine\n",
+        "lab/servers/client": "from sglang_moe_patches.lab import doctor\n",
+        "lab/doctor": "",
     }.items():
         path = tmp_path / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
     found = imports(tmp_path)
-    assert upward(found) == ["engine imports servers.client", "planning.a imports regression"]
-    assert circle(found) == ["planning.a", "planning.b", "planning.a"]
-    assert found["regression"] == {"engine"}
+    assert upward(found) == [
+        "changes.a imports memory",
+        "core.engine imports lab.servers.client",
+        "lab.servers.client imports lab.doctor",
+    ]
+    assert circle(found) == ["changes.a", "changes.b", "changes.a"]
+    assert found["memory"] == {"core.engine"}

@@ -9,8 +9,9 @@ from importlib import metadata
 from types import ModuleType
 
 import pytest
-from sglang_moe_patches import log, plugin
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches import plugin
+from sglang_moe_patches.core import log
+from sglang_moe_patches.registry import CHANGES
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

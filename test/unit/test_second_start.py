@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import second_start
-from sglang_moe_patches.reference import environment
+from sglang_moe_patches.lab.reference import environment
 
 RECORDED = "[2026-11-23 07:11:25 TP0] sglang-moe-patches: kv-sizing: 0.9009 instead of the rule's 0.9000: 9 tokens"
 RULE = "[2026-11-23 07:11:25] sglang-moe-patches: kv-sizing: the engine's rule, 0.9000: nothing is recorded"
@@ -38,7 +38,7 @@ def test_a_second_start_by_the_rule_is_a_failure(gpu, tokens, log, code, monkeyp
         return tokens[len(started) - 1], second_start.said(log)
 
     monkeypatch.setattr(second_start, "start", start)
-    monkeypatch.setattr(environment, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(second_start, "has_gpu", lambda: gpu)
     monkeypatch.setattr(environment, "variables", lambda environ: {environment.SWITCH: "1"})
     folder = tmp_path / "folder"
     assert second_start.main(["--model", "m", "--output", str(folder), "--", "--tp", "2"]) == code

@@ -7,7 +7,7 @@ Why
 How
     The runners that leave their input alone are marked as what they are (``inplace`` off), layer by layer: the TRT-LLM
     kernels, Marlin, CUTLASS, FlashInfer CUTLASS. Triton can be told to; its output then goes into the layer's dead
-    input (:mod:`sglang_moe_patches.dead_input`), so that it costs nothing. Not in a server with LoRA adapters, and
+    input (:mod:`sglang_moe_patches.core.dead_input`), so that it costs nothing. Not in a server with LoRA adapters, and
     Triton not on AMD.
 
     Releases from 0.5.12 defer by themselves where ``inplace`` is off, and the rest is theirs; from 0.5.13 on it is off
@@ -32,10 +32,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import engine, runners
-from sglang_moe_patches.dead_input import counts, look, takers
-from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Count, Layer, Patcher, Plan, Status, left_alone_if_it_fails
+from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core.dead_input import counts, look, takers
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import Change, Count, Layer, Patcher, Plan, Status, left_alone_if_it_fails
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -219,9 +219,6 @@ CHANGE = Change(
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
-    looks_at=(
-        ("`models/deepseek_v2.py`, `DeepseekV2MoE.forward_normal`", "is `defer_shared` still decided by `inplace`?"),
-    ),
     does=_does,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

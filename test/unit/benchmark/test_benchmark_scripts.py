@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_moe_patches.observers.events import Block, History, Memory, Moment, Process
+from sglang_moe_patches.lab.observers.events import Block, History, Memory, Moment, Process
 from whole import peak_memory
 
 FOLDER = Path(__file__).parents[3] / "benchmark"

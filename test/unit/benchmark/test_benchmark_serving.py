@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import servers, timing, weights
 from common.shapes import TINY, TINY_MODELS
-from sglang_moe_patches.reference import model
+from sglang_moe_patches.lab.reference import model
 
 SERVED = weights.Served(TINY)
 

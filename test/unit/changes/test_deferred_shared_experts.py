@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches import log, runners, triton_sequence
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
-from sglang_moe_patches.dead_input import channel, takers
-from sglang_moe_patches.dead_input.channel import moe_output_buffer_ctx, shares_storage
-from sglang_moe_patches.patch import Patcher, with_globals
+from sglang_moe_patches.core import log, runners, triton_sequence
+from sglang_moe_patches.core.dead_input import channel, takers
+from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.core.patch import Patcher, with_globals
 
 FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
 

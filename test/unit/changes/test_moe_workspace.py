@@ -18,8 +18,8 @@ from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import columns, token_slices
 from sglang_moe_patches.changes.moe_workspace.columns import packed_slice_width, ranges, slice_width
-from sglang_moe_patches.engine import Unsupported
-from sglang_moe_patches.patch import Plan, check_environment, look
+from sglang_moe_patches.core.engine import Unsupported
+from sglang_moe_patches.core.patch import Plan, check_environment, look
 
 sizes = st.fixed_dictionaries(
     {
@@ -484,7 +484,7 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
-    from sglang_moe_patches.kernels import moe_sum, sum_and_copy
+    from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sums = {"experts_output_ptr": f"*{dtype}", "output_ptr": f"*{dtype}", "scale": "fp32"}

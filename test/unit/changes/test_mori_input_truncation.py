@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches import log
 from sglang_moe_patches.changes import mori_input_truncation
 from sglang_moe_patches.changes.mori_input_truncation import policy as policy_module
 from sglang_moe_patches.changes.mori_input_truncation import seams
@@ -27,8 +26,9 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 )
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.changes.mori_input_truncation.seams import truncate
-from sglang_moe_patches.patch import check_environment
-from sglang_moe_patches.reference import mori as reference
+from sglang_moe_patches.core import log
+from sglang_moe_patches.core.patch import check_environment
+from sglang_moe_patches.lab.reference import mori as reference
 from share import cases
 
 HIDDEN, CASES = 3, cases(5_000)

@@ -19,8 +19,8 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 
 from nvfp4_layer import RESULTS, Layer, choose_trtllm, create, differences, load, nvfp4_method, random_layer  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
-from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
 
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
 
@@ -282,8 +282,8 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 
 _INTERPRETED = """
 import torch
-from sglang_moe_patches.kernels import nvfp4_shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]
@@ -376,7 +376,7 @@ _COPY_ONTO_ITSELF = """
 import mmap, sys, torch, warnings
 warnings.simplefilter("ignore")
 class Layer(torch.nn.Module): pass
-from sglang_moe_patches.kernels import nvfp4_shuffle
+from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
 # Read-only memory: a copy that really happens ends the process.
 memory = mmap.mmap(-1, 1 << 20, prot=mmap.PROT_READ)
 whole = torch.frombuffer(memory, dtype=torch.uint8)

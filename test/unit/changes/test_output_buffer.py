@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches import engine, log, runners
-from sglang_moe_patches.dead_input import channel, look, offer, proofs, takers
-from sglang_moe_patches.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
-from sglang_moe_patches.dead_input.offer import may_offer
-from sglang_moe_patches.patch import Patcher, with_globals
+from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core.dead_input import channel, look, offer, proofs, takers
+from sglang_moe_patches.core.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
+from sglang_moe_patches.core.dead_input.offer import may_offer
+from sglang_moe_patches.core.patch import Patcher, with_globals
 
 CPU = torch.device("cpu")
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 6))

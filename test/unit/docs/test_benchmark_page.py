@@ -142,7 +142,7 @@ def test_no_processor_decides_what_is_up_to_date(apart: Path):
 
 
 def test_a_place_that_nothing_is_known_of_is_named():
-    with pytest.raises(SystemExit, match=r"figures: nothing: unknown; known: gain"):
+    with pytest.raises(SystemExit, match=r"figures: nothing: unknown; known: launched"):
         render.page("<!-- figures:nothing -->\n<!-- /figures -->\n")
 
 

@@ -13,8 +13,8 @@ import compatibility
 import pages
 import pytest
 import releases
-from sglang_moe_patches import engine
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.registry import CHANGES
 
 FOUND = json.loads(pages.FOUND.read_text())
 

@@ -10,14 +10,15 @@ import pages
 import pytest
 import releases
 from common import same
-from sglang_moe_patches import __version__, runners
-from sglang_moe_patches.changes import CHANGES
+from sglang_moe_patches import __version__
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.registry import CHANGES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.pages()]
-MOST_WORDS = 17_000
-"""Of all documents together, tables and commands included: more is not read."""
+MAX_PROSE_WORDS = 1_500
+"""Of one page, without tables, code and what is generated: a longer page is not read."""
 
 
 def prose(page: Path) -> str:
@@ -31,9 +32,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-def words(text: str) -> int:
-    """How much there is to read: what has a letter in it."""
-    return sum(1 for token in text.split() if re.search(r"[A-Za-z]", token))
+def prose_words(text: str) -> int:
+    """Words of a page with a letter in them, without tables, code and what is generated."""
+    text = re.sub(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", "", text, flags=re.DOTALL)
+    lines = (line for line in text.splitlines() if not line.startswith("|"))
+    return sum(1 for line in lines for token in line.split() if re.search(r"[A-Za-z]", token))
 
 
 def broken(page: Path) -> list[str]:
@@ -64,15 +67,14 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
     assert broken(page) == ["gone.md", "there.md#gone", "there.md#a-comment", "#gone"]
 
 
-def test_the_documents_are_short_enough_to_be_read():
-    beside = [path for folder in ("python", "test", "benchmark") for path in (pages.ROOT / folder).rglob("*.md")]
-    texts = {path: path.read_text(encoding="utf-8") for path in (*pages.pages(), *beside)}
-    counts = {path: words(text) for path, text in texts.items()}
-    assert sum(counts.values()) <= MOST_WORDS, sorted(counts.items(), key=lambda each: -each[1])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
+def test_a_page_is_short_enough_to_be_read(name: str):
+    assert prose_words((pages.ROOT / name).read_text()) <= MAX_PROSE_WORDS
 
 
-def test_figures_and_the_bars_of_a_table_are_no_words():
-    assert words("| a-b | 1,234 | --: |\n| `x` 0.5.12.post1 | 2 % | -> |\n") == 3
+def test_tables_code_and_what_is_generated_are_no_prose():
+    page = "Two words\n| a | b |\n```\nc d\n```\n<!-- figures:x -->\ne\n<!-- /figures -->\n5 % [link](x.md)\n"
+    assert prose_words(page) == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,19 +120,11 @@ def test_an_unknown_name_is_refused(name: str):
 def test_every_change_and_every_variable_has_its_line():
     table, stated = pages.generated("changes"), pages.generated("variables")
     for change in CHANGES:
-        assert f"[{change.name}](docs/{change.name}.md)" in table
-        assert (pages.ROOT / "docs" / f"{change.name}.md").exists()
+        assert f"[{change.name}](docs/changes/{change.name}.md)" in table
+        assert (pages.ROOT / "docs" / "changes" / f"{change.name}.md").exists()
         for variable in change.variables:
             default = f"`{variable.default}`" if variable.default else "unset"
             assert f"| `{variable.name}` | {default} | {change.name} |" in stated
-
-
-def test_every_change_says_what_to_look_at_in_a_new_release():
-    table = pages.generated("looks-at")
-    for change in CHANGES:
-        assert change.looks_at, change.name
-        for place, question in change.looks_at:
-            assert f"| {change.name} | {place} | {question} |" in table
 
 
 def test_the_changelog_ends_with_this_version_and_what_comes_next():

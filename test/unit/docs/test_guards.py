@@ -1,4 +1,4 @@
-"""docs/guards.md names every engine test, and no test that is not there."""
+"""docs/development/guards.md names every engine test, and no test that is not there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from releases import ROOT
 
-PAGE = (ROOT / "docs" / "guards.md").read_text()
+PAGE = (ROOT / "docs" / "development" / "guards.md").read_text()
 
 
 def names_in(folder: str) -> set[str]:

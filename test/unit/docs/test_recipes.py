@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, done: a toy in a copy of the repository, by the files of the recipe's table alone."""
+"""The recipes of docs/development, done: a toy in a copy of the repository, by the files of a recipe's table alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ COPIED = ("python", "test", "docs")
 
 
 def table(recipe: str) -> dict[str, str]:
-    """The files of a recipe, by its heading: what goes there."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition(f"\n## {recipe}\n")[2].partition("\n## ")[0]
-    rows = section.partition("| file | what goes there |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    """The files of a recipe, by the name of its page, and what goes into each."""
+    rows = (
+        (ROOT / "docs" / "development" / f"{recipe}.md")
+        .read_text()
+        .partition("| file | what goes there |\n| --- | --- |\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     cells = [row.strip("| ").split(" | ") for row in rows]
     return {file: what for names, what in cells for file in re.findall(r"`([^`]+)`", names)}
 
@@ -101,20 +106,19 @@ Why
 
 from __future__ import annotations
 
-from sglang_moe_patches.patch import Change, Layer, Plan, Status
-from sglang_moe_patches.variables import Variable, zero_or_one
+from sglang_moe_patches.core.patch import Change, Layer, Plan, Status
+from sglang_moe_patches.core.variables import Variable, zero_or_one
 
 CHANGE = Change(
     name="toy-change",
     summary="nothing",
     plan=lambda: Plan.native("there is nothing to do"),
     variables=(Variable("SGLANG_MOE_PATCHES_TOY", "1: nothing", zero_or_one, "0"),),
-    looks_at=(("`nowhere.py`", "is there nothing?"),),
     does=lambda layer, status: "nothing" if status is Status.APPLIED else "",
 )
 '''
-UNIT_TEST = """from sglang_moe_patches import patch
-from sglang_moe_patches.changes import CHANGES
+UNIT_TEST = """from sglang_moe_patches.core import patch
+from sglang_moe_patches.registry import CHANGES
 
 
 def test_it_is_selected_by_its_name():
@@ -136,15 +140,15 @@ def unreleased(changelog: str) -> str:
 
 CHANGE: dict[str, Write] = {
     "python/sglang_moe_patches/changes/<name>.py": lambda old: MODULE,
-    "python/sglang_moe_patches/changes/__init__.py": lambda old: (
+    "python/sglang_moe_patches/registry.py": lambda old: (
         old.replace("    output_buffer,\n", "    output_buffer,\n    toy_change,\n", 1)
         .replace("\n)\n", "\n    toy_change.CHANGE,\n)\n")
         .replace("toy_change,\n    toy_change.CHANGE", "toy_change")
     ),
     "test/unit/changes/test_<name>.py": lambda old: UNIT_TEST,
-    "test/engine/test_<name>.py": lambda old: ENGINE_TEST,
-    "docs/guards.md": lambda old: old.rstrip() + "\n| Nothing | `test_nothing_changes` | |\n",
-    "docs/<name-with-hyphens>.md": lambda old: "# toy-change\n\nIt does nothing.\n",
+    "test/engine/changes/test_<name>.py": lambda old: ENGINE_TEST,
+    "docs/development/guards.md": lambda old: old.rstrip() + "\n| Nothing | `test_nothing_changes` | |\n",
+    "docs/changes/<name-with-hyphens>.md": lambda old: "# toy-change\n\nIt does nothing.\n",
     "CHANGELOG.md": unreleased,
     "docs/compatibility.json": asked,
 }
@@ -154,15 +158,15 @@ def named(text: str) -> str:
     return text.replace("<name>", "toy_change").replace("<name-with-hyphens>", "toy-change")
 
 
-@pytest.mark.parametrize("forgotten", [None, "docs/guards.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("forgotten", [None, "docs/development/guards.md", "CHANGELOG.md"])
 def test_a_toy_change_takes_the_files_of_the_recipe_and_no_others(copy: Path, forgotten: str | None):
-    files = {named(file): what for file, what in table("A new change").items()}
+    files = {named(file): what for file, what in table("new-change").items()}
     follow(copy, files, {named(file): write for file, write in CHANGE.items()})
     assert changed(copy) == set(files)
-    for file in ("README.md", "docs/compatibility.md", "CONTRIBUTING.md"):
+    for file in ("README.md", "docs/compatibility.md"):
         assert "toy-change" in (copy / file).read_text(), file
     looping = [f"test/unit/docs/test_{name}.py" for name in ("docs", "guards", "compatibility", "releases")]
-    selected = [*looping, "test/unit/test_patch.py", "test/unit/changes/test_toy_change.py"]
+    selected = [*looping, "test/unit/core/test_patch.py", "test/unit/changes/test_toy_change.py"]
     if forgotten is None:
         run_tests(copy, *selected)
     else:
@@ -175,7 +179,7 @@ def test_a_toy_change_takes_the_files_of_the_recipe_and_no_others(copy: Path, fo
 
 
 def test_a_toy_release_takes_the_files_of_the_recipe_and_no_others(copy: Path):
-    files = {file.replace("<release>", "9.9.9"): what for file, what in table("A new engine release").items()}
+    files = {file.replace("<release>", "9.9.9"): what for file, what in table("new-release").items()}
 
     def found(old: str) -> str:
         facts = json.loads(old)
@@ -187,8 +191,8 @@ def test_a_toy_release_takes_the_files_of_the_recipe_and_no_others(copy: Path):
         "docs/compatibility.json": found,
     }
     follow(copy, files, toy)
-    pages = {str(page.relative_to(copy)) for page in copy.glob("docs/*.md")}
-    assert set(toy) | {"README.md", "docs/compatibility.md"} <= changed(copy) <= {*files, *pages} - {"docs/*.md"}
+    pages = {str(page.relative_to(copy)) for page in copy.glob("docs/**/*.md")}
+    assert set(toy) | {"README.md", "docs/compatibility.md"} <= changed(copy) <= {*files, *pages} - {"docs/**/*.md"}
     looping = [f"test/unit/docs/test_{name}.py" for name in ("docs", "compatibility", "releases")]
     run_tests(copy, *looping)
 
@@ -197,7 +201,7 @@ def test_a_toy_release_takes_the_files_of_the_recipe_and_no_others(copy: Path):
 
 
 def test_a_toy_family_takes_the_files_of_the_recipe_and_no_others(copy: Path):
-    files = table("A new family of models")
+    files = table("new-family")
 
     def found(old: str) -> str:
         facts = json.loads(old)

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_moe_patches import runners
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
-from sglang_moe_patches.patch import Change, Count, Layer, Plan, Status
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.patch import Change, Count, Layer, Plan, Status
 
 
 def _plan() -> Plan:
@@ -61,12 +61,5 @@ CHANGE = Change(
         Count("slices", "ran in token slices", f"{__name__}.wrapper", "slices", _ranges, unit="slices"),
     ),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
-    looks_at=(
-        (
-            "`layers/moe/moe_runner/flashinfer_cutedsl.py` (`ensure_cutedsl_wrapper`), `server_args.py` (what bounds a "
-            "forward's tokens), FlashInfer's `CuteDslMoEWrapper`",
-            "does the wrapper keep buffers? what refuses a larger forward?",
-        ),
-    ),
     does=_does,
 )

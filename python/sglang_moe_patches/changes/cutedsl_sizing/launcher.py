@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
     max_forward_tokens,
     other_tokens_per_request,
 )
-from sglang_moe_patches.patch import Patcher, left_alone_if_it_fails
-from sglang_moe_patches.variables import Variable
+from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core.patch import Patcher, left_alone_if_it_fails
+from sglang_moe_patches.core.variables import Variable
 
 METHOD = "cutedsl_moe_max_num_tokens"
 _DEFAULT_BUDGET = 1024

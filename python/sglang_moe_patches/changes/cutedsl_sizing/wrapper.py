@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     Pools,
     extend_server_args,
@@ -15,9 +14,10 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     sized_by_the_engine,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
-from sglang_moe_patches.dead_input import channel
-from sglang_moe_patches.log import logger
-from sglang_moe_patches.patch import Patcher, Plan
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core.patch import Patcher, Plan
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ How
     The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
     not allocated.
 
-    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.dead_input`) is memory for the
+    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) is memory for the
     activation's output, if it is large enough: the peak is then the first GEMM's output alone, or a slice.
 
     Marlin's packed weights have no ranges of columns: each range's are copied first (:mod:`.marlin`). Its output, which
@@ -39,12 +39,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.moe_workspace import columns
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
-from sglang_moe_patches.dead_input import counts, look
-from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import Change, Count, Install, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import counts, look
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import Change, Count, Install, Layer, Patcher, Plan, Status
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -148,24 +148,6 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(MAX_MOE_TOKENS, columns.MOE_WORKSPACE_MB),
-    looks_at=(
-        (
-            "`layers/moe/moe_runner/triton_utils/fused_moe.py` (`_fused_moe_kernel_sequence`), "
-            "`fused_moe_triton_kernels.py` (`invoke_fused_moe_kernel`)",
-            "which `torch.empty` makes the [tokens, top-k, hidden] tensor? who fills, sums and reads it? new arguments "
-            "of the kernel?",
-        ),
-        (
-            "`layers/moe/fused_moe_triton/fused_marlin_moe.py`, `quantization/marlin_utils*.py`",
-            "which tensor has both GEMMs' outputs? who reads and sums it? do weights, scales and biases still change "
-            "places within 64 columns alone?",
-        ),
-        (
-            "`layers/moe/fused_moe_triton/layer.py` (`FusedMoE.run_moe_core`), `layers/moe/topk.py`, "
-            "`token_dispatcher/standard.py`",
-            "token slices: does every runner go through it? which formats of top-k and dispatch?",
-        ),
-    ),
     does=_does,
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from math import gcd, isqrt, lcm
 
-from sglang_moe_patches.variables import Variable, positive_number
+from sglang_moe_patches.core.variables import Variable, positive_number
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",

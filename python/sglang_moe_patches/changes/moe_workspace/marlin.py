@@ -21,11 +21,11 @@ from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine, log, runners
 from sglang_moe_patches.changes.moe_workspace import columns, streams, triton
-from sglang_moe_patches.dead_input import channel, takers
-from sglang_moe_patches.engine import require
-from sglang_moe_patches.patch import Patcher, Plan, with_globals
+from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core.dead_input import channel, takers
+from sglang_moe_patches.core.engine import require
+from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
 
 MODULE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 NAME = "fused_marlin_moe"
@@ -293,7 +293,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     """
     import torch
 
-    from sglang_moe_patches.kernels.sum_and_copy import sum_and_copy
+    from sglang_moe_patches.changes.moe_workspace.kernels.sum_and_copy import sum_and_copy
 
     def gemm(activations: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(output, Output):

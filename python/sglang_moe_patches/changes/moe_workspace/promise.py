@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches import log
 from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.core import log
 
 #: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")

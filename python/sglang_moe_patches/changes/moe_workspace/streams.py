@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Install, Patcher
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import Install, Patcher
 
 beside = False
 """Whether a block of this process's models may do so."""

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine, log
-from sglang_moe_patches.patch import Patcher, Plan
-from sglang_moe_patches.variables import Variable, positive_number
+from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.core.patch import Patcher, Plan
+from sglang_moe_patches.core.variables import Variable, positive_number
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
 _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"

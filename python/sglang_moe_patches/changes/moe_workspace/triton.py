@@ -8,12 +8,12 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches import engine, runners, triton_sequence
 from sglang_moe_patches.changes.moe_workspace import columns, promise, streams
 from sglang_moe_patches.changes.moe_workspace.promise import Call, Promise, Quantized
-from sglang_moe_patches.dead_input import channel, takers
-from sglang_moe_patches.engine import require
-from sglang_moe_patches.patch import Patcher, Plan, with_globals
+from sglang_moe_patches.core import engine, runners, triton_sequence
+from sglang_moe_patches.core.dead_input import channel, takers
+from sglang_moe_patches.core.engine import require
+from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
 
 SEQUENCE = triton_sequence.NAME
 COMBINE = "moe_combine_topk"
@@ -75,7 +75,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     """
     import torch
 
-    from sglang_moe_patches.kernels.moe_sum import moe_sum
+    from sglang_moe_patches.changes.moe_workspace.kernels.moe_sum import moe_sum
 
     def quantizer(name: str) -> Callable[..., Any]:
         def quantize(activations: Any, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.patch import Change, Count, Plan
+from sglang_moe_patches.core.patch import Change, Count, Plan
 
 
 def _unneeded(server_args: Any) -> str | None:
@@ -69,12 +69,5 @@ CHANGE = Change(
     plan=_plan,
     unneeded=_unneeded,
     variables=(LIMIT, BOUND),
-    looks_at=(
-        (
-            r'`grep -rn "MORI_MOE_MAX_INPUT_TOKENS\|recv_cap\|RECV_BOUND" .`: `ep_moe/layer.py`, '
-            "`moe_runner/aiter.py`, `token_dispatcher/moriep.py`, `dp_attention.py`",
-            "who cuts, when, to what? which counts does a graph capture announce?",
-        ),
-    ),
     counts=(Count("cut", "cut the input", f"{__name__}.seams", "truncate", _rows_cut, unit="rows"),),
 )

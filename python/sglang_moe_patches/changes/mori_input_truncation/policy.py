@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
-from sglang_moe_patches.variables import Variable
+from sglang_moe_patches.core.variables import Variable
 
 
 def _rows(text: str) -> int:

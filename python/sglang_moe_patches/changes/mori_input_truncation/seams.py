@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine
 from sglang_moe_patches.changes.mori_input_truncation.bound import cut_for, rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
-from sglang_moe_patches.log import once
-from sglang_moe_patches.patch import Install, Patcher, Plan
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.log import once
+from sglang_moe_patches.core.patch import Install, Patcher, Plan
 
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.aiter"
 _RUNNER_FUNCTION = "_pre_permute_deepep_to_aiter"

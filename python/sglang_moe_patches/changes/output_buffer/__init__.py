@@ -6,9 +6,9 @@ Why
     attention inputs (another one, and the q/kv latents) stay referenced until the next layer replaces them.
 
 How
-    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.dead_input`: the families of models, and
-    when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the CuteDSL runner
-    does so through cutedsl-sizing.
+    A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
+    models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
+    CuteDSL runner does so through cutedsl-sizing.
 
     Where the engine has no buffer, its TRT-LLM runner is made to take the offered one (:mod:`..dead_input.takers`), and
     marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
@@ -27,11 +27,11 @@ Remove when
 
 from __future__ import annotations
 
-from sglang_moe_patches import engine, runners
 from sglang_moe_patches.changes.output_buffer import attention_inputs
-from sglang_moe_patches.dead_input import counts, look, takers
-from sglang_moe_patches.dead_input.families import DEEPSEEK
-from sglang_moe_patches.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
+from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core.dead_input import counts, look, takers
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import ATTENTION, Change, Count, Layer, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
@@ -69,14 +69,6 @@ CHANGE = Change(
     summary="the routed experts of TRT-LLM and CuteDSL write into the decoder layer's dead input, in every family of "
     "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
     plan=_plan,
-    looks_at=(
-        (
-            "`grep -rn moe_output_buffer_ctx .`: `layers/moe/moe_runner/base.py`, `models/deepseek_v2.py` "
-            "(`DeepseekV2DecoderLayer.forward`), and every other model that offers",
-            "does the offer look at the residual by now? does a new model offer? is the name still imported inside "
-            "`forward`?",
-        ),
-    ),
     does=_does,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
 )

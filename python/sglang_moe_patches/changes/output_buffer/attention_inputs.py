@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches import engine
-from sglang_moe_patches.patch import Install, Patcher
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import Install, Patcher
 
 
 def _make_attention_forward(

@@ -17,8 +17,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
-from sglang_moe_patches.observers import events
-from sglang_moe_patches.variables import OBSERVE
+from sglang_moe_patches.core.variables import OBSERVE
+from sglang_moe_patches.lab.observers import events
 
 WRONG = os.environ.get("STANDIN", "").split(",")
 FOLDER = Path(os.environ["STANDIN_FOLDER"])

@@ -1,0 +1,195 @@
+"""A load of another kind than a rehearsal's, which a sizing must survive: more requests than the KV cache holds.
+
+First prompts of growing length, after which the allocator keeps most, then requests that together want a little more
+than the KV cache has, until the engine retracts some; then clients with random lengths, shared prefixes, penalties and
+connections that close early. Used by ``benchmark/memory/serving.py --overfill``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing.script import (
+    PENALIZED,
+    SAMPLED,
+    Configuration,
+    ServerFacts,
+    Tokens,
+    configuration,
+    rising,
+)
+
+from common.client import LONGEST_S, Client, Unanswered
+
+RANDOM_CLIENTS = 48
+SHARED_PREFIXES = 6
+ABORTED_FRACTION = 0.15
+"""Of the random requests, those whose client closes the connection."""
+PENALIZED_FRACTION = 0.2
+"""Of the random requests, those with penalties and a logit bias."""
+ABORT_TIMEOUT_S = 60.0
+"""Within which a server answers requests that were aborted."""
+MIN_FILLING_REQUESTS = 256
+"""Requests that fill the KV cache where it has fewer tokens than as many chunks."""
+PROMPT_FRACTION = 0.98
+"""Part of the KV cache that their prompts fill; their new tokens want the rest, and more."""
+MAX_DECODED_TOKENS = 1024
+"""Of each request: up to these, decodes fill the rest faster than one more chunk behind a prefix does."""
+FILL_TIME_FRACTION = 0.75
+"""Part of the time that filling the KV cache may take."""
+RETRACTED = re.compile(r"KV cache pool is full\. Retract")
+USAGE = re.compile(r"token usage: ([0-9.]+\d)")
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
+
+
+def overfill(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
+    """Drive the load.
+
+    :param info: the server's ``/get_server_info``.
+    :param seconds: for all of it, at the most.
+    :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
+        the server's log.
+    :raises ServerFailed: the server has ended.
+    """
+    tokens = int(info["max_total_num_tokens"])
+    facts = ServerFacts(
+        kv_bytes=0,
+        kv_tokens=tokens,
+        page=int(info.get("page_size") or 1),
+        table_bytes=0,
+        table_requests=int(info.get("max_running_requests") or MIN_FILLING_REQUESTS),
+        context=int(info.get("max_req_input_len") or tokens),
+        vocabulary=vocabulary,
+    )
+    load = _Load(Client(server.url), configuration(info, facts))
+    log_start, start_s = len(server.log_text()), time.monotonic()
+
+    def retracted() -> bool:
+        return RETRACTED.search(server.log_text()[log_start:]) is not None
+
+    load.run(load.fill, 1, lambda: time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or retracted(), server)
+    load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
+    load.ask([Tokens("after", vocabulary).some(8)], 4, threading.Event())
+    log = server.log_text()[log_start:]
+    return {
+        "answered": load.answered,
+        "aborted": load.aborted,
+        "errors": load.errors[:3],
+        "retractions": len(RETRACTED.findall(log)),
+        "highest_usage": max(map(float, USAGE.findall(log)), default=0.0),
+        "out_of_memory": OUT_OF_MEMORY.search(log) is not None,
+    }
+
+
+def filling(c: Configuration) -> tuple[int, int, int]:
+    """Choose requests that together want more than the KV cache has.
+
+    The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
+    want more than there is. Prompts of whole chunks fill it fastest: none is taken up behind a part of itself.
+
+    :returns: requests, tokens of each prompt, new tokens of each.
+    """
+    chunk = c.largest
+    count = max(1, min(c.requests, max(MIN_FILLING_REQUESTS, -(-c.cache_tokens * 5 // (c.input_tokens * 4)))))
+    prompt = int(PROMPT_FRACTION * c.cache_tokens / count)
+    whole = chunk * max(1, -(-(c.cache_tokens // c.requests - MAX_DECODED_TOKENS) // chunk))
+    fewer = min(c.requests, int(PROMPT_FRACTION * c.cache_tokens / whole))
+    # Of a few large requests too large a part is not let in.
+    if chunk < prompt and fewer >= MIN_FILLING_REQUESTS // 8 and 2 * whole <= c.input_tokens:
+        count, prompt = fewer, whole
+    prompt, share = max(1, min(prompt, c.input_tokens * 9 // 10)), c.cache_tokens / count
+    return count, prompt, max(1, min(c.input_tokens - prompt, int(share - prompt + 3 / count * share) + 1))
+
+
+def random_length(draw: random.Random, longest: int) -> int:
+    """1 to ``longest``, each order of magnitude as likely as the other."""
+    return max(1, min(longest, round(max(longest, 1) ** draw.random())))
+
+
+class _Load:
+    def __init__(self, client: Client, c: Configuration) -> None:
+        self.client, self.c = client, c
+        self.answered = self.aborted = 0
+        self.errors: list[str] = []
+        half = max(1, c.input_tokens // 2)
+        self._prefixes = [Tokens(f"overfill {n}", c.vocabulary).some(half) for n in range(SHARED_PREFIXES)]
+        self._lock = threading.Lock()
+
+    def run(
+        self, work: Callable[[int, threading.Event], None], clients: int, is_over: Callable[[], bool], server: Server
+    ) -> None:
+        """Run ``work`` with so many clients until it is over, then abort what is still asked for."""
+        stop, pool = threading.Event(), ThreadPoolExecutor(clients)
+        try:
+            running = [pool.submit(work, number, stop) for number in range(clients)]
+            while not is_over():
+                server.check()
+                wait(running, 0.5)
+        finally:
+            stop.set()
+            self.client.abort_all()
+            pool.shutdown(wait=False)
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while wait(running, 0.5).not_done:
+            server.check()
+            if time.monotonic() > deadline:
+                self.errors.append(f"requests that were aborted are not answered after {ABORT_TIMEOUT_S:.0f} s")
+                return
+            self.client.abort_all()
+        for future in running:
+            future.result()
+
+    def fill(self, number: int, stop: threading.Event) -> None:
+        """Growing prompts, then requests that overfill the KV cache, again and again."""
+        count, prompt, new_tokens = filling(self.c)
+        tokens = Tokens("fill", self.c.vocabulary)
+        for length in rising(self.c.largest):
+            if not stop.is_set():
+                self.ask([tokens.some(length) for _ in range(self.c.ranks)], 1, stop)
+        while not stop.is_set():
+            self.ask([tokens.some(prompt) for _ in range(count * self.c.ranks)], new_tokens, stop)
+
+    def random(self, number: int, stop: threading.Event) -> None:
+        """One client's requests: lengths over all orders of magnitude, half of them behind a prefix that others use."""
+        draw, tokens = random.Random(number), Tokens(f"client {number}", self.c.vocabulary)
+        while not stop.is_set():
+            prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
+            prefix = prefix[: random_length(draw, len(prefix))]
+            prompt = prefix + tokens.some(random_length(draw, self.c.input_tokens // 2 - 1))
+            new_tokens = min(random_length(draw, 1024), self.c.input_tokens - len(prompt))
+            patience_s = 0.05 + 2 * draw.random() if draw.random() < ABORTED_FRACTION else None
+            sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED
+            self.ask([prompt], max(new_tokens, 1), stop, patience_s, sampling)
+
+    def ask(
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        stop: threading.Event,
+        patience_s: float | None = None,
+        sampling: Mapping[str, Any] = SAMPLED,
+    ) -> None:
+        """:param patience_s: seconds after which the client closes the connection; ``None``: it does not."""
+        try:
+            refusal = self.client.generate(prompts, new_tokens, sampling=sampling, patience_s=patience_s or LONGEST_S)
+        except Unanswered as error:
+            client_left = not error.lost and patience_s is not None
+            with self._lock:
+                self.aborted += len(prompts) if client_left else 0
+                if not client_left and not stop.is_set():
+                    self.errors.append(str(error))
+            if error.lost:
+                stop.wait(1)  # the server may be ending: whoever watches it says so
+            return
+        with self._lock:
+            if not refusal:
+                self.answered += len(prompts)
+            elif not stop.is_set():
+                self.errors.append(refusal)

@@ -1,0 +1,312 @@
+"""nvfp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
+
+Why
+    After loading, the engine permutes every expert's NVFP4 weights and block scales into the layout that the TRT-LLM
+    MoE kernel reads, expert by expert, through lists and ``torch.stack``: thousands of allocations a layer, which
+    fragment the memory pool, and for a moment more than a second copy of the layer. And ``create_weights`` allocates
+    swizzled block scales for every layer that only other backends ever read (264 MB a layer for Kimi-K2.5 at TP=4).
+
+    On Hopper and Ampere, from 0.5.13 on, Marlin serves these checkpoints. It never reads the swizzled block scales
+    either, and there they stay for good (132 MB a layer, 7.9 GB a rank for Kimi-K2.5 at TP=8).
+
+How
+    * ``prepare_static_weights_for_trtllm_fp4_moe`` is replaced, in ``quantization.utils`` and where it was imported by
+      name, by ``kernels.nvfp4_shuffle``: same arguments, same results, but written into the tensors that came in.
+      ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into the parameter it was made from.
+      Nothing is needed to avoid that copy: ``Tensor.copy_`` returns at once when source and destination are the same
+      view of the same storage (PyTorch checks storage, offset, strides, sizes and dtype, not object identity), and
+      ``contiguous()`` returns its input. Where the engine pads the intermediate size first, the padded tensors are
+      fresh ones, which are shuffled in place and rebound.
+    * While ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend, and only in that context,
+      ``swizzle_blockscale`` as that module sees it answers with a placeholder of one byte per expert. One byte and not
+      none: the engine's shared-memory weight offloader cannot map zero bytes. The placeholder keeps the number of
+      experts as its first dimension, which the offloader divides by the number of ranks. From 0.5.12 on the engine
+      aliases both attributes to the block scales after loading; in 0.5.11 they stay as they are, unread. Where the
+      engine allocates none for TRT-LLM itself (from 0.5.13 on), this part has nothing to do.
+
+    * After ``create_moe_runner``, in which the engine decides for each layer, by its own look at the platform, whether
+      Marlin runs it, such a placeholder replaces the swizzled block scales of those that it runs. The engine calls it
+      right after ``create_weights``: one layer's are allocated at a time, and the next layer's take their place.
+
+    A reload writes raw weights into the same parameters and prepares them again, as with the engine's own function.
+    ``create_weights`` does not run again.
+
+Upstream
+    sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
+    the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
+    Marlin it keeps them in all releases (#38092, open).
+
+Remove when
+    the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
+    keeps them for Marlin.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, left_alone_if_it_fails
+
+_UTILS = "sglang.srt.layers.quantization.utils"
+_MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
+_COMPRESSED_TENSORS = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe"
+_RUNNER = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
+
+_FUNCTION = "prepare_static_weights_for_trtllm_fp4_moe"
+_FUNCTION_PARAMETERS = (
+    "gemm1_weights",
+    "gemm2_weights",
+    "gemm1_scales_linear_fp4_bytes",
+    "gemm2_scales_linear_fp4_bytes",
+    "hidden_size",
+    "intermediate_size",
+    "num_experts",
+    "is_gated",
+)
+_METHOD = "ModelOptNvFp4FusedMoEMethod"
+_MARLIN_UTILS = "sglang.srt.layers.quantization.marlin_utils_fp4"
+_PREPARE_FOR_MARLIN = "prepare_moe_nvfp4_layer_for_marlin"
+_SWIZZLE = "swizzle_blockscale"
+_SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+_MARLIN = ("marlin", "lora_marlin")
+"""Values of the engine's ``MoeRunnerBackend`` for a layer that Marlin runs. The second is in newer releases."""
+
+# Set while create_weights runs for a backend whose swizzled block scales nobody reads. A ContextVar, so that another
+# thread that swizzles block scales at the same moment gets real ones.
+_no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
+
+
+def _makes_no_placeholders_for_trtllm(create_weights: Any) -> bool:
+    """Whether the engine itself leaves the swizzled block scales out for TRT-LLM."""
+    return engine.mentions(create_weights, "enable_flashinfer_trtllm_moe")
+
+
+def trtllm_replaces_swizzled_scales(
+    enable_flashinfer_trtllm_moe: bool, reorder_rows_for_gated_act_gemm: Any, shuffle_matrix_sf_a: Any
+) -> bool:
+    """Whether the engine will prepare the layer for TRT-LLM, which reads no swizzled block scales of its own.
+
+    The condition of ``process_weights_after_loading``: on anything else that method swizzles the block scales itself
+    and compares shapes with the placeholder, which then has to be the engine's.
+    """
+    return (
+        bool(enable_flashinfer_trtllm_moe)
+        and reorder_rows_for_gated_act_gemm is not None
+        and shuffle_matrix_sf_a is not None
+    )
+
+
+def _placeholder(scale: Any) -> Any:
+    """What stands for swizzled block scales that nobody reads: a byte for each expert."""
+    return scale.detach().new_zeros((scale.shape[0], 1, 1))
+
+
+def give_up_swizzled_scales(layer: Any) -> int:
+    """Put placeholders where a layer has swizzled block scales.
+
+    What is no parameter (``None``, where the engine makes none) is left as it is.
+
+    :param layer: a ``FusedMoE`` layer whose weights were created.
+    :returns: bytes that were given up.
+    """
+    import torch
+
+    given_up = 0
+    for name in _SWIZZLED:
+        found = layer._parameters.get(name)
+        if found is not None:
+            placeholder = torch.nn.Parameter(_placeholder(found), requires_grad=False)
+            setattr(layer, name, placeholder)
+            given_up += found.nbytes - placeholder.nbytes
+    return given_up
+
+
+def _make_create_moe_runner(engine_create_moe_runner: Any) -> Any:
+    @functools.wraps(engine_create_moe_runner)
+    def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = engine_create_moe_runner(self, layer, *args, **kwargs)
+        with left_alone_if_it_fails("the block scales of a layer that Marlin runs"):
+            if self._moe_runner_backend.value in _MARLIN:
+                give_up_swizzled_scales(layer)
+        return result
+
+    return create_moe_runner
+
+
+def _make_prepare(engine_function: Any) -> Any:
+    from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
+
+    @functools.wraps(engine_function)
+    def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> nvfp4_shuffle.Shuffled:
+        return nvfp4_shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, engine_function=engine_function, **kwargs)
+
+    return prepare_static_weights_for_trtllm_fp4_moe
+
+
+def _make_swizzle(engine_swizzle: Any) -> Any:
+    @functools.wraps(engine_swizzle)
+    def swizzle_blockscale(scale: Any) -> Any:
+        if _no_swizzled_scales.get():
+            return _placeholder(scale)
+        return engine_swizzle(scale)
+
+    return swizzle_blockscale
+
+
+def _make_create_weights(engine_create_weights: Any, modelopt: Any) -> Any:
+    @functools.wraps(engine_create_weights)
+    def create_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _no_swizzled_scales.set(
+            trtllm_replaces_swizzled_scales(
+                getattr(self, "enable_flashinfer_trtllm_moe", False),
+                modelopt.reorder_rows_for_gated_act_gemm,
+                modelopt.shuffle_matrix_sf_a,
+            )
+        )
+        try:
+            return engine_create_weights(self, *args, **kwargs)
+        finally:
+            _no_swizzled_scales.reset(token)
+
+    return create_weights
+
+
+# --- The change ------------------------------------------------------------------------------------------------------
+
+
+def _look_at_shuffle() -> Install:
+    """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
+    utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
+    core = engine.module("flashinfer.fused_moe.core")
+    for helper, keywords in (
+        ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
+        ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
+    ):
+        found = engine.own(core, helper, "flashinfer")
+        engine.require(keywords <= set(engine.parameters(found)), f"flashinfer's {helper} takes other arguments")
+    engine.require_parameters(engine.own(utils, _FUNCTION), _FUNCTION_PARAMETERS, exactly=True)
+
+    align = engine.own(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
+    engine.require(
+        not hasattr(runner, _FUNCTION) and engine.mentions(align, _UTILS, _FUNCTION),
+        f"align_fp4_moe_weights_for_flashinfer_trtllm no longer looks {_FUNCTION} up in {_UTILS} when called",
+    )
+    engine.require(
+        engine.mentions(align, "copy_or_rebind_param"),
+        "align_fp4_moe_weights_for_flashinfer_trtllm no longer writes its results back into the parameters",
+    )
+
+    def install(patcher: Patcher) -> None:
+        engine_function = getattr(utils, _FUNCTION)
+        patcher.wrap(utils, _FUNCTION, _make_prepare)
+        # Importing `utils` runs the quantization package, which imports the function by name before we get here.
+        by_name = sys.modules.get(_COMPRESSED_TENSORS)
+        if by_name is not None and getattr(by_name, _FUNCTION, None) is engine_function:
+            patcher.replace(by_name, _FUNCTION, getattr(utils, _FUNCTION))
+
+    return install
+
+
+def _look_at_placeholders() -> Install:
+    """:raises engine.Unsupported: where the swizzled block scales are made, or whether they are read, is not known."""
+    modelopt = engine.module(_MODELOPT)
+    method = engine.own(modelopt, _METHOD)
+    create_weights = engine.own(method, "create_weights")
+    engine.require_parameters(create_weights, ["self", "layer"])
+    if _makes_no_placeholders_for_trtllm(create_weights):
+        return lambda patcher: None
+    engine.require_parameters(engine.own(modelopt, _SWIZZLE), ["scale"], exactly=True)
+    engine.require_mentions(create_weights, _SWIZZLE)
+    engine.require_mentions(
+        engine.own(method, "process_weights_after_loading"),
+        *("enable_flashinfer_trtllm_moe", "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"),
+    )
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(modelopt, _SWIZZLE, _make_swizzle)
+        patcher.wrap(method, "create_weights", lambda original: _make_create_weights(original, modelopt))
+
+    return install
+
+
+def _look_at_marlin() -> Install | None:
+    """:returns: ``None`` where the engine runs no NVFP4 experts by Marlin.
+
+    :raises engine.Unsupported: what Marlin reads, or where the engine decides for it, is not known.
+    """
+    method = engine.own(engine.module(_MODELOPT), _METHOD)
+    process = engine.own(method, "process_weights_after_loading")
+    if not engine.mentions(process, _PREPARE_FOR_MARLIN):
+        return None
+    create_moe_runner = engine.own(method, "create_moe_runner")
+    engine.require_parameters(create_moe_runner, ["self", "layer", "moe_runner_config"], exactly=True)
+    engine.require(
+        engine.sets(create_moe_runner, "_moe_runner_backend") and "_moe_runner_backend" in engine.source(process),
+        "create_moe_runner does not decide by which kernels a layer runs",
+    )
+    read = [engine.own(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
+    if hasattr(method, "get_marlin_quant_info"):
+        read.append(engine.own(method, "get_marlin_quant_info"))
+    for function in read:
+        for name in _SWIZZLED:
+            engine.require(not engine.mentions(function, name), f"{function.__name__} reads {name}")
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(method, "create_moe_runner", _make_create_moe_runner)
+
+    return install
+
+
+def _serves_by_marlin_alone() -> bool:
+    """Whether this is a GPU on which the engine, asked itself, has no other kernels for NVFP4."""
+    modelopt = engine.module(_MODELOPT)
+    if not engine.get(modelopt, "is_cuda")():
+        return False
+    if hasattr(modelopt, "get_platform"):
+        return not modelopt.get_platform().is_blackwell
+    return not engine.get(modelopt, "is_blackwell_supported")()
+
+
+def _plan() -> Plan:
+    if absent := runners.without_flashinfer():
+        return absent
+    marlin = _look_at_marlin()
+    if _serves_by_marlin_alone():
+        if marlin is None:
+            return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
+        return Plan.applied(marlin)
+    installs = [_look_at_shuffle(), _look_at_placeholders(), *([marlin] if marlin else [])]
+
+    def install(patcher: Patcher) -> None:
+        for one in installs:
+            one(patcher)
+
+    return Plan.applied(install)
+
+
+CHANGE = Change(
+    name="nvfp4-weights",
+    summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
+    plan=_plan,
+    unneeded=runners.unneeded_without(*runners.TRTLLM, *_MARLIN),
+    counts=(
+        Count(
+            "shuffled",
+            "shuffled a layer's weights in place",
+            "sglang_moe_patches.changes.nvfp4_weights.shuffle",
+            _FUNCTION,
+        ),
+        Count(
+            "given up",
+            "gave up block scales that Marlin never reads,",
+            __name__,
+            "give_up_swizzled_scales",
+            of=lambda result, *args, **kwargs: int(result),
+            unit="bytes",
+        ),
+    ),
+)

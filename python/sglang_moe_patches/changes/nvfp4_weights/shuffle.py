@@ -1,0 +1,575 @@
+"""Permute NVFP4 expert weights and block scales into the TRT-LLM layout, in place.
+
+The layout (FlashInfer decides it, we ask its own index helpers):
+
+* weights, uint8 ``[experts, rows, K/2]``: whole rows move, by one permutation that every expert of a tensor shares;
+* block scales, one byte each, ``[experts, rows, K/16]``: rows move by the same kind of permutation, then every tile of
+  128 rows is interleaved: ``view(rows/128, 4, 32, K/64, 4)`` with dimensions 1 and 3 swapped, flattened.
+
+Three facts make it possible without a second copy of the layer:
+
+* a row permutation never mixes columns, so each column strip of an expert can be permuted by itself: one GPU program
+  reads all rows of a strip into registers, and only then writes any of them;
+* w2's permutation (and w13's where there is no gate) repeats within tiles of 128 rows, so there a program needs only
+  its tile. A gated w13 interleaves the two halves of an expert: its smallest closed set of rows is the whole expert;
+* the interleave maps a tile of 128 rows onto the same contiguous bytes, so it is closed within a tile too.
+
+Every operation here exists twice, as a Triton kernel and in plain PyTorch over a bounded scratch buffer, with the same
+result bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_moe_patches.core.log import logger
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it: the plain path does everything
+    triton = None
+
+
+#: Rows of the epilogue tile that the TRT-LLM kernels are built for; the engine passes the same to FlashInfer.
+EPILOGUE_TILE_ROWS = 128
+#: Rows of one interleaved block of scales, and of the tile that a local row permutation is processed in.
+TILE_ROWS = 128
+#: FP4 elements per block scale.
+SCALE_BLOCK = 16
+#: Upper bound of the plain path's scratch buffer, in bytes.
+SCRATCH_BYTES = 16 << 20
+#: What one program may hold in registers: half of a multiprocessor's register file.
+MAX_PROGRAM_BYTES = 128 << 10
+#: What one thread holds. Fewer, busier threads measured faster on an H200 than 128 bytes a thread (docs/benchmarks).
+THREAD_BYTES = 256
+
+Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What moves where: pure functions of the layer's sizes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowPermutation:
+    """``result[i] = source[rows[i]]`` for the rows of one expert.
+
+    Attributes:
+        rows: int64 ``[rows]``, on the CPU.
+        tile: int64 ``[TILE_ROWS]``, the permutation within a tile when every tile has the same one, else ``None``.
+    """
+
+    rows: torch.Tensor
+    tile: torch.Tensor | None
+
+    @property
+    def kernel_index(self) -> torch.Tensor:
+        """The smallest index that a program needs: one tile's, or the whole column's."""
+        return self.rows if self.tile is None else self.tile
+
+
+@dataclass(frozen=True)
+class ShufflePlan:
+    """The four row permutations of a layer, in the order gemm1 weights, gemm1 scales, gemm2 weights, gemm2 scales."""
+
+    permutations: tuple[RowPermutation, RowPermutation, RowPermutation, RowPermutation]
+
+
+def repeating_tile(rows: torch.Tensor, tile_rows: int = TILE_ROWS) -> torch.Tensor | None:
+    """The permutation within a tile if `rows` is that same permutation in every tile of `tile_rows`, else ``None``.
+
+    :param rows: int64 ``[n]``, a permutation of ``range(n)``.
+    """
+    if rows.numel() % tile_rows:
+        return None
+    starts = torch.arange(0, rows.numel(), tile_rows, device=rows.device)
+    tiles = rows.view(-1, tile_rows) - starts[:, None]
+    first = tiles[0]
+    return first.contiguous() if bool((tiles == first).all()) and int(first.max()) < tile_rows else None
+
+
+def _flashinfer_rows(which: str, rows: int, columns: int, is_scale: bool, is_gated: bool) -> torch.Tensor:
+    """FlashInfer's row index for one expert matrix of `rows` x `columns` bytes: int64 ``[rows]`` on the CPU.
+
+    Raises AssertionError where FlashInfer does not allow the shape.
+    """
+    from flashinfer.fused_moe import core
+
+    # The helpers look at shape, dtype and device only: one byte stands for the matrix. Weights are sometimes loaded
+    # under `with torch.device("cuda")`; the index has to be built on the CPU all the same.
+    with torch.device("cpu"):
+        matrix = torch.zeros((), dtype=torch.uint8).expand(rows, columns)
+        per_scale = SCALE_BLOCK if is_scale else None
+        if which == "gemm1":
+            index = core._maybe_get_cached_w3_w1_permute_indices(
+                {}, matrix, EPILOGUE_TILE_ROWS, num_elts_per_sf=per_scale, is_gated_act_gemm=is_gated
+            )
+        else:
+            index = core.get_w2_permute_indices_with_cache({}, matrix, EPILOGUE_TILE_ROWS, num_elts_per_sf=per_scale)
+    return index.to(device="cpu", dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def shuffle_plan(hidden_size: int, intermediate_size: int, is_gated: bool) -> ShufflePlan | None:
+    """The permutations of a layer, or ``None`` if they are not permutations and so cannot be done in place.
+
+    The cache keeps CPU tensors only. Device memory that was allocated while weights were loaded may be taken away and
+    given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
+    scramble the next reload.
+
+    :raises AssertionError: FlashInfer does not allow the shape.
+    """
+    gemm1_rows = (2 if is_gated else 1) * intermediate_size
+    matrices = (
+        ("gemm1", gemm1_rows, hidden_size // 2, False),
+        ("gemm1", gemm1_rows, hidden_size // SCALE_BLOCK, True),
+        ("gemm2", hidden_size, intermediate_size // 2, False),
+        ("gemm2", hidden_size, intermediate_size // SCALE_BLOCK, True),
+    )
+    permutations = []
+    for which, rows, columns, is_scale in matrices:
+        index = _flashinfer_rows(which, rows, columns, is_scale, is_gated)
+        if index.numel() != rows or not torch.equal(index.sort().values, torch.arange(rows, device="cpu")):
+            return None
+        permutations.append(RowPermutation(index, repeating_tile(index)))
+    return ShufflePlan((permutations[0], permutations[1], permutations[2], permutations[3]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The Triton kernels
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowKernelConfig:
+    """Launch parameters of the row kernel.
+
+    Attributes:
+        tile_rows: rows that one program holds (a closed set of the permutation).
+        strip_bytes: contiguous bytes per row access; a power of two.
+        num_warps: warps of one program.
+    """
+
+    tile_rows: int
+    strip_bytes: int
+    num_warps: int
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _warps(program_bytes: int) -> int:
+    return min(32, max(4, _next_power_of_2(program_bytes // (THREAD_BYTES * 32))))
+
+
+def row_kernel_config(rows: int, row_bytes: int, tiled: bool) -> RowKernelConfig | None:
+    """How the row kernel permutes matrices of `rows` x `row_bytes`, or ``None`` if a program could not hold a strip.
+
+    The widest strip, up to 256 bytes and down to one vector load of 16, that a program can hold: on an H200 the width
+    of a row access decides, more than how many programs share a multiprocessor.
+
+    :param tiled: the permutation repeats in tiles of TILE_ROWS.
+    """
+    tile_rows = TILE_ROWS if tiled else rows
+    if row_bytes % 4 or rows % tile_rows:
+        return None
+    block_rows = _next_power_of_2(tile_rows)
+    widest = max(16, _next_power_of_2(row_bytes))
+    for strip in (256, 128, 64, 32, 16):
+        strip = min(strip, widest)
+        if block_rows * strip <= MAX_PROGRAM_BYTES:
+            return RowKernelConfig(tile_rows, strip, _warps(block_rows * strip))
+    return None
+
+
+def interleave_warps(row_bytes: int) -> int | None:
+    """Warps for the interleave kernel on scale rows of `row_bytes`, or ``None`` if a program could not hold a tile."""
+    program_bytes = TILE_ROWS * max(4, _next_power_of_2(row_bytes))
+    return None if row_bytes % 4 or program_bytes > MAX_PROGRAM_BYTES else _warps(program_bytes)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _permute_rows_kernel(  # type: ignore[no-untyped-def]
+        words_ptr,
+        index_ptr,
+        ROW_WORDS: tl.constexpr,
+        TILE_ROWS: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        STRIP_WORDS: tl.constexpr,
+    ):
+        """Permute the rows of one column strip of one tile: ``tile[i, strip] = tile[index[i], strip]``.
+
+        `words_ptr` is the matrix in 4-byte words, tiles one after another; `index_ptr` int32 ``[TILE_ROWS]``. Strips of
+        a tile are neighbours in the grid: they run at the same time and share DRAM pages and cache lines.
+        """
+        STRIPS: tl.constexpr = (ROW_WORDS + STRIP_WORDS - 1) // STRIP_WORDS
+        pid = tl.program_id(0)
+        # 64 bits: a tensor of experts is larger than 4 GiB for unsharded models.
+        tile_ptr = words_ptr + (pid // STRIPS).to(tl.int64) * (TILE_ROWS * ROW_WORDS)
+        row = tl.arange(0, BLOCK_ROWS)
+        column = (pid % STRIPS) * STRIP_WORDS + tl.arange(0, STRIP_WORDS)
+        if BLOCK_ROWS == TILE_ROWS:
+            source = tl.load(index_ptr + row)
+        else:
+            source = tl.load(index_ptr + row, mask=row < TILE_ROWS, other=0)
+        source_ptr = tile_ptr + source[:, None] * ROW_WORDS + column[None, :]
+        target_ptr = tile_ptr + row[:, None] * ROW_WORDS + column[None, :]
+        # Source and target are the same memory. A thread's own loads precede its stores, because it stores what it
+        # loaded; but it overwrites rows that *other* threads of the program read. The barrier between the two makes
+        # every load of the program happen before any of its stores (and no other program touches this strip).
+        if BLOCK_ROWS == TILE_ROWS and ROW_WORDS % STRIP_WORDS == 0:
+            words = tl.load(source_ptr)
+            tl.debug_barrier()
+            tl.store(target_ptr, words)
+        else:
+            inside = (row < TILE_ROWS)[:, None] & (column < ROW_WORDS)[None, :]
+            words = tl.load(source_ptr, mask=inside)
+            tl.debug_barrier()
+            tl.store(target_ptr, words, mask=inside)
+
+    @triton.jit
+    def _interleave_tiles_kernel(  # type: ignore[no-untyped-def]
+        words_ptr,
+        index_ptr,
+        ROW_WORDS: tl.constexpr,
+        BLOCK_WORDS: tl.constexpr,
+        PERMUTE: tl.constexpr,
+    ):
+        """Permute the 128 rows of one tile of scales by `index_ptr` (if PERMUTE) and interleave it, in place.
+
+        A word is the four scales that stay together. Word ``(32*q + r, k)`` of the tile goes to position
+        ``128*k + 4*r + q``. Rows are read and written contiguously; the transposition happens between registers.
+        """
+        # 64 bits for the same reason as above.
+        tile_ptr = words_ptr + tl.program_id(0).to(tl.int64) * (128 * ROW_WORDS)
+        q = tl.arange(0, 4)
+        r = tl.arange(0, 32)
+        k = tl.arange(0, BLOCK_WORDS)
+        row = q[:, None, None] * 32 + r[None, :, None]
+        if PERMUTE:
+            row = tl.load(index_ptr + row)
+        words = tl.load(tile_ptr + row * ROW_WORDS + k[None, None, :], mask=(k < ROW_WORDS)[None, None, :])
+        words = tl.permute(words, (2, 1, 0))
+        target_ptr = tile_ptr + k[:, None, None] * 128 + r[None, :, None] * 4 + q[None, None, :]
+        # All loads of the program before any of its stores: see _permute_rows_kernel.
+        tl.debug_barrier()
+        tl.store(target_ptr, words, mask=(k < ROW_WORDS)[:, None, None])
+
+
+def _on_device(tensor: torch.Tensor) -> Any:
+    # Triton launches on the current device, which need not be the tensor's.
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def permute_rows_triton(matrices: torch.Tensor, index: torch.Tensor, config: RowKernelConfig) -> None:
+    """Permute the rows of every matrix in place with the Triton kernel.
+
+    :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
+    :param index: int32 ``[config.tile_rows]`` on the same device; ``result[i] = source[index[i]]`` within each tile.
+    """
+    words = matrices.view(torch.int32)
+    experts, rows, row_words = words.shape
+    strip_words = config.strip_bytes // 4
+    grid = (experts * (rows // config.tile_rows) * triton.cdiv(row_words, strip_words),)
+    with _on_device(matrices):
+        _permute_rows_kernel[grid](
+            words,
+            index,
+            ROW_WORDS=row_words,
+            TILE_ROWS=config.tile_rows,
+            BLOCK_ROWS=_next_power_of_2(config.tile_rows),
+            STRIP_WORDS=strip_words,
+            num_warps=config.num_warps,
+        )
+
+
+def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, num_warps: int) -> None:
+    """Interleave every 128-row tile of scales in place with the Triton kernel, its rows permuted first if asked.
+
+    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, 16-byte aligned, row_bytes a multiple of 4.
+    :param index: int32 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
+    """
+    words = scales.view(torch.int32)
+    experts, rows, row_words = words.shape
+    with _on_device(scales):
+        _interleave_tiles_kernel[(experts * (rows // TILE_ROWS),)](
+            words,
+            words if index is None else index,
+            ROW_WORDS=row_words,
+            BLOCK_WORDS=_next_power_of_2(row_words),
+            PERMUTE=index is not None,
+            num_warps=num_warps,
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The same in plain PyTorch
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Permute the rows of every matrix in place, by way of `scratch`, a slice of experts (or of columns) at a time.
+
+    :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
+    :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
+    :param scratch: uint8 ``[n]`` on the same device, n at least `rows`.
+    """
+    experts, rows, row_bytes = matrices.shape
+    width = min(row_bytes, scratch.numel() // rows)
+    step = max(1, scratch.numel() // (rows * row_bytes))
+    for first in range(0, experts, step):
+        for left in range(0, row_bytes, width):
+            part = matrices[first : first + step, :, left : left + width]
+            permuted = scratch[: part.numel()].view(part.shape)
+            torch.index_select(part, 1, index, out=permuted)
+            part.copy_(permuted)
+
+
+def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None, scratch: torch.Tensor) -> None:
+    """Interleave every 128-row tile of scales in place, by way of `scratch`, its rows permuted first if asked.
+
+    :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
+    :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
+    :param scratch: uint8 ``[n]`` on the same device, n at least ``128 * row_bytes``.
+    """
+    row_bytes = scales.shape[-1]
+    tiles = scales.view(-1, TILE_ROWS, row_bytes)
+    step = scratch.numel() // (TILE_ROWS * row_bytes)
+    for first in range(0, tiles.shape[0], step):
+        part = tiles[first : first + step]
+        rows = scratch[: part.numel()].view(part.shape)
+        if index is None:
+            rows.copy_(part)
+        else:
+            torch.index_select(part, 1, index, out=rows)
+        blocks = rows.view(-1, 4, 32, row_bytes // 4, 4).transpose(1, 3)
+        part.view(blocks.shape).copy_(blocks)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One layer
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Shuffler:
+    """The operations of one call: the Triton kernel where it can run, else plain PyTorch.
+
+    A kernel that cannot be compiled or launched has not touched its tensor, so each operation falls back by itself.
+    """
+
+    def __init__(self, plan: ShufflePlan, device: torch.device, scratch_bytes: int, use_triton: bool):
+        self.device = device
+        self.scratch_bytes = scratch_bytes
+        self.use_triton = use_triton
+        self._scratch: torch.Tensor | None = None
+        self._kernel_index: dict[int, torch.Tensor] = {}
+        if use_triton:
+            # One upload, and one allocation, for the four of them: at most some tens of KB. From pageable memory the
+            # driver has taken its copy when the call returns, so this needs no wait for the stream.
+            indices = [p.kernel_index for p in plan.permutations]
+            packed = torch.cat(indices).to(torch.int32).to(device, non_blocking=True)
+            uploaded = packed.split([i.numel() for i in indices])
+            self._kernel_index = {id(p): index for p, index in zip(plan.permutations, uploaded, strict=True)}
+
+    def _get_scratch(self, at_least: int, useful: int) -> torch.Tensor:
+        size = max(at_least, min(self.scratch_bytes, useful))
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = None  # free it before asking for a larger one
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._scratch
+
+    def _can_run(self, matrices: torch.Tensor) -> bool:
+        return self.use_triton and matrices.data_ptr() % 16 == 0
+
+    def permute_rows(self, matrices: torch.Tensor, permutation: RowPermutation) -> None:
+        _, rows, row_bytes = matrices.shape
+        config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
+        if config is not None and self._can_run(matrices):
+            try:
+                permute_rows_triton(matrices, self._kernel_index[id(permutation)], config)
+                return
+            except Exception as error:
+                _warn_no_kernel("row permutation", str(error) or type(error).__name__)
+        # The tile is the smallest closed set of rows: permuted as so many small matrices it needs less scratch.
+        index = permutation.kernel_index
+        matrices = matrices.view(-1, index.numel(), row_bytes)
+        scratch = self._get_scratch(index.numel(), matrices.numel())
+        permute_rows_plain(matrices, index.to(self.device), scratch)
+
+    def shuffle_scales(self, scales: torch.Tensor, permutation: RowPermutation) -> None:
+        if permutation.tile is None:
+            # Rows come from anywhere in the expert, whose whole matrix is too large for one program: two passes, each
+            # in place, over an eighth of the layer's bytes.
+            self.permute_rows(scales, permutation)
+        row_bytes = scales.shape[-1]
+        warps = interleave_warps(row_bytes)
+        if warps is not None and self._can_run(scales):
+            index = None if permutation.tile is None else self._kernel_index[id(permutation)]
+            try:
+                interleave_tiles_triton(scales, index, warps)
+                return
+            except Exception as error:
+                _warn_no_kernel("interleave", str(error) or type(error).__name__)
+        scratch = self._get_scratch(TILE_ROWS * row_bytes, scales.numel())
+        interleave_tiles_plain(scales, None if permutation.tile is None else permutation.tile.to(self.device), scratch)
+
+
+@functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
+def _warn_no_kernel(what: str, reason: str) -> None:
+    logger.warning("NVFP4 weight shuffle: no Triton kernel for the %s (%s); using plain PyTorch", what, reason)
+
+
+def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
+    """Which tensor's sizes the layout does not allow, and why; ``None`` if all are fine."""
+    if gemm1_rows % TILE_ROWS:
+        return (
+            f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) must be a multiple of {TILE_ROWS}, "
+            "the rows of one interleaved block of scales"
+        )
+    if hidden_size % TILE_ROWS:
+        return (
+            f"gemm2_scales_linear_fp4_bytes: its rows (hidden_size {hidden_size}) must be a multiple of {TILE_ROWS}, "
+            "the rows of one interleaved block of scales"
+        )
+    if intermediate_size % (4 * SCALE_BLOCK):
+        return (
+            f"gemm2_scales_linear_fp4_bytes: its columns (intermediate_size {intermediate_size} / {SCALE_BLOCK}) must "
+            "be a multiple of 4, the scales that stay together"
+        )
+    return None
+
+
+def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
+    """`tensor` as uint8 ``[experts, rows, row_bytes]`` on the same storage, or a ValueError that names the rule."""
+    if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
+        raise ValueError(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
+    wanted = (experts, rows, row_bytes)
+    shape = tuple(tensor.shape)
+    # The engine's own function reshapes what it gets, so leading dimensions may be flattened; the bytes of a row, or
+    # everything, must be what the sizes say.
+    same_rows = len(shape) == 1 or (len(shape) > 1 and shape[-1] == row_bytes)
+    if shape != wanted and not (same_rows and tensor.numel() == experts * rows * row_bytes):
+        raise ValueError(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, not strided {tuple(tensor.stride())} for shape {list(shape)}")
+    # detach(): a plain tensor, whatever Parameter subclass came in.
+    return tensor.detach().view(torch.uint8).view(wanted)
+
+
+@torch.no_grad()
+def prepare_static_weights_for_trtllm_fp4_moe(
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm1_scales_linear_fp4_bytes: torch.Tensor,
+    gemm2_scales_linear_fp4_bytes: torch.Tensor,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    is_gated: bool = True,
+    *,
+    engine_function: Callable[..., Shuffled] | None = None,
+    use_triton: bool | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Shuffled:
+    """Shuffle one layer's NVFP4 expert weights and block scales for the TRT-LLM kernels, **in place**.
+
+    Values, shapes and dtypes are those of the engine's function of this name; the tensors returned are views of the
+    inputs' storage. The inputs' contents are therefore the shuffled ones afterwards. The engine copies the result into
+    the same parameters anyway, so a reload (which writes raw weights into them and prepares them again) works as it
+    does there; and as there, preparing twice without loading in between, or loading only some of the experts, shuffles
+    what is already shuffled.
+
+    :param gemm1_weights: w13, one-byte dtype, ``[num_experts, rows, hidden_size/2]``, with rows 2 * intermediate_size
+        if is_gated, else intermediate_size.
+    :param gemm2_weights: w2, one-byte dtype, ``[num_experts, hidden_size, intermediate_size/2]``.
+    :param gemm1_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, rows of gemm1_weights, hidden_size/16]``.
+    :param gemm2_scales_linear_fp4_bytes: one-byte dtype, ``[num_experts, hidden_size, intermediate_size/16]``.
+    :param hidden_size: in elements, a multiple of 128.
+    :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
+    :param num_experts: experts on this rank, at least 1.
+    :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
+    :param engine_function: called, with nothing touched, where the layout is not a permutation in place.
+    :param use_triton: force the kernels on or off; by default they are used on CUDA.
+    :param scratch_bytes: scratch that the plain path may use (more only if one row tile of one expert needs it).
+    :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
+        each of its input's 3-D shape.
+    :raises ValueError: a dtype, shape, layout or size is not what it must be; names the tensor and the rule. Nothing
+        has been touched then.
+    """
+    gemm1_rows = (2 if is_gated else 1) * intermediate_size
+    if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
+        raise ValueError(
+            "num_experts, hidden_size and intermediate_size must be positive, "
+            f"not {num_experts}, {hidden_size} and {intermediate_size}"
+        )
+    matrices = [
+        _expert_matrices(name, tensor, num_experts, rows, row_bytes)
+        for name, tensor, rows, row_bytes in (
+            ("gemm1_weights", gemm1_weights, gemm1_rows, hidden_size // 2),
+            (
+                "gemm1_scales_linear_fp4_bytes",
+                gemm1_scales_linear_fp4_bytes,
+                gemm1_rows,
+                hidden_size // SCALE_BLOCK,
+            ),
+            ("gemm2_weights", gemm2_weights, hidden_size, intermediate_size // 2),
+            (
+                "gemm2_scales_linear_fp4_bytes",
+                gemm2_scales_linear_fp4_bytes,
+                hidden_size,
+                intermediate_size // SCALE_BLOCK,
+            ),
+        )
+    ]
+    gemm1, gemm1_scales, gemm2, gemm2_scales = matrices
+    device = gemm1.device
+    for name, matrix in (
+        ("gemm1_scales_linear_fp4_bytes", gemm1_scales),
+        ("gemm2_weights", gemm2),
+        ("gemm2_scales_linear_fp4_bytes", gemm2_scales),
+    ):
+        if matrix.device != device:
+            raise ValueError(f"{name}: must be on the device of gemm1_weights, {device}, not on {matrix.device}")
+
+    layout_error = _layout_error(gemm1_rows, hidden_size, intermediate_size)
+    try:
+        plan = shuffle_plan(hidden_size, intermediate_size, bool(is_gated))
+    except AssertionError as error:
+        # FlashInfer allows no such shape, so neither does the engine's own function.
+        raise ValueError(
+            layout_error or f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
+        ) from error
+    if plan is None or layout_error is not None:
+        if engine_function is None:
+            raise ValueError(layout_error or "gemm1_weights, gemm2_weights: the layout is no permutation of rows")
+        return engine_function(
+            gemm1_weights,
+            gemm2_weights,
+            gemm1_scales_linear_fp4_bytes,
+            gemm2_scales_linear_fp4_bytes,
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            is_gated=is_gated,
+        )
+
+    if use_triton is None:
+        use_triton = device.type == "cuda"
+    shuffler = _Shuffler(plan, device, scratch_bytes, use_triton and triton is not None)
+    permutations = plan.permutations
+    shuffler.permute_rows(gemm1, permutations[0])
+    shuffler.shuffle_scales(gemm1_scales, permutations[1])
+    shuffler.permute_rows(gemm2, permutations[2])
+    shuffler.shuffle_scales(gemm2_scales, permutations[3])
+    return gemm1, gemm1_scales.view(torch.float8_e4m3fn), gemm2, gemm2_scales.view(torch.float8_e4m3fn)

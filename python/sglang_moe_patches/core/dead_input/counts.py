@@ -1,0 +1,24 @@
+"""What is counted of dead inputs; several changes offer and take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.patch import Count
+
+
+def _something(result: Any, *args: Any, **conditions: Any) -> int:
+    return int(result is not None)
+
+
+OFFERED = Count(
+    "offered",
+    "offered the dead input",
+    channel.__name__,
+    "exchange",
+    lambda before, buffer: buffer is not None,
+    ahead=True,
+)
+AS_OUTPUT = Count("as output", "wrote the output into the dead input", channel.__name__, "take", _something)
+AS_SCRATCH = Count("as scratch", "took the dead input as scratch memory", channel.__name__, "take_memory", _something)

@@ -1,0 +1,266 @@
+"""Families of models, by the engine's module with their layer stack: which offer, without a list of them.
+
+:func:`scan` asks the proofs of every family of an engine by its source, without importing it. A model that is being
+built is looked at as it is (:mod:`.look`), which can still refuse it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+from sglang_moe_patches.core.dead_input import proofs
+
+DEEPSEEK = "deepseek_v2"
+"""The family whose shared experts can run last, and whose attention inputs are held."""
+REFUSED: dict[str, str] = {}
+"""Decoder layers that offer nothing although every proof holds, by their class, with the reason."""
+
+MODELS = "sglang.srt.models"
+_EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
+"""What routed experts are made by."""
+_SAYS = ("read", "update")
+_PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {
+    *("PLAIN_RESIDUAL_OPS", "PLAIN_RESIDUAL", "NormQuantRead", "NormRead", "NORM_QUANT_READ", "NORM_READ", "ADD"),
+}
+"""Plain ones, as the engine calls them."""
+_DECLARES = frozenset({"declare_attn", "declare_ffn"})
+"""What stages of a layer are declared by, where the engine's batches carry the residual."""
+
+
+def scan(folder: Path) -> dict[str, str]:
+    """Which families of models offer their layers' dead input, as far as their source shows.
+
+    :param folder: the engine's ``models``.
+    :returns: by the module of each layer stack with routed experts, why it does not, or ``""``.
+    """
+    engine = _read(folder)
+    found: dict[str, list[str]] = {}
+    for module in engine.with_experts:
+        for stack in module.classes.values():
+            if "forward" in stack.methods or stack.bases:
+                loop = engine.method(stack, "forward")
+                if loop is None or not any(proofs.loops(loop)):
+                    continue
+                for layer in engine.layers(stack):
+                    found.setdefault(module.name, []).append(engine.why_not(stack, loop, layer))
+    return {name: "" if "" in reasons else reasons[0] for name, reasons in sorted(found.items())}
+
+
+def out_of_place(folder: Path, families: dict[str, str]) -> list[str]:
+    """The families of which the engine, by itself, has the routed experts beside shared ones leave their input alone.
+
+    :param families: as :func:`scan` found them.
+    """
+    engine = _read(folder)
+    asked = [module for module in engine.with_experts if engine.mentions(module, "inplace")]
+    told = {module.name for module in asked if proofs.is_told_out_of_place(module.tree)}
+    modules = {module.name: module for module in engine.with_experts}
+    return [name for name in families if name in modules and told & engine.modules_of_experts(modules[name])]
+
+
+def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
+    """Whether an update or a read that a layer declares may be a plain one: it is, in one case, or none is named."""
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    for statement in ast.walk(function):
+        if isinstance(statement, ast.Assign) and names & {ast.unparse(target) for target in statement.targets}:
+            names |= {node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)}
+    kinds = {name for name in names if name.lstrip("_")[:1].isupper()}
+    return not kinds or bool(kinds & _PLAIN)
+
+
+@dataclass(eq=False)
+class _Class:
+    node: ast.ClassDef
+    module: _Module
+
+    @cached_property
+    def methods(self) -> dict[str, ast.FunctionDef]:
+        return {node.name: node for node in self.node.body if isinstance(node, ast.FunctionDef)}
+
+    @cached_property
+    def bases(self) -> list[str]:
+        return [ast.unparse(base) for base in self.node.bases]
+
+    @cached_property
+    def mentions(self) -> list[str]:
+        """The names that it uses."""
+        names = [node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)]
+        return list(dict.fromkeys(names))
+
+    @cached_property
+    def makes_experts(self) -> list[str]:
+        """The attributes to which it assigns routed experts."""
+        made = []
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                maker = node.value.func.func if isinstance(node.value.func, ast.Call) else node.value.func
+                if ast.unparse(maker) in _EXPERTS:
+                    made += [ast.unparse(target) for target in node.targets]
+        return sorted(set(made))
+
+
+@dataclass(eq=False)
+class _Module:
+    name: str
+    tree: ast.Module
+    classes: dict[str, _Class] = field(default_factory=dict)
+    imported: dict[str, tuple[str, str]] = field(default_factory=dict)
+    assigned: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.tree.body:
+            if isinstance(node, ast.ClassDef):
+                self.classes[node.name] = _Class(node, self)
+            elif isinstance(node, ast.Assign):
+                names = [each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+                self.assigned |= {target.id: names for target in node.targets if isinstance(target, ast.Name)}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{MODELS}."):
+                home = str(node.module).removeprefix(f"{MODELS}.")
+                self.imported |= {alias.asname or alias.name: (home, alias.name) for alias in node.names}
+
+
+class _Engine:
+    """The classes of an engine's models, by their source. A module is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._sources = {}
+        for path in sorted(folder.glob("*.py")):
+            with suppress(OSError, ValueError):
+                self._sources[path.stem] = path.read_text(encoding="utf-8-sig")
+        self._modules: dict[str, _Module | None] = {}
+        self._moe: dict[_Class, bool] = {}
+
+    def module(self, name: str) -> _Module | None:
+        """``None`` where there is none that can be read: whatever becomes of one takes nothing else with it."""
+        if name not in self._modules:
+            self._modules[name] = None
+            if name in self._sources:
+                with suppress(SyntaxError, ValueError, RecursionError):
+                    self._modules[name] = _Module(name, ast.parse(self._sources[name]))
+        return self._modules[name]
+
+    def mentions(self, module: _Module, word: str) -> bool:
+        return word in self._sources[module.name]
+
+    @cached_property
+    def with_experts(self) -> list[_Module]:
+        """The modules that make routed experts, or import one that does."""
+        imported = {
+            name: set(re.findall(rf"^from {re.escape(MODELS)}\.(\w+) import", source, re.MULTILINE))
+            for name, source in self._sources.items()
+        }
+        names = {name for name, source in self._sources.items() if any(maker in source for maker in _EXPERTS)}
+        while more := {name for name, homes in imported.items() if homes & names} - names:
+            names |= more
+        return [module for name in sorted(names) if (module := self.module(name))]
+
+    def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
+        """The classes that a name of a module means: one, or those of a table.
+
+        :param above: modules and their names whose meaning this is a part of: modules may import from each other.
+        """
+        if name in module.classes:
+            return [module.classes[name]]
+        if (module.name, name) in above:
+            return []
+        above |= {(module.name, name)}
+        if name in module.imported:
+            home, original = module.imported[name]
+            found = self.module(home)
+            return self.find(found, original, above) if found else []
+        inner = [each for each in module.assigned.get(name, ()) if each != name]
+        return [found for each in inner for found in self._known(module, each, above)]
+
+    def _known(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
+        return self.find(module, name, above) if name in module.classes or name in module.imported else []
+
+    def line(self, kind: _Class, below: frozenset[_Class] = frozenset()) -> Iterator[_Class]:
+        """A class and those that it inherits from.
+
+        :param below: what inherits from it.
+        """
+        yield kind
+        below |= {kind}
+        for base in kind.bases:
+            for found in self._known(kind.module, base):
+                if found not in below:
+                    yield from self.line(found, below)
+
+    def method(self, kind: _Class, name: str) -> ast.FunctionDef | None:
+        return next((each.methods[name] for each in self.line(kind) if name in each.methods), None)
+
+    def is_moe(self, kind: _Class) -> bool:
+        """Whether it has routed experts, or one of the classes that it uses has."""
+        if kind not in self._moe:
+            reached, left = {kind}, [kind]  # classes may use each other
+            while left:
+                one = left.pop()
+                if self._moe.get(one, bool(one.makes_experts)):
+                    self._moe[kind] = True
+                    return True
+                if one in self._moe:
+                    continue
+                more = {used for name in (*one.mentions, *one.bases) for used in self._known(one.module, name)}
+                left += more - reached
+                reached |= more
+            self._moe |= dict.fromkeys(reached, False)
+        return self._moe[kind]
+
+    def layers(self, stack: _Class) -> list[_Class]:
+        """The classes of a stack's decoder layers that may have routed experts: those that it names itself, or else
+        those of the stack that it inherits from."""
+        for kind in self.line(stack):
+            named = [each for name in kind.mentions for each in self.find(kind.module, name)]
+            layers = [each for each in named if self._is_layer(each) and self.is_moe(each)]
+            if layers:
+                return list(dict.fromkeys(layers))
+        return []
+
+    def _is_layer(self, kind: _Class) -> bool:
+        forward = self.method(kind, "forward")
+        if forward is None or any(proofs.loops(forward)):
+            return False
+        given = [each.arg for each in forward.args.args]
+        return "hidden_states" in given and ("forward_batch" in given or forward.args.kwarg is not None)
+
+    def modules_of_experts(self, module: _Module) -> set[str]:
+        """The modules of the classes with routed experts that a module's layers use, its own among them."""
+        used = [found for name in (*module.classes, *module.imported) for found in self.find(module, name)]
+        inner = [found for each in used for name in each.mentions for found in self._known(each.module, name)]
+        return {each.module.name for each in (*used, *inner) if each.makes_experts}
+
+    def why_not(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str:
+        forward = self.method(layer, "forward")
+        assert forward is not None
+        reason = proofs.why_not(layer.node.name, forward) or proofs.why_no_loop(stack.node.name, loop)
+        return reason or REFUSED.get(layer.node.name, "") or self._why_no_sum(layer) or self._why_no_one_take(layer)
+
+    def _why_no_sum(self, layer: _Class) -> str:
+        """Why its residual may not be a plain sum: by what the layer declares of how it is updated and read, unless the
+        configuration decides that, or which communicator it gets."""
+        forward = self.method(layer, "forward")
+        if forward is None or "self.attn_boundary.prepare" not in ast.unparse(forward):
+            return ""
+        functions = [each for one in self.line(layer) for each in one.methods.values()]
+        functions += [node for node in layer.module.tree.body if isinstance(node, ast.FunctionDef)]
+        calls = [(each, node) for each in functions for node in ast.walk(each) if isinstance(node, ast.Call)]
+        declared = [(each, call) for each, call in calls if ast.unparse(call.func) in _DECLARES]
+        told = [(each, word.value) for each, call in declared for word in call.keywords if word.arg in _SAYS]
+        plain = bool(declared) and all(_may_be_plain(value, each) for each, value in told)
+        return "" if plain else proofs.NO_PLAIN_SUM.format(layer.node.name)
+
+    def _why_no_one_take(self, layer: _Class) -> str:
+        used = [found for name in layer.mentions for found in self._known(layer.module, name)]
+        most = max((len(each.makes_experts) for one in (layer, *used) for each in self.line(one)), default=0)
+        return proofs.TOO_MANY_EXPERTS.format(layer.node.name, most) if most > 1 else ""
+
+
+@cache
+def _read(folder: Path) -> _Engine:
+    return _Engine(folder)

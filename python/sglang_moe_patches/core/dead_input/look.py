@@ -1,0 +1,331 @@
+"""Looking at the engine: which dead inputs can be offered, and through which channel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core.dead_input import channel, families, offer, proofs
+from sglang_moe_patches.core.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.core.patch import Patcher, said
+
+_installed: Offers | None = None
+
+LOADER = "sglang.srt.model_loader.loader"
+INITIALIZE = "_initialize_model"
+"""The engine's function in that module that builds a model, whichever it is."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A class of decoder layers of which the code was looked at: their inputs die.
+
+    :param layer: the class that has the ``forward``.
+    :param takes: the names of the arguments that it takes by their place.
+    :param residual_of: how the residual is found that comes with an input.
+    :param tensor_of: how an input's tensor is found.
+    """
+
+    layer: Any
+    takes: tuple[str, ...]
+    residual_of: Callable[[Any, Any], Any]
+    tensor_of: Callable[[Any], Any]
+
+    @property
+    def family(self) -> str:
+        """The engine's module that has it."""
+        return str(self.layer.__module__).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The dead inputs that can be offered on this engine.
+
+    :param families: those that were looked at before a model is built: DeepSeek's, if it is as expected.
+    :param note: what ``doctor`` says if it is not.
+    :param way: the engine's own channel, where it has one.
+    """
+
+    families: tuple[str, ...]
+    note: str
+    way: Channel | None
+
+    def install(self, patcher: Patcher) -> None:
+        """Make ours the only offers, in whatever model is built from now on, unless another change has."""
+        if _installed is not None:
+            return
+        patcher.add(sys.modules[__name__], "_installed", self)
+        if self.way is not None:
+            patcher.add(channel, "_channel", self.way)
+            for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
+                patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
+            # Its runner asks this of every buffer that we offer, in layers too where it has none of its own.
+            pool = engine.module(runners.SYMMETRIC_MEMORY_MODULE)
+            asks = runners.remembering(getattr(pool, runners.IN_POOL))
+            for module in _asking():
+                patcher.replace(module, runners.IN_POOL, asks)
+        built = functools.partial(look_at_model, patcher=patcher, wrapped=set())
+        for module in _holders(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
+            patcher.wrap(module, INITIALIZE, functools.partial(offer.make_initialize, built=built))
+
+
+def engine_offers() -> bool:
+    """Whether the engine itself offers inputs in some layers, and has a channel of its own."""
+    return hasattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)
+
+
+def families_by_source() -> tuple[dict[str, str], list[str]]:
+    """What :func:`.families.scan` and :func:`.families.out_of_place` find of the engine, which is not imported."""
+    home, *inner = families.MODELS.split(".")
+    spec = util.find_spec(home) if engine.has_module(home) else None
+    if spec is None or not spec.submodule_search_locations:
+        return {}, []
+    folder = Path(next(iter(spec.submodule_search_locations)), *inner)
+    found = families.scan(folder)
+    return found, families.out_of_place(folder, found)
+
+
+def offers() -> Offers:
+    """What can be offered on this engine, or what another change has found already.
+
+    :raises engine.Unsupported: the engine builds its models in another way; or its own channel is not as expected, or
+        DeepSeek's layers beside it.
+    """
+    if _installed is not None:
+        return _installed
+    way = _engines_channel() if engine_offers() else None
+    engine.own(engine.module(LOADER), INITIALIZE)
+    try:
+        module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
+    except engine.Unsupported as error:  # the engine serves none of its models either: others lose nothing of it
+        return Offers((), f"some models are left alone: {error}", way)
+    try:
+        known(engine.own(module, "DeepseekV2DecoderLayer"))
+        require_loop(engine.own(module, "DeepseekV2Model"))
+    except Exception as error:  # whatever becomes of one family takes nothing else with it
+        reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {said(error)}"
+        # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
+        engine.require(way is None, reason)
+        return Offers((), f"some models are left alone: {reason}", way)
+    return Offers((DEEPSEEK,), "", way)
+
+
+# --- A model that was built ------------------------------------------------------------------------------------------
+
+
+def look_at_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
+    """Have the layers of a model offer their inputs where every proof holds; one line says of others why not.
+
+    :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
+    """
+    for stack, dead in look_at_stacks(model):
+        for layer, found, experts in dead.layers:
+            if found.layer not in wrapped:
+                patcher.wrap(found.layer, "forward", make_offering(found))
+                wrapped.add(found.layer)
+            offer.mark(layer, experts)
+        if dead.why_not:
+            name, reasons = type(stack).__name__, "; ".join(dead.why_not)
+            message = f"sglang-moe-patches: layers of {name} do not offer their dead input: {reasons}"
+            log.once(logging.INFO, message, "%s", message)
+
+
+def make_offering(found: Known) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`.
+
+    :param found: what is known of the layer.
+    """
+    import torch
+
+    return functools.partial(
+        offer.make_layer_forward,
+        is_compiling=torch.compiler.is_compiling,
+        takes=found.takes,
+        residual_of=found.residual_of,
+        tensor_of=found.tensor_of,
+    )
+
+
+@dataclass(frozen=True)
+class Dead:
+    """What is dead in a stack of layers.
+
+    :param layers: each layer whose input is, what is known of it, and its routed experts.
+    :param why_not: the reasons why others with routed experts have none.
+    """
+
+    layers: list[tuple[Any, Known, Any]]
+    why_not: list[str]
+
+
+def look_at_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
+    """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
+
+    The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
+    """
+    from torch.nn import ModuleList
+
+    experts_are = engine.get(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+    for stack in list(model.modules()):
+        if not isinstance(getattr(stack, "layers", None), ModuleList):
+            continue
+        sparse = [
+            (layer, experts)
+            for layer in offer.of_this_stage(stack)[1:]
+            if (experts := [module for module in layer.modules() if isinstance(module, experts_are)])
+        ]
+        if sparse:
+            yield stack, _look_at_layers(stack, sparse)
+
+
+def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
+    dead = Dead([], [])
+
+    def without(reason: str) -> None:
+        if reason not in dead.why_not:
+            dead.why_not.append(reason)
+
+    @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
+    def looked_at(kind: type) -> Known | str:
+        try:
+            return known(kind)
+        except Exception as error:
+            return said_of(error)
+
+    try:
+        require_loop(type(stack))
+    except Exception as error:
+        without(said_of(error))
+        return dead
+    for layer, experts in sparse:
+        try:
+            kind: Any = type(layer)
+            name = kind.__name__
+            engine.require(len(experts) == 1, proofs.TOO_MANY_EXPERTS.format(name, len(experts)))
+            found = looked_at(kind)
+            if isinstance(found, str):
+                without(found)
+                continue
+            engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
+            dead.layers.append((layer, found, experts[0]))
+        except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
+            without(said_of(error))
+    return dead
+
+
+def said_of(error: Exception) -> str:
+    return str(error) if isinstance(error, engine.Unsupported) else said(error)
+
+
+def known(layer: type) -> Known:
+    """What is known of a class of decoder layers, by its code.
+
+    :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
+    """
+    name = layer.__name__
+    for kind in layer.__mro__:  # a subclass of somebody else's may have other parts
+        home = kind.__module__.partition(".")[0]
+        engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
+    kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
+    forward = engine.own(kind, "forward")
+    engine.require(not (reason := proofs.why_not(name, forward)), reason)
+    engine.require(name not in families.REFUSED, families.REFUSED.get(name, ""))
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = inspect.signature(forward).parameters.values()
+    takes = tuple(each.name for each in arguments if each.kind in positional)[1:]
+    return Known(kind, takes, _find_residual(name, takes), _find_tensor(forward))
+
+
+def require_loop(model: type) -> None:
+    """:raises engine.Unsupported: a model's loop over its layers may keep their inputs, or is not the engine's own."""
+    home = model.__module__
+    engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
+    reason = proofs.why_no_loop(model.__name__, engine.own(model, "forward"))
+    engine.require(not reason, reason)
+
+
+def _sums_plainly(layer: Any) -> bool:
+    """Whether what comes into a layer is added to the residual and read from there as its norm, and no more.
+
+    Each contribution is asked for its part in the forward itself (:func:`.offer.residual_of_stream`).
+    """
+    boundary = getattr(layer, "attn_boundary", None)
+    if boundary is not None:
+        return offer.is_plain(boundary.declaration.read, offer.PLAIN_NORM)
+    communicators = engine.module("sglang.srt.layers.communicator")
+    prepare = engine.own(engine.own(communicators, "LayerCommunicator"), "prepare_attn")
+    return engine.own(type(layer.layer_communicator), "prepare_attn") is prepare
+
+
+def _find_residual(layer: str, takes: tuple[str, ...]) -> Callable[[Any, Any], Any]:
+    """How to find the residual that comes with a layer's input.
+
+    :raises engine.Unsupported: it is neither an argument nor carried by the batch.
+    """
+    if "residual" in takes:
+        return offer.residual_argument
+    engine.require(_batches_carry_the_residual(), f"where the residual of {layer} is kept is not known here")
+    return offer.residual_of_stream
+
+
+def _batches_carry_the_residual() -> bool:
+    batches = engine.module("sglang.srt.model_executor.forward_batch_info")
+    try:
+        from sglang.srt.layers.layer_boundary.residual.stream import Contribution, ResidualStream
+    except ImportError:
+        return False
+    fields = getattr(engine.get(batches, "ForwardBatch"), "__dataclass_fields__", {})
+    has = {"pending", "residual"} <= set(getattr(ResidualStream, "__slots__", ()))
+    return has and "residual_stream" in fields and "update" in getattr(Contribution, "__annotations__", {})
+
+
+def _find_tensor(forward: Any) -> Callable[[Any], Any]:
+    """How to find the tensor of a layer's input: as the layer itself does to offer it, or the input as it is.
+
+    :raises engine.Unsupported: the engine's function for that is not the engine's own.
+    """
+    access, name = proofs.TENSOR_OF_HANDLE.split(".")
+    if not engine.mentions(forward, access, name):
+        return offer.the_input_itself
+    return engine.own(forward.__globals__[access], name)
+
+
+# --- The engine's own offer ------------------------------------------------------------------------------------------
+
+
+def _engines_channel() -> Channel:
+    """The engine's own channel.
+
+    :raises engine.Unsupported: it is kept neither in a variable of that module nor in the forward's flags, or is not
+        the engine's own.
+    """
+    base = engine.module(ENGINE_MODULE)
+    engine.own(base, ENGINE_OFFER)
+    for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_asking()):
+        engine.own(module, runners.IN_POOL)
+    if hasattr(base, "_moe_output_buf"):
+        return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
+    flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")
+    engine.require(hasattr(flags(), "moe_output_buffer"), "the forward's flags have no moe_output_buffer")
+    engine.get(flags(), "set")
+    return Channel(lambda: flags().moe_output_buffer, lambda buffer: flags().set("moe_output_buffer", buffer))
+
+
+def _holders(function: Any, name: str = ENGINE_OFFER) -> list[Any]:
+    """The modules in which a function of the engine's goes by its name: its own, and those that imported it."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
+
+
+def _asking() -> list[Any]:
+    """The engine's modules that ask whether a tensor lies in the pool of NCCL symmetric memory."""
+    engines = [module for name, module in list(sys.modules.items()) if name.startswith("sglang.")]
+    return [module for module in engines if runners.IN_POOL in getattr(module, "__dict__", {})]

@@ -1,0 +1,162 @@
+"""How a decoder layer offers its input where it is dead."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
+from sglang_moe_patches.core.patch import left_alone_if_it_fails
+
+_OFFERS_FROM = "_moe_patches_offers_its_input_from"
+"""Of a layer whose input may be offered: how many bytes it must have for anybody to take it."""
+SMALLEST_SCRATCH_BYTES = 1 << 20
+"""Of the input of a layer whose runner takes it as scratch memory for large batches alone: a decode's is smaller, and
+what the runner makes of one so small is far below what moe-workspace acts on, gathered from many ranks, too."""
+
+
+def may_offer(hidden_states: Any, residual: Any) -> bool:
+    """Whether a layer's input is dead once attention has read it, and may be written over.
+
+    :param hidden_states: the layer's input, [tokens, hidden]; or what a release passes instead of a tensor.
+    :param residual: the residual that comes with it. When it is ``None``, the input *becomes* the residual.
+    """
+    return (
+        residual is not None
+        and hasattr(hidden_states, "untyped_storage")
+        and is_whole(hidden_states)
+        and not shares_storage(hidden_states, residual)
+    )
+
+
+def residual_argument(forward_batch: Any, residual: Any) -> Any:
+    """The residual that comes with a layer's input, where it is an argument of the layer."""
+    return residual
+
+
+def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
+    """The residual that comes with a layer's input, where the batch carries it, or ``None``.
+
+    Without a pending contribution the input *is* the residual, or becomes it at the start of the stack. A contribution
+    that is not simply added may become the residual, too.
+    """
+    stream = forward_batch.residual_stream
+    if stream is None or stream.pending is None or not is_plain(stream.pending.update, PLAIN_SUM):
+        return None
+    return stream.residual
+
+
+PLAIN_SUM = ("is_plain_add", "adds_plainly")
+"""What the engine calls it that a contribution is simply added to the residual: one name or the other."""
+PLAIN_NORM = ("is_plain_norm", "norms_plainly")
+"""The same of a stage that reads the residual's norm, with the sum before it in one kernel, or none of its own."""
+
+
+def is_plain(what: Any, names: tuple[str, str]) -> bool:
+    """Whether the engine says so of an update of the residual, or of how it is read."""
+    return any(getattr(what, name, False) for name in names)
+
+
+def the_input_itself(hidden_states: Any) -> Any:
+    """The tensor of a layer's input, where that is one."""
+    return hidden_states
+
+
+LAYERS_TAKE = ("positions", "hidden_states", "forward_batch", "residual")
+"""What most decoder layers take, in this order."""
+
+
+def place(names: Sequence[str], name: str) -> int:
+    """An argument's place among those that can be given by their place; beyond all of them for any other."""
+    return list(names).index(name) if name in names else sys.maxsize
+
+
+def make_layer_forward(
+    original: Callable[..., Any],
+    is_compiling: Callable[[], bool],
+    takes: Sequence[str] = LAYERS_TAKE,
+    residual_of: Callable[[Any, Any], Any] = residual_argument,
+    tensor_of: Callable[[Any], Any] = the_input_itself,
+) -> Callable[..., Any]:
+    """Offer the layer's input where it is dead.
+
+    :param takes: the names of the arguments that the layer takes by their place.
+    :param residual_of: the residual that comes with the input, of the batch and the argument of that name.
+    :param tensor_of: the tensor of the input, or something else that is not offered.
+    """
+    input_at, batch_at, residual_at = (place(takes, name) for name in ("hidden_states", "forward_batch", "residual"))
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        least = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
+        if least is not None:
+            # Written out three times: this is done for each layer of each step.
+            given = len(args)
+            hidden_states = args[input_at] if input_at < given else kwargs.get("hidden_states")
+            batch = args[batch_at] if batch_at < given else kwargs.get("forward_batch")
+            residual = args[residual_at] if residual_at < given else kwargs.get("residual")
+            tensor: Any = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
+            if (
+                getattr(tensor, "nbytes", 0) >= least
+                and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
+                # A batch without requests may pass by attention, and its input on to the experts.
+                and not (batch is not None and batch.forward_mode.is_idle())
+            ):
+                # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
+                before = channel.exchange(tensor.detach())
+                try:
+                    return original(self, *args, **kwargs)
+                finally:
+                    channel.exchange(before)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def make_initialize(original: Callable[..., Any], built: Callable[[Any], None]) -> Callable[..., Any]:
+    """Look at each model when it is built.
+
+    :param built: is given the model.
+    """
+
+    @functools.wraps(original)
+    def _initialize_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        with left_alone_if_it_fails(f"the dead input of {type(model).__name__}'s layers"):
+            built(model)
+        return model
+
+    return _initialize_model
+
+
+def of_this_stage(stack: Any) -> list[Any]:
+    """The layers of a stack that run in this stage of the pipeline, in order."""
+    layers, start, end = stack.layers, getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
+    return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
+
+
+def mark(layer: Any, experts: Any) -> None:
+    """From now on a layer offers its input.
+
+    :param experts: its routed experts.
+    """
+    setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
+
+
+def _is_triton_in_place(experts: Any) -> bool:
+    return runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
+
+
+def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's own offer withheld, in whatever layer: it does not ask whether the input is dead. Ours does."""
+
+    @functools.wraps(original)
+    def moe_output_buffer_ctx(buf: Any) -> Any:
+        return nullcontext()
+
+    return moe_output_buffer_ctx

@@ -1,0 +1,163 @@
+"""Where a runner takes the offered buffer: the namespaces that stand in for ``torch``, and the runners' own.
+
+A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace whose
+``empty`` or ``empty_like`` knows the offered buffer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_patches.core import engine, runners, triton_sequence
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.dead_input.channel import shares_storage
+from sglang_moe_patches.core.patch import Install, Patcher, with_globals
+from sglang_moe_patches.core.runners import SymmetricMemory
+
+if TYPE_CHECKING:
+    import torch
+
+TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
+
+
+class Torch:
+    """Stands in for the name ``torch`` in a function of the engine's; subclasses replace what allocates."""
+
+    def __init__(self, torch_module: Any) -> None:
+        self._torch = torch_module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        setattr(self, name, value)  # asked once: this runs in every layer
+        return value
+
+
+class OutputTorch(Torch):
+    """``empty_like`` may answer with the offered buffer.
+
+    The engine's runner, in place, has its output where its input lies: in the pool of NCCL symmetric memory, where
+    there is one, so that the collective after it takes the way that it took.
+    """
+
+    def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:
+        super().__init__(torch_module)
+        self._symmetric_memory = symmetric_memory
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._symmetric_memory.for_an_output():
+            buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
+            return self._torch.empty_like(tensor) if buffer is None else buffer
+
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        return channel.take(
+            shape,
+            dtype,
+            device,
+            needs_symmetric_memory=self._symmetric_memory.is_asked_for,
+            in_symmetric_memory=self._symmetric_memory.holds,
+        )
+
+
+# --- NVFP4 TRT-LLM, where the engine has no buffer of its own (releases up to 0.5.12) -------------------------------
+
+
+class TrtllmTorch(OutputTorch):
+    """Stands in for the name ``torch`` inside the runner: ``empty`` may answer with the offered buffer."""
+
+    def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer = self._take(size, dtype, device)
+        return self._torch.empty(*size, dtype=dtype, device=device) if buffer is None else buffer
+
+
+def make_trtllm_runner(original: FunctionType, into_buffer: FunctionType, is_compiling: Callable[[], bool]) -> Any:
+    @functools.wraps(original)
+    def run(dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(dispatch_output, *args, **kwargs)
+        buffer = channel.offered()
+        # The shared experts, and the kernel itself, still read the MoE input while the output is being written.
+        if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):
+            return original(dispatch_output, *args, **kwargs)
+        return into_buffer(dispatch_output, *args, **kwargs)
+
+    return run
+
+
+def trtllm() -> Install:
+    """The NVFP4 TRT-LLM runner takes the offered buffer.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    symmetric_memory = runners.symmetric_memory()
+    fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
+
+    function = engine.own(runner, TRTLLM_RUNNER)
+    engine.require_parameters(function, ["dispatch_output", "quant_info", "runner_config"])
+    allocations = [
+        call for name in ("empty", "empty_like", "zeros") for call in engine.calls(function, f"torch.{name}")
+    ]
+    engine.require(
+        [{k.arg for k in call.keywords} for call in allocations] == [{"dtype", "device"}],
+        f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors, expected its output alone, by torch.empty(..., dtype=, "
+        "device=)",
+    )
+    engine.require(
+        engine.only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
+    )
+    experts = runners.look_at_inplace(fused_moe)
+    is_compiling = torch.compiler.is_compiling
+
+    def install(patcher: Patcher) -> None:
+        into_buffer = with_globals(function, runner, patcher, torch=TrtllmTorch(torch, symmetric_memory))
+        patcher.wrap(runner, TRTLLM_RUNNER, lambda original: make_trtllm_runner(original, into_buffer, is_compiling))
+        runners.clear_inplace(experts, patcher)
+
+    return install
+
+
+# --- Triton, where it is not in place --------------------------------------------------------------------------------
+
+
+def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> triton_sequence.Route:
+    """The route of calls that are not in place and have a buffer on offer, or whose output may have to lie in the pool.
+
+    :param into_buffer: the engine's sequence, which takes the buffer.
+    """
+
+    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+        if how["inplace"] or how.get("hooks"):
+            return None
+        # The kernels still read the MoE input while the output is being written, and the shared experts after that.
+        channel.withhold_if_shared(hidden_states)
+        return into_buffer if channel.offered() is not None or symmetric_memory.is_on else None
+
+    return route
+
+
+def triton() -> Install:
+    """The Triton runner writes into the offered buffer where it is not in place.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    module, sequence = triton_sequence.look()
+    name, symmetric_memory = sequence.__name__, runners.symmetric_memory()
+    outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
+    engine.require(
+        outputs == ["torch.empty_like(hidden_states)"], f"{name} allocates {', '.join(outputs) or 'no output'}"
+    )
+    engine.require(engine.only_a_global(sequence, "torch"), f"in {name}, torch is not only the module's global")
+
+    def install(patcher: Patcher) -> None:
+        into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
+        triton_sequence.add(patcher, make_triton_route(into_buffer, symmetric_memory))
+
+    return install

@@ -1,0 +1,243 @@
+"""One language for looking at the installed engine: at its code, never at its version number.
+
+A change looks with :func:`own`, :func:`get` and :func:`require`. What is not as expected raises :class:`Unsupported`,
+whose message becomes the change's reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from sglang_moe_patches.core.machine import PLUGIN_NAME
+
+PLUGIN_MODULE = "sglang.srt.plugins"
+
+_OURS = __name__.partition(".")[0]
+# Wrappers that belong to nobody in particular: what they wrap is what counts.
+_NEUTRAL = ("torch", "contextlib", "functools")
+
+
+class Unsupported(Exception):
+    """The engine is not what a change expects. The message says in what."""
+
+
+# --- The installation ------------------------------------------------------------------------------------------------
+
+
+def version() -> str | None:
+    """The installed SGLang release, or ``None``. For display only: decisions look at the code."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def loads_us() -> bool:
+    """Whether the engine will find this package: it must be installed, being importable is not enough."""
+    return any(e.name == PLUGIN_NAME for e in metadata.entry_points(group=PLUGIN_MODULE))
+
+
+def has_plugin_framework() -> bool:
+    """Whether the engine can load us at all. Found without importing the engine."""
+    spec = util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    return any((Path(place) / "srt" / "plugins" / "__init__.py").is_file() for place in spec.submodule_search_locations)
+
+
+# --- Looking ---------------------------------------------------------------------------------------------------------
+
+
+def require(condition: object, reason: str) -> None:
+    """:raises Unsupported: with ``reason``, where the condition does not hold."""
+    if not condition:
+        raise Unsupported(reason)
+
+
+def resolved(server_args: Any) -> Any:
+    """A server's arguments as the engine resolved them: from 0.5.20 on its own object holds what was given."""
+    return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
+
+
+def has_module(name: str) -> bool:
+    """Whether the module is there, found without importing it (its parent packages are imported)."""
+    try:
+        return util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent is not there; somebody put a module there that has no spec
+        return False
+
+
+def module(*names: str) -> ModuleType:
+    """The first of these modules that the engine has.
+
+    :raises Unsupported: it has none of them, or the one cannot be imported.
+    """
+    found = next((name for name in names if has_module(name)), None)
+    require(found, f"the engine has no {' or '.join(names)}")
+    try:
+        return importlib.import_module(str(found))
+    except Exception as error:  # whatever a module of the engine's does, and its plugins do, while it is imported
+        raise Unsupported(f"cannot import {found}: {type(error).__name__}: {error}") from error
+
+
+def get(owner: Any, name: str) -> Any:
+    """``owner.name``.
+
+    :raises Unsupported: there is none.
+    """
+    require(hasattr(owner, name), f"{_named(owner)} has no {name}")
+    return getattr(owner, name)
+
+
+def own(owner: Any, name: str, package: str = "sglang") -> Any:
+    """The function or class that will run as ``owner.name``, which must be the package's own.
+
+    Another plugin may have wrapped or replaced it (:mod:`sglang.srt.plugins.hook_registry`): what is read here then
+    would not be what runs, and what is put around it might undo what that plugin did. Wrappers of ours are looked
+    through.
+
+    :param owner: a module or class, itself found by ``own`` where it is a class.
+    :param package: whose it must be.
+    :raises Unsupported: there is none, or it is somebody else's.
+    """
+    found = get(owner, name)
+    if isinstance(found, type):
+        home = _home(found.__module__)
+        require(home in (package, _OURS), f"{_named(owner)}.{name} is {found.__module__}.{found.__qualname__}")
+        return found
+    original = None
+    for function in _layers(found):
+        home = _home(getattr(function, "__globals__", {}).get("__name__", ""))
+        require(
+            home in (package, _OURS, *_NEUTRAL),
+            f"{_named(owner)}.{name} is wrapped or replaced by {_where(function)}",
+        )
+        if original is None and home != _OURS:
+            original = function
+    return found if original is None else original
+
+
+def _layers(found: Any) -> Iterator[Any]:
+    """A function and, one after another, the functions that it wraps."""
+    seen = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        found = getattr(found, "__func__", found)
+        yield found
+        found = getattr(found, "__wrapped__", None)
+
+
+def _home(name: str) -> str:
+    """The package of a module, where the engine's own machinery for plugins is nobody's."""
+    return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
+
+
+def _where(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    module_name = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    if module_name.startswith(PLUGIN_MODULE):
+        return "another plugin's hook"
+    return f"{module_name}.{code.co_qualname if isinstance(code, CodeType) else type(function).__qualname__}"
+
+
+def _named(owner: Any) -> str:
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of ``function``'s parameters, in order."""
+    return list(inspect.signature(function).parameters)
+
+
+def takes(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> bool:
+    """Whether ``function`` starts with the ``expected`` parameters, or has exactly those."""
+    found = parameters(function)
+    return (found if exactly else found[: len(expected)]) == list(expected)
+
+
+def require_parameters(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> None:
+    """:raises Unsupported: ``function`` does not take the ``expected`` parameters, see :func:`takes`."""
+    require(
+        takes(function, expected, exactly=exactly),
+        f"{_named(function)} takes ({', '.join(parameters(function))}), "
+        f"expected ({', '.join(expected)}{'' if exactly else ', ...'})",
+    )
+
+
+@functools.cache  # several changes look at the same functions, and reading a file's lines takes milliseconds
+def source(function: Callable[..., Any]) -> str:
+    """The source of ``function``, starting at column 0."""
+    return textwrap.dedent(inspect.getsource(function))
+
+
+def calls(function: Callable[..., Any], dotted: str) -> list[ast.Call]:
+    """Every call of ``dotted`` (such as ``torch.empty``) in the source of ``function``."""
+    tree = ast.parse(source(function))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == dotted]
+
+
+def uses(function: Callable[..., Any], name: str) -> set[str]:
+    """What the source of ``function`` does with a local variable: the expressions and statements right around it."""
+    return {
+        ast.unparse(parent)
+        for parent in ast.walk(ast.parse(source(function)))
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Name) and child.id == name and isinstance(child.ctx, ast.Load)
+    }
+
+
+def defined(owner: ModuleType, name: str) -> FunctionType:
+    """The function that a module's source defines by that name, where a decorator keeps it from being found there.
+
+    Made again from the module's code: it has no defaults.
+
+    :raises Unsupported: there is not exactly one.
+    """
+    get_code = getattr(getattr(owner.__spec__, "loader", None), "get_code", None)
+    code = get_code(owner.__name__) if get_code else None
+    inner = code.co_consts if isinstance(code, CodeType) else ()
+    found = [constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name]
+    require(len(found) == 1, f"the source of {owner.__name__} has no {name}, or several")
+    return FunctionType(found[0], vars(owner), name)
+
+
+def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
+    """Whether a function's compiled code, functions inside it included, refers to all of these names.
+
+    A name is a global, a local, an attribute or an imported module.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return isinstance(code, CodeType) and set(names) <= _names(code)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}.union(*inner)
+
+
+def sets(function: Callable[..., Any], attribute: str) -> bool:
+    """Whether a function's code assigns to an attribute of that name, of whatever object."""
+    return any(
+        i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
+    )
+
+
+def only_a_global(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``name`` in the function's code is never an attribute or an import of that name."""
+    return all(i.opname == "LOAD_GLOBAL" for i in dis.get_instructions(function) if i.argval == name)
+
+
+def require_mentions(function: Any, *names: str) -> None:
+    """:raises Unsupported: the function's code does not refer to one of the names, see :func:`mentions`."""
+    for name in names:
+        require(mentions(function, name), f"{_named(function)} does not use {name}")

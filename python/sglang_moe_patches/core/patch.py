@@ -1,0 +1,366 @@
+"""What a change is, how it is put in place, and how it is taken back.
+
+A *change* is one module or package in :mod:`sglang_moe_patches.changes`. It states one :class:`Change`. Asked for its
+:class:`Plan`, it looks at the installed engine and answers with a status and, where it has something to install, with
+the function that does: the branch taken while looking *is* the installer, so nothing is looked at twice. Looking never
+changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import FunctionType, ModuleType
+from typing import Any
+
+from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.core.variables import OWN, STRICT, Variable
+
+SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
+_OURS = "SGLANG_MOE_PATCH"
+"""What the names of variables begin with that are ours, or were meant to be."""
+
+
+class Status(StrEnum):
+    """What a change says about the engine it looked at."""
+
+    APPLIED = "applied"
+    """This package does it."""
+    NATIVE = "native"
+    """The engine has the change built in; nothing is patched."""
+    HARDENED = "hardened"
+    """The engine has the change built in and we close a hole in it."""
+    NOT_NEEDED = "not needed here"
+    """Nothing in this configuration reaches the code that the change is about."""
+    UNSUPPORTED = "unsupported"
+    """The engine is not what the change expects, or not the engine's own any more; nothing is patched."""
+    NOT_SELECTED = "not selected"
+    """``SGLANG_MOE_PATCHES`` leaves it out."""
+
+
+class PatchError(RuntimeError):
+    """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
+
+
+_ABSENT = object()
+
+
+class Patcher:
+    """Sets attributes of modules and classes and can put every one of them back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Replace ``owner.name``.
+
+        What ``owner`` inherits is replaced on ``owner`` alone, and found in the base again when undone.
+
+        :raises AttributeError: there is none.
+        """
+        inspect.getattr_static(owner, name)
+        self.add(owner, name, new)
+
+    def add(self, owner: Any, name: str, new: Any) -> None:
+        """Give ``owner`` (a module or class) an attribute, whether it has one of that name or not."""
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, new)
+
+    def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by ``make_wrapper(original)``.
+
+        The wrapper is an ordinary function: ``torch.compile`` traces through it, and a call costs one frame.
+        """
+        self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
+
+    def undo(self) -> None:
+        """Put the originals back, last change first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _unused(module: ModuleType, name: str) -> str:
+    """``name``, or one like it that the module does not have: several changes may replace the same one."""
+    while hasattr(module, name):
+        name += "_"
+    return name
+
+
+def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
+    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
+
+    The replacements get names of their own in the module, and the function's code is made to ask for those: looking
+    a name up costs what it did.
+    """
+    new = {name: _unused(module, f"_moe_patches_{name}") for name in replaced}
+    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
+    for name, value in replaced.items():
+        patcher.add(module, new[name], value)
+    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+Install = Callable[[Patcher], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a change has to say of the engine that it looked at.
+
+    :param install: puts the wrappers in place; exactly where the status is *applied* or *hardened*.
+    """
+
+    status: Status
+    reason: str = ""
+    install: Install | None = None
+
+    @classmethod
+    def applied(cls, install: Install) -> Plan:
+        return cls(Status.APPLIED, install=install)
+
+    @classmethod
+    def hardened(cls, install: Install, reason: str = "") -> Plan:
+        return cls(Status.HARDENED, reason, install)
+
+    @classmethod
+    def native(cls, reason: str = "") -> Plan:
+        return cls(Status.NATIVE, reason)
+
+    @classmethod
+    def not_needed(cls, reason: str) -> Plan:
+        return cls(Status.NOT_NEEDED, reason)
+
+    @classmethod
+    def unsupported(cls, reason: str) -> Plan:
+        return cls(Status.UNSUPPORTED, reason)
+
+    def __str__(self) -> str:
+        return f"{self.status}, because {self.reason}" if self.reason else str(self.status)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of MoE decoder layer, and a part of it: what a page tells of the changes there.
+
+    :param family: of its model, by the engine's module; ``""``: none that offers its dead input.
+    :param shared_experts: whether its shared experts run by themselves.
+    :param part: the routed experts, as their runner's ``--moe-runner-backend``, or one of the two below.
+    :param out_of_place: whether the engine, by itself, has the routed experts leave their input alone.
+    """
+
+    family: str
+    shared_experts: bool
+    part: str
+    out_of_place: bool = False
+
+
+ANY_OTHER = "any other"
+"""Part of a :class:`Layer`: routed experts with a runner that :mod:`.runners` does not name."""
+ATTENTION = "attention inputs"
+"""Part of a :class:`Layer`."""
+
+
+def _once(result: Any, *args: Any, **kwargs: Any) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Count:
+    """Something that a change does, counted in a process that is observed (:mod:`.observers.acted`), in no other.
+
+    :param name: what it is found by; changes that share one have the same.
+    :param did: the same for people, after the change's name: "ran in columns".
+    :param module: and ``function``, of ours where there is one: called whenever it may be done, by attribute of the
+        module, or of a class in it ("Class.method").
+    :param of: how much was done, from what the function returned and what it was given; 0: nothing.
+    :param unit: what that is a number of, for people; "": of nothing.
+    :param ahead: it is done before the layer's routed experts run, and counts for those.
+    :param idle: why nothing was done, from the largest input of a MoE layer that was seen ([tokens, hidden], its top-k,
+        and bytes of an element): "" where that says nothing.
+    """
+
+    name: str
+    did: str
+    module: str
+    function: str
+    of: Callable[..., int] = _once
+    unit: str = ""
+    ahead: bool = False
+    idle: Callable[[int, int, int, int], str] = lambda tokens, top_k, hidden, itemsize: ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change to the engine; everything that anybody outside its own module has to know of it.
+
+    :param name: as users write it in ``SGLANG_MOE_PATCHES``.
+    :param summary: one line for ``doctor``.
+    :param plan: looks at the installed engine, importing what it needs of it.
+
+        :raises engine.Unsupported: the engine is not what the change expects.
+    :param unneeded: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
+        Asked before ``plan``, so that a server imports nothing for a change that it does not need.
+    :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
+    :param counts: what it does, each to be counted on request.
+    :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
+    :param does: what becomes of a part of a layer where the change has this status, in a few words; "" for nothing.
+        Asked where it installs something, for the table of families in docs/compatibility.md.
+    """
+
+    name: str
+    summary: str
+    plan: Callable[[], Plan]
+    unneeded: Callable[[Any], str | None] = lambda server_args: None
+    variables: tuple[Variable[Any], ...] = ()
+    counts: tuple[Count, ...] = ()
+    launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
+    does: Callable[[Layer, Status], str] = lambda layer, status: ""
+
+
+def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
+    """``SGLANG_MOE_PATCHES``, which names some of ``changes``."""
+    known = [change.name for change in changes]
+
+    def parse(text: str) -> set[str]:
+        if text == "all":
+            return set(known)
+        if text == "none":
+            return set()
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(
+                f"unknown change {', '.join(map(repr, unknown))}; "
+                f"valid: all, none, or a comma-separated list of {', '.join(known)}"
+            )
+        return set(names)
+
+    return Variable(SELECT_VARIABLE, "which are applied: `all`, `none`, or names with commas", parse, default="all")
+
+
+def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> set[str]:
+    """The names that ``SGLANG_MOE_PATCHES`` selects: ``all`` (the default), ``none``, or a comma-separated list.
+
+    :raises ValueError: a name is unknown; the message lists the valid ones.
+    """
+    return _selection(changes).read(environ)
+
+
+def strict(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``SGLANG_MOE_PATCHES_STRICT`` asks that a change which cannot be applied ends the start-up.
+
+    :raises ValueError: the variable is neither ``0`` nor ``1``.
+    """
+    return STRICT.read(environ)
+
+
+def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
+    """Every environment variable that this package and ``changes`` read, each with who reads it."""
+    changes = tuple(changes)
+    theirs = [(change.name, variable) for change in changes for variable in change.variables]
+    return [("all changes", _selection(changes)), *OWN, *theirs]
+
+
+def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
+    """Read every variable that counts: what start-up refuses, and ``doctor`` in the same words.
+
+    A change's counts where the change is selected.
+
+    :raises ValueError: one line that names the variable and its valid values.
+    """
+    changes = tuple(changes)
+    idle = {change.name for change in changes} - selected(changes, environ)
+    for reader, variable in variables(changes):
+        if reader not in idle:
+            variable.read(environ)
+
+
+def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable that is set, is called like one of ours, and that nobody reads: a typing error."""
+    known = [variable.name for _, variable in variables(changes)]
+    lines = []
+    for name in sorted(environ):
+        if name.startswith(_OURS) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            lines.append(f"{name} is set, and nothing reads it" + "".join(f"; is it {other}?" for other in near))
+    return lines
+
+
+def look(change: Change) -> Plan:
+    """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
+    try:
+        return change.plan()
+    except engine.Unsupported as error:
+        return Plan.unsupported(str(error))
+    except Exception as error:
+        return Plan.unsupported(f"looking at the engine failed: {said(error)}")
+
+
+def said(error: Exception) -> str:
+    """An exception that nobody foresaw, in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def left_alone_if_it_fails(what: str) -> Iterator[None]:
+    """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
+
+    :param what: stays as the engine has it if this fails, with one line in the log.
+    :raises PatchError: it failed, and ``SGLANG_MOE_PATCHES_STRICT=1``.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = f"sglang-moe-patches: {what} is left alone: {said(error)}"
+        if strict():
+            raise PatchError(f"{STRICT.name}=1, and {message}") from error
+        log.once(logging.WARNING, message, "%s", message)
+
+
+def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
+    """Install each change in ``names`` that the engine supports and this server needs.
+
+    :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
+    """
+    plans = {change.name: _apply_one(change, names, server_args) for change in changes}
+    _in_force.update(plans)
+    return plans
+
+
+_in_force: dict[str, Plan] = {}
+
+
+def in_force() -> Mapping[str, Plan]:
+    """What became of each change in this process; of none before they were applied."""
+    return _in_force
+
+
+def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
+    if change.name not in names:
+        return Plan(Status.NOT_SELECTED)
+    try:
+        unneeded = None if server_args is None else change.unneeded(engine.resolved(server_args))
+    except Exception as error:
+        return Plan.unsupported(f"what this server needs is not known here: {said(error)}")
+    if unneeded:
+        return Plan.not_needed(unneeded)
+    plan = look(change)
+    if plan.install is None:
+        return plan
+    patcher = Patcher()
+    try:
+        plan.install(patcher)
+    except Exception as error:
+        patcher.undo()
+        return Plan.unsupported(f"installing failed and was undone: {said(error)}")
+    return plan

@@ -1,0 +1,215 @@
+"""Which MoE runners a server uses, and which of them leave their input alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import Patcher, Plan, left_alone_if_it_fails
+
+if TYPE_CHECKING:
+    import torch
+
+TRTLLM = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
+"""Values of ``--moe-runner-backend`` for the TRT-LLM kernels, which never write into their input. The last one, in
+releases from 0.5.13, has kernels of its own for LoRA adapters alone."""
+CUTEDSL = "flashinfer_cutedsl"
+OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
+"""Runners that leave their input alone if ``inplace`` is off: Triton, and those that never ask. The engine leaves it on
+for all of them."""
+
+
+def unneeded_without(*runners: str) -> Callable[[Any], str | None]:
+    """``unneeded`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+
+    ``auto`` may still become one of them.
+    """
+
+    def unneeded(server_args: Any) -> str | None:
+        backends = [str(server_args.moe_runner_backend)]
+        if getattr(server_args, "speculative_algorithm", None):
+            backends.append(str(getattr(server_args, "speculative_moe_runner_backend", None) or backends[0]))
+        return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
+
+    return unneeded
+
+
+def runner_of(experts: Any) -> str | None:
+    """The runner of a ``FusedMoE`` layer, by its name for ``--moe-runner-backend``; ``None`` where it is not known.
+
+    Its quantization method has it, or the method's scheme or kernel. Some methods have none and call the kernel that
+    the server asks for.
+    """
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    method, scheme = getattr(experts, "quant_method", None), getattr(experts, "scheme", None)
+    for holder in (method, scheme, getattr(scheme, "kernel", None)):
+        runner = getattr(holder, "runner", None)
+        if runner is not None:  # of a method that is not the engine's it may be anything
+            backend = getattr(getattr(runner, "runner_backend", None), "value", None)
+            return None if backend is None else str(backend)
+    if type(method).__name__ not in ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod"):
+        return None
+    asked = str(get_moe_runner_backend().value)
+    return asked if asked in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
+
+
+def leaves_its_input_alone(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
+
+    Others do whatever they are told (DeepGEMM frees it), or are not known.
+    """
+    import torch
+
+    if type(experts.quant_method).__name__ == "KTEPWrapperMethod":  # some experts run on the CPU at the same time
+        return False
+    runner = runner_of(experts)
+    if runner == "triton" and torch.version.hip:  # not tried there
+        return False
+    return experts.use_flashinfer_trtllm_moe or runner in OUT_OF_PLACE
+
+
+def serves_lora() -> bool:
+    """Whether this server may run LoRA adapters, whose runners are others and honour ``inplace``."""
+    try:
+        from sglang.srt.runtime_context import get_lora
+    except ImportError:
+        from sglang.srt.server_args import get_global_server_args
+
+        server_args = get_global_server_args()
+        return bool(server_args.enable_lora or server_args.lora_paths)
+    return bool(get_lora().enable_lora)
+
+
+def without_flashinfer() -> Plan | None:
+    """The plan of a change about FlashInfer's kernels where there is no FlashInfer (AMD, CPU); else ``None``."""
+    if engine.has_module("flashinfer"):
+        return None
+    return Plan.not_needed("FlashInfer is not installed, so none of its kernels runs")
+
+
+SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+IN_POOL = "is_tensor_in_symmetric_mempool"
+"""The engine's function in that module."""
+_ADDRESSES = 4096
+"""So many are remembered."""
+
+
+class SymmetricMemory:
+    """NCCL symmetric memory, as the engine has it: what a collective reads from its pool takes a faster way.
+
+    :param module: the engine's, in which it is on or off.
+    :param pool: the engine's context in which an output is made that a collective reads.
+    """
+
+    def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._module = module
+        self._pool = pool
+        self.holds = remembering(lambda tensor: getattr(module, IN_POOL)(tensor))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the server has it."""
+        return bool(self._module.is_symmetric_memory_enabled())
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether what is made now comes from the pool."""
+        return self._module._active_symmetric_memory_context is not None
+
+    def for_an_output(self) -> AbstractContextManager[Any]:
+        """Within it, an output comes from the pool where one that is written over its input would lie there."""
+        return nullcontext() if self.is_asked_for or not self.is_on else self._pool()
+
+
+def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+    """The engine's question whether a tensor lies in the pool, answered once for an address: it walks a snapshot of
+    the pool, too slow for every layer.
+
+    The pool's memory is never given back while the process lives (the engine's own assumption). An address that was
+    outside and is inside by now costs a fresh tensor, and no more.
+    """
+    known: dict[int, bool] = {}
+
+    @functools.wraps(walk)
+    def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            if len(known) == _ADDRESSES:
+                known.clear()
+            known[address] = walk(tensor)
+        return known[address]
+
+    return is_tensor_in_symmetric_mempool
+
+
+def symmetric_memory() -> SymmetricMemory:
+    """The engine's.
+
+    :raises engine.Unsupported: it does not go by the expected names.
+    """
+    module = engine.module(SYMMETRIC_MEMORY_MODULE)
+    for name in ("_active_symmetric_memory_context", "is_symmetric_memory_enabled", IN_POOL):
+        engine.get(module, name)
+    use = engine.get(module, "use_symmetric_memory")
+    engine.require_parameters(use, ["group_coordinator", "disabled"])
+    group = engine.get(engine.module("sglang.srt.distributed.parallel_state"), "get_tp_group")
+    symmetric = engine.get(engine.module("sglang.srt.layers.dp_attention"), "is_allocation_symmetric")
+    return SymmetricMemory(module, lambda: use(group(), disabled=not symmetric()))
+
+
+def look_at_inplace(fused_moe: Any) -> Any:
+    """The engine's ``FusedMoE``, whose layers say whether their runner may write its output over its input.
+
+    :raises engine.Unsupported: it does not say it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
+    """
+    layer = engine.own(fused_moe, "FusedMoE")
+    engine.require_mentions(engine.own(layer, "__init__"), "use_flashinfer_trtllm_moe", "moe_runner_config")
+    return layer
+
+
+def is_in_place(experts: Any) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer is told, in every forward, to write its output over its input."""
+    config = getattr(experts, "moe_runner_config", None)
+    return (
+        config is not None and bool(config.inplace) and not isinstance(getattr(type(config), "inplace", None), property)
+    )
+
+
+def out_of_place_while(config: Any, asked: Callable[[], bool]) -> None:
+    """Have a runner's configuration say ``inplace`` as it does, but not while ``asked``.
+
+    Forwards in many contexts read one configuration: it cannot be set back and forth.
+    """
+
+    def inplace(self: Any) -> bool:
+        return vars(self)["inplace"] and not asked()
+
+    def set_inplace(self: Any, value: bool) -> None:
+        vars(self)["inplace"] = value
+
+    kind = type(config)
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "inplace": property(inplace, set_inplace)}
+    config.__class__ = type(kind.__name__, (kind,), own)
+
+
+def clear_inplace(layer: Any, patcher: Patcher) -> None:
+    """Mark the TRT-LLM runners of all ``FusedMoE`` layers to come as leaving their input alone, which they do.
+
+    In place is the engine's default, and what it defers the shared experts by.
+    """
+
+    def make_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            with left_alone_if_it_fails(f"the runner of {type(self).__name__}"):
+                if self.use_flashinfer_trtllm_moe:
+                    self.moe_runner_config.inplace = False
+
+        return __init__
+
+    patcher.wrap(layer, "__init__", make_init)

@@ -1,0 +1,105 @@
+"""The environment variables that this package reads itself; those of a change are stated in its module.
+
+All of them together are :func:`.patch.variables`, over which start-up, ``doctor`` and the pages loop. Nothing here
+imports anything of ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """An environment variable that a change, or this package, reads.
+
+    :param meaning: one line for ``doctor`` and the docs.
+    :param parse: the value of its text, stripped.
+
+        :raises ValueError: saying what is expected, and what was got.
+    :param default: the text that an unset or empty variable stands for.
+    """
+
+    name: str
+    meaning: str
+    parse: Callable[[str], T]
+    default: str = ""
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> T:
+        """The variable's value.
+
+        :raises ValueError: the message names the variable and its valid values.
+        """
+        try:
+            return self.parse(environ.get(self.name, "").strip() or self.default)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+
+def zero_or_one(text: str) -> bool:
+    """``parse`` of a variable that is 0 or 1."""
+    if text not in ("0", "1"):
+        raise ValueError(f"expected 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def whole_number(text: str) -> int:
+    """``parse`` of a variable that is a number from 0 on."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"expected a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def positive_number(of: str) -> Callable[[str], int | None]:
+    """``parse`` of a variable that is a number of something, from 1 on; unset: ``None``."""
+
+    def parse(text: str) -> int | None:
+        if not text:
+            return None
+        if not text.isascii() or not text.isdigit() or not int(text):
+            raise ValueError(f"expected a positive number of {of}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+STRICT = Variable(
+    "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", zero_or_one, "0"
+)
+REFERENCE_KERNELS = Variable(
+    "SGLANG_MOE_PATCHES_REFERENCE_KERNELS",
+    "1: plain PyTorch in the place of FlashInfer's kernels; `exec`, `serve` and `regress` set it",
+    zero_or_one,
+    "0",
+)
+REFERENCE_WORKSPACE_MB = Variable(
+    "SGLANG_MOE_PATCHES_REFERENCE_WORKSPACE_MB",
+    "MiB that each run of the reference kernels allocates besides: a stand-in for the vendor's workspace",
+    whole_number,
+    "0",
+)
+OBSERVE = Variable(
+    "SGLANG_MOE_PATCHES_OBSERVE", "folder for what each model process observes of itself; `regress` sets it", str
+)
+OBSERVE_HISTORY = Variable(
+    "SGLANG_MOE_PATCHES_OBSERVE_HISTORY",
+    "of the second forward with so many tokens, what is alive when, and which code made it (CUDA); 0: of none",
+    whole_number,
+    "0",
+)
+
+OWN: tuple[tuple[str, Variable[Any]], ...] = (
+    ("all changes", STRICT),
+    ("reference kernels", REFERENCE_KERNELS),
+    ("reference kernels", REFERENCE_WORKSPACE_MB),
+    ("observers", OBSERVE),
+    ("observers", OBSERVE_HISTORY),
+)
+"""Who reads it, and the variable."""
+BY_COMMANDS = ("reference kernels", "observers")
+"""Readers whose variables our commands set: `doctor` shows them, and the table for users does not."""

@@ -1,0 +1,149 @@
+"""What ``sglang-moe-patches doctor`` finds out about the installed engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from sglang_moe_patches import __version__
+from sglang_moe_patches.core import engine, patch
+from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.memory.kv_sizing import decide, record
+
+
+class EngineUnusable(RuntimeError):
+    """The engine cannot even be imported; the message says why."""
+
+
+def examine() -> dict[str, Any]:
+    """Look at the engine in a fresh process, so that looking leaves nothing behind in this one.
+
+    Where no CUDA driver is installed the engine's kernels cannot be imported; a stub driver helps over that.
+
+    :returns: the JSON-ready facts that ``doctor --json`` prints.
+    :raises ValueError: a variable has a value with which no server starts; in the words that the server would use.
+    :raises EngineUnusable: the engine cannot be imported.
+    """
+    from sglang_moe_patches.lab.reference import environment
+    from sglang_moe_patches.registry import CHANGES
+
+    patch.check_environment(CHANGES)
+
+    child = dict(os.environ)
+    if not has_gpu():
+        try:
+            added = environment.variables({**child, "SGLANG_PLUGINS": ""})
+        except environment.UnusableEnvironment as error:
+            raise EngineUnusable(str(error)) from error
+        child |= {name: value for name, value in added.items() if name != environment.SWITCH}
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_moe_patches.lab.doctor"], env=child, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise EngineUnusable(f"looking at SGLang {engine.version()} failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _examine_here() -> dict[str, Any]:
+    import torch
+
+    from sglang_moe_patches.core.dead_input import look
+    from sglang_moe_patches.registry import CHANGES
+
+    names = patch.selected(CHANGES)
+    ours = [variable.name for _, variable in patch.variables(CHANGES)]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    changes = []
+    for change in CHANGES:
+        plan = patch.look(change) if change.name in names else patch.Plan(patch.Status.NOT_SELECTED)
+        changes.append(
+            {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
+        )
+    families, out_of_place = look.families_by_source()
+    return {
+        "package": __version__,
+        "engine": engine.version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpus": gpus,
+        "strict": patch.strict(),
+        "changes": changes,
+        "families": families,
+        "out_of_place": out_of_place,
+        "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
+        "unread": patch.unread(CHANGES),
+    }
+
+
+def unsupported(found: dict[str, Any]) -> list[str]:
+    """The selected changes that cannot be applied."""
+    return [change["name"] for change in found["changes"] if change["status"] == patch.Status.UNSUPPORTED]
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the facts as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"[bold]SGLang {found['engine']}[/], torch {found['torch']}, Python {found['python']}, "
+        f"sglang-moe-patches {found['package']}"
+    )
+    console.print(f"GPU: {', '.join(found['gpus']) or 'none'}")
+    table = Table("change", "status", "what it does, and why, or why it does not apply")
+    colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
+    for change in found["changes"]:
+        colour = colours.get(change["status"], "dim")
+        does = change["summary"] if change["status"] in ("applied", "hardened") else ""
+        told = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
+        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", told)
+    console.print(table)
+    if found["variables"]:
+        console.print("Variables in force:")
+        for name, value in found["variables"].items():
+            console.print(f"  {name}={value}", highlight=False, markup=False, soft_wrap=True)
+    else:
+        console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
+    for line in found["unread"]:
+        console.print(f"[bold yellow]{line}[/]", highlight=False, soft_wrap=True)
+
+
+def kv_records(forget: str = "") -> list[str]:
+    """What ``doctor --kv`` prints: the records of kv-sizing.
+
+    :param forget: the beginning of the fingerprints to forget, or ``all``; "": none.
+    :raises ValueError: the file cannot be read or written, or no record is called so.
+    """
+    path = decide.record_path(os.environ)
+    try:
+        records = record.read(path)
+        if forget == "all" and records:
+            path.unlink()
+            return [f"{path}: {len(records)} forgotten"]
+        gone = [key for key in records if forget and key.startswith(forget)]
+        if forget and not gone:
+            raise ValueError(f"{path} has no record {forget}; it has {', '.join(records) or 'none'}")
+        for key in gone:
+            record.change(path, key, lambda old: None)
+    except record.Unreadable as error:
+        raise ValueError(f"{path} {error}") from error
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    if gone:
+        return [f"{path}: {', '.join(gone)} forgotten"]
+    lines = [line for key, found in records.items() for line in record.described(key, found)]
+    return [f"{path}: {len(records)} {'record' if len(records) == 1 else 'records'}", *lines]
+
+
+if __name__ == "__main__":
+    try:
+        result = _examine_here()
+    except (ValueError, ImportError) as problem:
+        sys.exit(f"{type(problem).__name__}: {problem}")
+    print(json.dumps(result))

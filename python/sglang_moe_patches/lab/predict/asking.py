@@ -1,0 +1,359 @@
+"""What the engine would choose for a model on a GPU that is not there: asked of the engine itself.
+
+``python -m sglang_moe_patches.lab.predict.asking`` reads one JSON object from standard input and answers with one on
+standard output. Its process is told of a GPU by what PyTorch answers, and the process groups are PyTorch's fake ones,
+of as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
+tensors, which have sizes and no memory. What it put there is what it would run.
+
+Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, as PyTorch describes one.
+
+    :param memory: bytes.
+    :param processors: streaming multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    processors: int
+
+
+GPUS = {
+    "h200": Gpu("NVIDIA H200", (9, 0), 143_771 * 2**20, 132),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81_559 * 2**20, 132),
+    "b200": Gpu("NVIDIA B200", (10, 0), 183_359 * 2**20, 148),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81_920 * 2**20, 108),
+}
+"""By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it."""
+
+
+_SHARED = ("shared_experts", "shared_expert")
+"""What blocks of routed experts call shared ones that run by themselves."""
+
+
+LONGEST_S = 600
+"""Seconds that the engine may take: ten or twenty on an idle machine."""
+
+
+class CannotAsk(RuntimeError):
+    """The engine gave no answer; the message says why."""
+
+
+# --- From outside ----------------------------------------------------------------------------------------------------
+
+
+def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> dict[str, Any]:
+    """What the engine would choose.
+
+    :param model: a folder with ``config.json``.
+    :param arguments: of the server, without the model.
+    :param environ: of the engine's process.
+    :returns: ``resolved`` (the server's arguments, those that are plain), ``layer`` (what its MoE layers are, or
+        ``None``), ``unknown`` (why there is no layer) and ``changes``.
+    :raises CannotAsk: it refuses these arguments, or this model.
+    """
+    asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(asked),
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
+    if done.returncode or not done.stdout:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise CannotAsk(said[-1] if said else "it ended without a word")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+# --- In the engine's process -----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints
+    asked = json.load(sys.stdin)
+    try:
+        answer = _answer(asked["arguments"], GPUS[asked["gpu"]])
+    except Exception as error:
+        sys.exit(_said(error))
+    json.dump(answer, out)
+    out.close()
+
+
+def _said(error: Exception) -> str:
+    """An error in one line; one without words says where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split()) or f"in {place.name}, {Path(place.filename).name}:{place.lineno}"
+    return f"{type(error).__name__}: {said}"
+
+
+def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
+    _claim(gpu)
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_moe_patches.core.dead_input import look
+
+    server_args = prepare_server_args(arguments)
+    if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
+        server_args.resolve_once()
+    view = engine.resolved(server_args)
+    resolved = vars(view)
+    plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
+    layer, unknown = None, ""
+    try:
+        layer = _layer(server_args, view, gpu)
+    except Exception as error:
+        unknown = _said(error)
+    if layer is not None and layer["runner"]:
+        view.moe_runner_backend = layer["runner"]
+    return {
+        "resolved": plain,
+        "layer": layer,
+        "unknown": unknown,
+        "changes": _changes(view),
+        "engine_drops": look.engine_offers(),
+        "float_logits": _float_logits(),
+    }
+
+
+class _Nothing:
+    """Stands in for what only a GPU can make."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _claim(gpu: Gpu) -> None:
+    """Let PyTorch answer as if there were GPUs of a kind."""
+    # DeepGEMM asks where CUDA is when it is imported, and uses it when it compiles.
+    os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
+    import torch
+
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
+        total_memory=gpu.memory,
+        multi_processor_count=gpu.processors,
+        uuid="",
+        gcnArchName="",
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 8,
+        "current_device": 0,
+        "get_device_name": gpu.name,
+        "get_device_capability": gpu.capability,
+        "get_device_properties": properties,
+        "mem_get_info": (gpu.memory, gpu.memory),
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "is_bf16_supported": True,
+        "memory_allocated": 0,
+        "memory_reserved": 0,
+    }
+    for name, value in answers.items():
+        setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, type(name, (_Nothing,), {}))
+    from torch._subclasses import fake_tensor
+
+    fake_tensor.init_gpu_context = lambda device: None
+    import sglang.srt.utils.common as common
+
+    mib = gpu.memory / 2**20
+    for name in ("get_nvgpu_memory_capacity", "get_device_memory_capacity"):
+        if hasattr(common, name):
+            setattr(common, name, lambda *args, **kwargs: mib)
+
+
+def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
+    """What a MoE layer of the model is on one rank; ``None``: it has none."""
+    import torch
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import loader
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if engine.has_module("deep_gemm"):
+        engine.module("deep_gemm").get_num_sms = lambda: gpu.processors  # type: ignore[attr-defined]
+    _publish(server_args)
+    config = ModelConfig.from_server_args(server_args)
+    _shorten(config.hf_text_config)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _groups(server_args, resolved, config)
+        quantization = loader._get_quantization_config(config, LoadConfig())
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(config.dtype)
+        try:
+            with torch.device("cpu"):
+                model = loader._initialize_model(config, LoadConfig(), quantization)
+        finally:
+            torch.set_default_dtype(before)
+    return _found(model)
+
+
+def _publish(server_args: Any) -> None:
+    """What the engine's processes do with the server's arguments before they load a model."""
+    from sglang.srt import server_args as module
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    try:
+        from sglang.srt.runtime_context import SpawnRanks, publish
+    except ImportError:
+        module.set_global_server_args_for_scheduler(server_args)
+    else:
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    # Releases that publish the arguments read what is published.
+    initialize_moe_config(*[server_args][: len(inspect.signature(initialize_moe_config).parameters)])
+
+
+def _shorten(config: Any) -> None:
+    """Leave the layers up to the second one with experts."""
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    config.num_hidden_layers = min(config.num_hidden_layers, dense + 4)
+
+
+def _groups(server_args: Any, resolved: Any, config: Any) -> None:
+    """Process groups in which nobody talks."""
+    import torch
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = resolved.tp_size * resolved.pp_size
+    torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    with _alone(torch.distributed, parallel_state):
+        parallel_state.init_distributed_environment(world_size=world, rank=0, local_rank=0, backend="fake")
+        sizes = {
+            "tensor_model_parallel_size": resolved.tp_size,
+            "attention_data_parallel_size": resolved.dp_size if resolved.enable_dp_attention else 1,
+            "pipeline_model_parallel_size": resolved.pp_size,
+            "expert_model_parallel_size": resolved.ep_size,
+        }
+        taken = inspect.signature(parallel_state.initialize_model_parallel).parameters
+        parallel_state.initialize_model_parallel(**{name: size for name, size in sizes.items() if name in taken})
+    taken = inspect.signature(initialize_dp_attention).parameters
+    initialize_dp_attention(
+        **{k: v for k, v in {"server_args": server_args, "model_config": config}.items() if k in taken}
+    )
+
+
+@contextmanager
+def _alone(distributed: Any, parallel_state: Any) -> Iterator[None]:
+    """Every group that is made is a fake one, without the links between GPUs."""
+    new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
+    signature = inspect.signature(init)
+
+    def fake_group(ranks: Any = None, **kwargs: Any) -> Any:
+        return new_group(ranks, backend="fake")
+
+    def without_links(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        for name in bound.signature.parameters:
+            if name.startswith("use_"):
+                bound.arguments[name] = False
+        init(*bound.args, **bound.kwargs)
+
+    distributed.new_group, parallel_state.GroupCoordinator.__init__ = fake_group, without_links
+    try:
+        yield
+    finally:
+        distributed.new_group, parallel_state.GroupCoordinator.__init__ = new_group, init
+
+
+def _found(model: Any) -> dict[str, Any] | None:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    from sglang_moe_patches.core import runners
+    from sglang_moe_patches.core.dead_input import look
+
+    modules = dict(model.named_modules())
+    found = (known.family for _, dead in look.look_at_stacks(model) for _, known, _ in dead.layers)
+    family = next(found, "")
+    for name, experts in modules.items():
+        if not isinstance(experts, FusedMoE):
+            continue
+        above = [modules[".".join(name.split(".")[:length])] for length in range(name.count("."), 0, -1)]
+        block = above[0]
+        method = experts.quant_method
+        holder = getattr(experts, "scheme", None) or method
+        config = experts.moe_runner_config
+        return {
+            "runner": runners.runner_of(experts),
+            "method": type(holder).__name__,
+            "blocks": bool(getattr(holder, "block_quant", False)),
+            "experts": config.num_experts,
+            "top_k": config.top_k,
+            "hidden": config.hidden_size,
+            "intermediate": config.intermediate_size_per_partition,
+            "fused_shared_experts": config.num_fused_shared_experts or 0,
+            "shared_experts": any(
+                getattr(block, each, None) is not None for each in ("shared_experts", "shared_expert")
+            ),
+            "family": family,
+            "layer": type(above[1]).__name__ if len(above) > 1 else "",
+            "inplace": bool(config.inplace),
+        }
+    return None
+
+
+def _float_logits() -> bool:
+    """Whether DeepSeek's router puts out float32 for a prefill: what the last of its ways does."""
+    gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
+    named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.calls(gate, name)]
+    last = max(named, key=lambda call: call.lineno, default=None)
+    return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
+
+
+def _changes(server_args: Any) -> list[dict[str, Any]]:
+    """What becomes of each change on this server: status, reason, and whether it installs anything."""
+    from sglang_moe_patches.core import patch
+    from sglang_moe_patches.registry import CHANGES
+
+    selected = patch.selected(CHANGES)
+    told = []
+    for change in CHANGES:
+        if change.name not in selected:
+            plan = patch.Plan(patch.Status.NOT_SELECTED)
+        elif reason := change.unneeded(server_args):
+            plan = patch.Plan.not_needed(reason)
+        else:
+            plan = patch.look(change)
+        told.append({"name": change.name, "status": str(plan.status), "reason": plan.reason})
+    return told
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A model's sizes from its ``config.json``, and where that file is; no weights are read or fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.lab.predict.shapes import Latent, Model
+from sglang_moe_patches.lab.reference.families import FAMILIES
+
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k")
+_SHARED = ("n_shared_experts", "num_shared_experts")
+_SHARED_SIZES = ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
+_TEXT = ("text_config", "language_config", "llm_config")
+_FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
+
+
+class NoConfig(ValueError):
+    """There is no ``config.json`` to read, or none of a mixture-of-experts model; the message says why in a line."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What ``config.json`` says.
+
+    :param attention: why attention's own tensors are not known; "": they are.
+    :param residual: why the layers' hidden tensors are not known; "": they are.
+    """
+
+    model: Model
+    attention: str = ""
+    residual: str = ""
+
+
+def find(model: str) -> Path:
+    """The ``config.json`` of a model.
+
+    :param model: a folder with it, the file, or a Hugging Face name whose file is in the local cache.
+    :raises NoConfig: there is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        raise NoConfig(f"{model} has no config.json")
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise NoConfig(f"{model} is neither a folder, nor a file, nor a Hugging Face name")
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        raise NoConfig(f"{model}: huggingface_hub is not installed; give a folder with config.json") from None
+    cached = try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
+        raise NoConfig(
+            f"{model}'s config.json is not in the local cache; `hf download {model} config.json` fetches it alone"
+        )
+    return Path(cached)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """:raises NoConfig: the file is no JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NoConfig(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise NoConfig(f"{path} holds no JSON object")
+    return config
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model with eyes or ears that has the experts, where it is a model of its own.
+
+    The towers beside it are none of the experts' business, and take an engine that builds them minutes.
+    """
+    text = next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), None)
+    if text is None or not text.get("architectures"):
+        return config
+    beside = ("quantization_config", "compression_config")
+    return {**text, **{name: config[name] for name in beside if name in config}}
+
+
+def read(config: Mapping[str, Any], source: str) -> Read:
+    """The sizes, by the names that the public models use.
+
+    :param source: what they are of.
+    :raises NoConfig: a size is missing, or the model has no routed experts.
+    """
+    text: Mapping[str, Any] = next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), config)
+
+    def first(*names: str) -> Any:
+        return next((text[name] for name in names if text.get(name) is not None), None)
+
+    def size(*names: str) -> int:
+        found = first(*names)
+        if not isinstance(found, int) or isinstance(found, bool):
+            raise NoConfig(f"{source}: config.json has no {names[0]}")
+        return found
+
+    if first(*_EXPERTS) is None:
+        raise NoConfig(f"{source} has no routed experts: config.json has none of {', '.join(_EXPERTS)}")
+    architectures = [*(config.get("architectures") or []), *(text.get("architectures") or [])]
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    moe_intermediate = size("moe_intermediate_size", "intermediate_size")
+    dense = _dense_layers(text)
+    latent = Latent()
+    if first("kv_lora_rank"):
+        latent = Latent(size("kv_lora_rank"), size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim"))
+    own = first(*_SHARED) or int(any(first(name) for name in _SHARED_SIZES))
+    model = Model(
+        source,
+        layers=size("num_hidden_layers"),
+        dense_layers=dense,
+        hidden=hidden,
+        experts=size(*_EXPERTS),
+        top_k=size(*_TOP_K),
+        moe_intermediate=moe_intermediate,
+        shared_experts=own,
+        intermediate=size("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") if dense else 0,
+        heads=heads,
+        kv_heads=first("num_key_value_heads", "num_attention_groups") or heads,
+        q_lora_rank=first("q_lora_rank") if first("kv_lora_rank") else None,
+        family=next((_FAMILIES[name] for name in architectures if name in _FAMILIES), ""),
+        head_dim=first("head_dim") or hidden // heads,
+        latent=latent,
+    )
+    residual = "its residual is several streams (hc_mult)" if first("hc_mult") else ""
+    return Read(model, _attention(first), residual)
+
+
+def _dense_layers(text: Mapping[str, Any]) -> int:
+    """Layers without experts that come first."""
+    if isinstance(frequency := text.get("moe_layer_freq"), list):
+        return frequency.index(1) if 1 in frequency else len(frequency)
+    if (step := text.get("interleave_moe_layer_step")) is not None:
+        return max(0, step - 1)
+    return text.get("first_k_dense_replace") or 0
+
+
+def _attention(first: Any) -> str:
+    """Why what attention holds is not what the formula says, from keys that only such models have."""
+    for keys, why in (
+        (("compress_ratios", "o_lora_rank"), "attends to compressed keys"),
+        (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),
+        (("linear_num_value_heads", "linear_attn_config"), "has layers of linear attention"),
+        (("swa_head_dim", "swa_v_head_dim"), "has heads of several sizes"),
+        (("mamba_num_heads", "hybrid_override_pattern"), "shares its layers with Mamba"),
+    ):
+        if any(first(key) is not None for key in keys):
+            return why
+    if first("kv_lora_rank") and not first("q_lora_rank"):
+        return "has latents of keys and values alone"
+    return ""

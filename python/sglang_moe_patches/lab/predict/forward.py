@@ -1,0 +1,346 @@
+"""What a forward's memory should be, from the layers' sizes: pure functions, all results in bytes.
+
+R = tokens x top-k rows, H hidden size, I intermediate size per rank; all activations bfloat16. What is alive when is
+what the engine's own code says (0.5.12.post1), with the Triton attention backend that the benchmarks' servers have. The
+peak is the most of what the places of a forward hold, each written down by itself. In bytes:
+
+- the Triton runner: its first GEMM's output (4IR) and the activation's (2IR), or the latter and the [tokens, top-k,
+  hidden] tensor (2HR). FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns;
+- Marlin: 2IR and the larger of 4I and 2H for each row, and its output; in columns 6IR, or 2IR, the output, and for each
+  column of a range 2R and its weights;
+- the router of GLM-4-MoE and MiniMax-M2: its input in float32 (4H for each token);
+- attention, while the output projection runs: its input (or the residual), the residual, the projection's output,
+  queries, keys and values in every form that a name still has, and what attention has put out;
+- the first layer's MLP, where it is dense: gate and up, and the activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sglang_moe_patches.changes.moe_workspace import columns, triton
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
+
+#: Columns of an FP8 tensor that share a scale.
+FP8_GROUP = 128
+BLOCKS = "fp8"
+"""Weights in blocks of 128 x 128."""
+SCALED = {BLOCKS: FP8_GROUP, "rows": None}
+"""How a GEMM's input is quantized to a byte an element, and how many columns share a scale; ``None``: a whole row."""
+TILES = {
+    None: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
+    BLOCKS: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
+    "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
+}
+"""Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
+#: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
+PACKED_BYTES = 0.5 + 2 / 32
+#: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
+DECODE_SPLITS = 256
+PARTS = {
+    "hidden": "hidden-size tensors",
+    "attention": "q/kv latents of the attention inputs",
+    "routing": "router logits, top-k ids and weights",
+    "inputs": "FP4 activations and their scales",
+    "released": "given back: attention's buffer of the decode before",
+    "workspace": "while the runner works",
+}
+#: The name of the place that ``PARTS`` are of.
+MOE = "the routed experts"
+RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
+"""Those with a formula, by ``--moe-runner-backend``."""
+ROUTES_IN_FLOAT = ("glm4-moe", "minimax-m2")
+"""Families whose routers compute in float32 (``models/glm4_moe.py``, ``models/minimax_m2.py``)."""
+
+
+@dataclass(frozen=True)
+class Acting:
+    """What is otherwise than in a stock server up to 0.5.12.post1, of which none of it is true.
+
+    :param inputs_dropped: attention's inputs are gone when attention is (output-buffer; the engine from 0.5.13 on).
+    :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
+    :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
+    :param columns: Triton or Marlin sums in columns where the tensor is large (moe-workspace).
+    """
+
+    inputs_dropped: bool = False
+    shared_last: bool = False
+    dead_input: bool = False
+    columns: bool = False
+
+    @classmethod
+    def stock(cls) -> Acting:
+        return cls()
+
+    @classmethod
+    def patched(cls, model: Model) -> Acting:
+        """Every change on a family whose layers offer their dead input."""
+        latent = model.q_lora_rank is not None
+        return cls(latent, latent and bool(model.shared_experts), True, True)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes beyond the state before a forward.
+
+    :param hidden_tensors: how many tensors of [tokens, hidden], in a MoE layer that has one with a residual before it.
+    :param parts: bytes of each of ``PARTS``, there.
+    :param elsewhere: bytes at the other places that can be the peak.
+    """
+
+    hidden_tensors: int
+    parts: dict[str, int]
+    elsewhere: dict[str, int]
+
+    @property
+    def live(self) -> int:
+        """When the runner starts."""
+        return sum(self.parts.values()) - self.parts["workspace"]
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Bytes at every place that can be the peak."""
+        return {MOE: sum(self.parts.values()), **self.elsewhere}
+
+    @property
+    def peak(self) -> int:
+        return max(self.places.values())
+
+    @property
+    def where(self) -> str:
+        """The place of the peak."""
+        return max(self.places, key=self.places.__getitem__)
+
+
+def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Model:
+    """The model with its shared experts as routed ones, where the engine makes them so on a GPU.
+
+    :param fusion: false with ``--disable-shared-experts-fusion``.
+    """
+    fusible = model.family == "glm4-moe" or (model.family == "deepseek-v3" and model.experts == 256)
+    return model.fused() if fusion and fusible and runner == "triton" else model
+
+
+def predicted(
+    model: Model,
+    layout: Layout,
+    runner: str,
+    tokens: int,
+    acting: Acting,
+    *,
+    workspace: int = 0,
+    quantization: str | None = None,
+    width: int | None = None,
+    at_any_cost: bool = False,
+    graphs: bool = False,
+    float_logits: bool = False,
+) -> Prediction:
+    """A forward of a first chunk: nothing of its prompts is in the KV cache.
+
+    Stock, the residual, the layer's input (dead by then) and the MoE input are alive, the output of shared experts that
+    run by themselves, q/kv latents, and an output that the NVFP4 kernel gets. With the changes, on DeepSeek's
+    architecture, the shared experts run last and the latents are gone; the NVFP4 kernels, and Triton where the shared
+    experts run last, write into the dead input.
+
+    :param model: with its shared experts as the engine runs them: ``fused()`` where it makes them routed ones.
+    :param layout: of tensor parallelism, and expert parallelism without all-to-all; not of data-parallel attention.
+    :param runner: one of ``RUNNERS``.
+    :param tokens: of the chunk.
+    :param workspace: bytes that an NVFP4 kernel takes while it runs.
+    :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
+    :param width: columns of a range where the runner runs in columns; ``None``: as moe-workspace decides.
+    :param at_any_cost: as it decided up to 0.2.0, by memory alone, and nothing of Marlin's.
+    :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
+        back.
+    :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
+    :raises ValueError: a size does not divide by the ranks.
+    """
+    mla = model.q_lora_rank is not None
+    rank, share = model.per_rank(layout), _outside_the_experts(model, layout.tp)
+    rows, size = tokens * model.top_k, model.hidden
+    hidden = 2 * tokens * size
+    count = 3 + (bool(model.shared_experts) and not acting.shared_last)
+    in_float = model.family in ROUTES_IN_FLOAT
+    logits = (4 if in_float or float_logits else 2) * tokens * model.experts
+    kv_latent = model.latent.kv_rank + model.latent.rotary
+    latents = 2 * tokens * (model.q_lora_rank + kv_latent) if model.q_lora_rank is not None else 0
+    held_latents = 0 if acting.inputs_dropped else latents
+    released = -4 * share.heads * DECODE_SPLITS * model.latent.kv_rank if mla and not graphs else 0
+
+    inputs = 0
+    if runner == "triton":
+        count += acting.shared_last and not acting.dead_input  # not in place, so its output
+        scratch = acting.dead_input and not acting.shared_last
+        if not acting.columns:
+            width = size
+        elif width is None:
+            width = columns_width(
+                rank,
+                tokens,
+                scratch=scratch,
+                quantization=quantization,
+                share=1 / layout.ep,
+                tiles=None if at_any_cost else TILES[quantization],
+            )
+        held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
+    elif runner == "marlin":
+        if not acting.columns or at_any_cost:
+            width = size
+        elif width is None:
+            width = marlin_width(rank, tokens, output_elsewhere=acting.dead_input, share=1 / layout.ep)
+        held = marlin_workspace(rank, tokens, width=width, output_elsewhere=acting.dead_input)
+    else:
+        held = workspace
+        inputs = tokens * size // 2 + tokens * size // 16
+        count += not acting.dead_input  # its output
+    parts = {
+        "hidden": count * hidden,
+        "attention": held_latents,
+        "routing": logits + 8 * rows,
+        "inputs": inputs,
+        "released": released,
+        "workspace": held,
+    }
+    elsewhere = {"attention": released + latents + attention(share, tokens)}
+    if in_float:
+        elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * size + logits
+    if model.dense_layers:
+        elsewhere["the first layer's MLP"] = released + held_latents + 3 * hidden + 6 * tokens * share.intermediate
+    return Prediction(count, parts, elsewhere)
+
+
+def _outside_the_experts(model: Model, ranks: int) -> Model:
+    """A rank's share of everything but the routed experts, whose share says the layout."""
+    return replace(replace(model, moe_intermediate=0).shard(ranks), moe_intermediate=model.moe_intermediate)
+
+
+def triton_workspace(rank: Rank, tokens: int, *, width: int, scratch: bool, quantization: str | None) -> int:
+    """What the Triton runner holds, at the most (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``).
+
+    In columns the second GEMM runs for a range of columns at a time, and quantizes its input before that, which it then
+    gives up.
+
+    :param width: columns of a range; the hidden size: the tensor is whole.
+    :param scratch: in columns, the activation's output lies in the layer's dead input, if that is large enough.
+    """
+    rows, size, inner = tokens * rank.top_k, rank.hidden, rank.intermediate
+    activation = 2 * inner * rows
+    first = 2 * activation + quantized(tokens, size, quantization)
+    given = quantized(rows, inner, quantization)
+    if width >= size:
+        return max(first, 3 * activation, activation + given + 2 * size * rows)
+    own = 0 if _in_dead_input(rank, tokens, scratch=scratch) else activation
+    return max(first, 2 * activation + own, given + (0 if quantization else own) + 2 * width * rows)
+
+
+def quantized(rows: int, size: int, quantization: str | None) -> int:
+    """A GEMM's input in one byte an element, with a float32 scale for every ``SCALED[quantization]`` columns."""
+    if quantization is None:
+        return 0
+    return rows * (size + 4 * -(-size // (SCALED[quantization] or size)))
+
+
+def columns_width(
+    rank: Rank,
+    tokens: int,
+    *,
+    scratch: bool,
+    quantization: str | None,
+    share: float = 1.0,
+    tiles: Mapping[str, int] | None = None,
+) -> int:
+    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole.
+
+    :param share: of the rows, those whose expert is on this rank.
+    :param tiles: of the second GEMM; ``None``: whatever slices cost.
+    """
+    if not triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False):
+        return rank.hidden
+    in_blocks = quantization == BLOCKS
+    return columns.slice_width(
+        tokens,
+        rank.top_k,
+        rank.hidden,
+        rank.intermediate,
+        2,
+        activation_itemsize=1 if quantization else 2,
+        activation_elsewhere=_in_dead_input(rank, tokens, scratch=scratch),
+        weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
+        share=share,
+        tiles=tiles,
+        scale_columns=FP8_GROUP if in_blocks else 1,
+        scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else columns.OPERAND_BYTES,
+        most_bytes=columns.most_bytes(),
+    )
+
+
+def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
+    return scratch and rank.top_k * rank.intermediate <= rank.hidden
+
+
+def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: bool) -> int:
+    """What Marlin holds: both GEMMs' outputs share one tensor (``fused_marlin_moe``), and its output is never its
+    input's memory.
+
+    In columns each is by itself, the second one as wide as a range, whose weights are there twice.
+
+    :param width: columns of a range; the hidden size: the tensor is whole.
+    :param output_elsewhere: in columns, the output lies in the layer's dead input.
+    """
+    rows, size, inner = tokens * rank.top_k, rank.hidden, rank.intermediate
+    if width >= size:
+        return rows * (2 * inner + max(4 * inner, 2 * size)) + 2 * tokens * size
+    output = 0 if output_elsewhere else 2 * tokens * size
+    return max(6 * inner * rows, 2 * inner * rows + output + width * (2 * rows + _column_bytes(rank)))
+
+
+def marlin_width(
+    rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
+) -> int:
+    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
+    if rank.hidden % columns.MARLIN_TILE:
+        return rank.hidden
+    return columns.packed_slice_width(
+        tokens,
+        rank.top_k,
+        rank.hidden,
+        rank.intermediate,
+        2,
+        gate_columns=2 * rank.intermediate,
+        column_bytes=_column_bytes(rank),
+        weight_bytes=3 * rank.hidden * _column_bytes(rank),
+        share=share,
+        output_elsewhere=output_elsewhere,
+        most_bytes=columns.most_bytes(),
+        most_time=most_time,
+    )
+
+
+def _column_bytes(rank: Rank) -> int:
+    """Of a column of the second GEMM's weights and their scales, all experts together."""
+    return int(PACKED_BYTES * rank.experts * rank.intermediate)
+
+
+def attention(share: Model, tokens: int) -> int:
+    """The hidden-size tensors, and attention's own tensors but for the latents of MLA.
+
+    The Triton backend copies values that do not lie together, as those of MLA, which come with the keys in one tensor;
+    the copy is gone when the output projection runs.
+
+    :param share: a rank's share of the model.
+    """
+    hidden = 2 * tokens * share.hidden
+    if share.q_lora_rank is not None:
+        latent = share.latent
+        with_rotary = latent.plain + latent.rotary
+        # Queries, keys, keys and values without the rotary part, and the output.
+        columns_of_head = 2 * with_rotary + latent.plain + latent.value + latent.value
+        own = 2 * tokens * share.heads * columns_of_head
+        return 2 * hidden + own + max(hidden, 2 * tokens * share.heads * latent.value)
+    # Queries, keys and values in one tensor, and the output; MiniMax-M2's norms of queries and keys are out of place.
+    heads = 2 * share.heads + 2 * share.kv_heads
+    if share.family == "minimax-m2":
+        heads += share.heads + share.kv_heads
+    return 3 * hidden + 2 * tokens * heads * share.head_dim

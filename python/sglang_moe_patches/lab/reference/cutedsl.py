@@ -1,0 +1,372 @@
+"""FlashInfer's CuteDSL NVFP4 MoE kernels in plain PyTorch, below FlashInfer's own ``CuteDslMoEWrapper``.
+
+The wrapper itself is not stood in for: its constructor, its buffers and their shapes, the ``num_tokens (…) exceeds
+max_num_tokens (…)`` guard, the output that is a view of a buffer of its own, and the order of the steps are
+FlashInfer's code, whichever release is installed (from 0.6.14 on without buffers and guard). Replaced are the kernels
+that it calls (:data:`KERNELS`), each at FlashInfer's own signature, and where there is no GPU the second stream on
+which it zeroes the output (:data:`ON_ONE_STREAM`).
+
+The kernels use the wrapper's buffers as the real ones do. Sorting writes where each (token, expert) pair goes;
+the first product leaves NVFP4 intermediates and their interleaved scales in the GEMM1 buffers; the second reads them
+and adds onto the output. So a buffer that is too small, shared at the wrong time, poisoned, or an output that was not
+zeroed shows here as it would there. What the real kernels never write (rows of a tile beyond the last token) is not
+written here either.
+
+As in :mod:`~sglang_moe_patches.lab.reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
+added in the order of their numbers: a token's result does not depend on the rest of the batch. The real second kernel
+adds the experts with bfloat16 atomics in any order; here the sum is rounded to the output's dtype once.
+
+Nothing is installed by importing this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sglang_moe_patches.core.engine import has_module
+from sglang_moe_patches.lab.reference import nvfp4
+from sglang_moe_patches.lab.reference.flashinfer_kernels import (
+    ACTIVATION_SWIGLU,
+    nvfp4_block_scale_interleave,
+    undo_block_scale_interleave,
+)
+
+W13_GROUP = 64
+"""Rows of up and of gate that alternate in the first weight: up 0-63, gate 0-63, up 64-127, ..."""
+
+_TILE_ROWS, _TILE_COLS = 128, 4
+_ONLY = {
+    **dict.fromkeys(("ab_dtype", "a_dtype", "b_dtype"), "float4_e2m1fn"),
+    "sf_dtype": "float8_e4m3fn",
+    "sf_vec_size": nvfp4.BLOCK_SIZE,
+    "quantize_output": True,
+    "gated": True,
+    "activation_type": ACTIVATION_SWIGLU,
+    "swiglu_alpha": 1.0,
+    "swiglu_beta": 0.0,
+    "swiglu_limit": torch.finfo(torch.float32).max,
+    **dict.fromkeys(("situ_beta", "situ_linear_beta", "a_per_token_scale"), None),
+}
+"""Options of the products that are not about tuning, with the one value that is served: NVFP4, plain SwiGLU."""
+
+
+def moe_sort(
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    local_expert_offset: int = 0,
+    num_local_experts: int | None = None,
+    tile_tokens_dim: int = 128,
+    enable_pdl: bool = False,
+    out_tile_idx_to_expert_idx: torch.Tensor | None = None,
+    out_tile_idx_to_mn_limit: torch.Tensor | None = None,
+    out_expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_permuted_idx_to_expanded_idx: torch.Tensor | None = None,
+    out_total_num_padded_tokens: torch.Tensor | None = None,
+    out_num_non_exiting_tiles: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Stand-in for FlashInfer's ``moe_sort``: (token, expert) pairs in the order of the local experts.
+
+    Each expert's pairs start a new tile of ``tile_tokens_dim`` rows. Pair ``token * top_k + slot`` is a token's
+    ``slot``-th expert.
+
+    :param token_selected_experts: int [tokens, top_k], ids of the whole layer; those of other ranks are left out.
+    :param out_*: int32 buffers, at least as large as what is returned without them (FlashInfer's
+        ``allocate_moe_sort_buffers`` makes them); only what is used is written.
+    :returns: tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks'
+        experts [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
+    """
+    from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
+
+    tokens, device = token_selected_experts.shape[0], token_selected_experts.device
+    experts = num_local_experts or num_experts
+    own = allocate_moe_sort_buffers(tokens, num_experts, top_k, experts, tile_tokens_dim, device)
+    given = {
+        "out_tile_idx_to_expert_idx": out_tile_idx_to_expert_idx,
+        "out_tile_idx_to_mn_limit": out_tile_idx_to_mn_limit,
+        "out_expanded_idx_to_permuted_idx": out_expanded_idx_to_permuted_idx,
+        "out_permuted_idx_to_expanded_idx": out_permuted_idx_to_expanded_idx,
+        "out_total_num_padded_tokens": out_total_num_padded_tokens,
+        "out_num_non_exiting_tiles": out_num_non_exiting_tiles,
+    }
+    result = [own[name] if tensor is None else tensor for name, tensor in given.items()]
+
+    expert_of = token_selected_experts.flatten().long() - local_expert_offset
+    local = (expert_of >= 0) & (expert_of < experts)
+    pair = local.nonzero().flatten()
+    pair = pair[expert_of[pair].argsort(stable=True)]
+    expert_of = expert_of[pair]
+    counts = torch.bincount(expert_of, minlength=experts)
+    tiles = (counts + tile_tokens_dim - 1) // tile_tokens_dim
+    first_tile = tiles.cumsum(0) - tiles
+    first_pair = counts.cumsum(0) - counts
+    row = first_tile[expert_of] * tile_tokens_dim + torch.arange(len(pair), device=device) - first_pair[expert_of]
+
+    expert = torch.repeat_interleave(torch.arange(experts, device=device), tiles)
+    tile_end = (torch.arange(len(expert), device=device) + 1) * tile_tokens_dim
+    limit = torch.minimum(tile_end, first_tile[expert] * tile_tokens_dim + counts[expert])
+    position = torch.full_like(local, -1, dtype=torch.int32)
+    position[pair] = row.int()
+
+    result[0][: len(expert)] = expert.int()
+    result[1][: len(expert)] = limit.int()
+    result[2].view(-1)[: len(position)] = position
+    result[3][row] = pair.int()
+    result[4].fill_(len(expert) * tile_tokens_dim)
+    result[5].fill_(len(expert))
+    return tuple(result)
+
+
+def gather_gemm_swiglu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    alpha: torch.Tensor,
+    tile_idx_to_expert_idx: torch.Tensor,
+    tile_idx_to_mn_limit: torch.Tensor,
+    token_id_mapping: torch.Tensor,
+    num_non_exiting_tiles: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    *,
+    topk: int = 8,
+    c_dtype: str = "bfloat16",
+    mma_tiler_mn: tuple[int, int] = (256, 128),
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand-in for ``blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4``, NVFP4 output only.
+
+    Later FlashInfer releases have it among the activations of ``..._act_fusion(_nvfp4)``.
+
+    out[row] = nvfp4(up * silu(gate)) with up, gate = alpha[expert] * (a[token of row] @ b[expert].T).
+
+    :param a: uint8 [tokens, hidden // 2], NVFP4. a_scale: [tokens, hidden // 16] E4M3 bytes, linear.
+    :param b: uint8 [local experts, 2 * intermediate, hidden // 2]; up and gate alternate every 64 rows.
+    :param b_scale: E4M3 bytes in the MMA layout, of which this reads the memory as it lies: [experts, row tiles, column
+        tiles, 32, 4, 4].
+    :param alpha: float32 [local experts].
+    :param token_id_mapping: row -> pair, int32 [rows].
+    :param out: uint8 [rows, intermediate // 2]. out_scale: uint8 with rows * intermediate // 16 elements, interleaved.
+    :param global_scale: float32 [1], multiplier for the intermediate.
+    :param mma_tiler_mn: rows of a tile, and what only tunes the real kernel.
+    :param options: tuning without effect here, and what must be as in ``_ONLY``.
+    :returns: out and out_scale, allocated where they were not given.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: shapes that do not fit together.
+    """
+    _require_supported(options)
+    if c_dtype != "float4_e2m1fn" or global_scale is None:
+        raise NotImplementedError(f"c_dtype={c_dtype!r}: only 'float4_e2m1fn', with a global_scale")
+    experts, rows, intermediate = b.shape[0], token_id_mapping.shape[0], b.shape[1] // 2
+    if b.shape[1] % (2 * W13_GROUP):
+        raise ValueError(f"b must have a multiple of {2 * W13_GROUP} rows, got {b.shape[1]}")
+    if a.shape[1] != b.shape[2]:
+        raise ValueError(f"a and b must have the same last dimension, got {list(a.shape)} and {list(b.shape)}")
+    columns = intermediate // nvfp4.BLOCK_SIZE
+    if out is None:
+        out = torch.empty(rows, intermediate // 2, dtype=torch.uint8, device=a.device)
+    if out_scale is None:
+        out_scale = torch.empty(rows * columns, dtype=torch.uint8, device=a.device)
+    x = nvfp4.decode(a, a_scale.view(torch.float8_e4m3fn).reshape(len(a), a.shape[1] * 2 // nvfp4.BLOCK_SIZE)).double()
+    for expert, start, stop in _runs(
+        tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles, mma_tiler_mn[0]
+    ):
+        token = token_id_mapping[start:stop].long() // topk
+        gemm = (x[token] @ _weight(b, b_scale, expert, experts).T) * alpha[expert].double()
+        up, gate = (half.flatten(-2) for half in gemm.unflatten(-1, (-1, 2, W13_GROUP)).unbind(-2))
+        packed, scale = nvfp4.quantize(up * F.silu(gate), global_scale)
+        out[start:stop] = packed
+        interleaved = nvfp4_block_scale_interleave(scale.view(torch.uint8))
+        _memory(out_scale)[start * columns : start * columns + len(interleaved)] = interleaved
+    return out, out_scale
+
+
+def gemm_finalize(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    alpha: torch.Tensor,
+    tile_idx_to_expert_idx: torch.Tensor,
+    num_non_exiting_tiles: torch.Tensor,
+    tile_idx_to_mn_limit: torch.Tensor,
+    permuted_idx_to_expanded_idx: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: str = "bfloat16",
+    mma_tiler_mn: tuple[int, int] = (256, 128),
+    use_fused_finalize: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """Stand-in for ``blockscaled_contiguous_grouped_gemm_finalize_fusion(_nvfp4)``.
+
+    out[token of row] += alpha[expert] * (a[row] @ b[expert].T) * token_final_scales[pair of row].
+
+    :param a, a_scale: what ``gather_gemm_swiglu`` returns.
+    :param b: uint8 [local experts, hidden, intermediate // 2]. b_scale: as there.
+    :param token_final_scales: routing weights, float [tokens, top_k].
+    :param out: bfloat16 [tokens, hidden], contiguous, zeroed by the caller: it is added to. None: allocated, zero.
+    :param use_fused_finalize: where false, ``out`` is [tokens * top_k, hidden], and the row of each pair is left in it
+        as it is, for ``unpermute`` to weigh and add.
+    :raises NotImplementedError: naming the argument that is not supported.
+    :raises ValueError: shapes that do not fit together.
+    """
+    _require_supported(options)
+    if out_dtype != "bfloat16":
+        raise NotImplementedError(f"out_dtype={out_dtype!r}: only 'bfloat16'")
+    experts, hidden, half = b.shape
+    tokens, topk = token_final_scales.shape
+    shape = (tokens if use_fused_finalize else tokens * topk, hidden)
+    if out is None:
+        out = torch.zeros(shape, dtype=torch.bfloat16, device=a.device)
+    # The real kernel takes the address and assumes the rest.
+    if out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bfloat16 {list(shape)}, got {out.dtype} {list(out.shape)}")
+    columns = half * 2 // nvfp4.BLOCK_SIZE
+    total = out.float()
+    for expert, start, stop in _runs(
+        tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles, mma_tiler_mn[0]
+    ):
+        pair = permuted_idx_to_expanded_idx[start:stop].long()
+        padded = stop - start + -(stop - start) % _TILE_ROWS
+        scale = _memory(a_scale)[start * columns : (start + padded) * columns]
+        linear = undo_block_scale_interleave(scale, padded, columns)[: stop - start]
+        intermediate = nvfp4.decode(a[start:stop], linear.view(torch.float8_e4m3fn)).double()
+        y = ((intermediate @ _weight(b, b_scale, expert, experts).T) * alpha[expert].double()).float()
+        if not use_fused_finalize:
+            out[pair] = y.to(out.dtype)
+            continue
+        weight = token_final_scales[pair // topk, pair % topk].float()
+        total.index_add_(0, pair // topk, y * weight.unsqueeze(-1))
+    return out.copy_(total) if use_fused_finalize else out
+
+
+def unpermute(
+    permuted_input: torch.Tensor,
+    output: torch.Tensor,
+    expanded_idx_to_permuted_idx: torch.Tensor,
+    topk_scales: torch.Tensor,
+    num_tokens: int,
+    top_k: int,
+    enable_pdl: bool = False,
+    input_is_expanded: bool = False,
+) -> None:
+    """Stand-in for ``moe_unpermute``: output[token] = sum over its experts of scale * their row, in float32.
+
+    :param permuted_input: bfloat16 [pairs, hidden], a row for each pair; rows of other ranks' experts are not read.
+    :param expanded_idx_to_permuted_idx: int32 [tokens, top_k], negative for other ranks' experts.
+    :raises NotImplementedError: rows in the order of the experts.
+    """
+    if not input_is_expanded:
+        raise NotImplementedError("input_is_expanded=False: only True")
+    total = torch.zeros(num_tokens, output.shape[1], device=output.device)
+    rows = permuted_input[: num_tokens * top_k].view(num_tokens, top_k, -1)
+    for slot in range(top_k):
+        local = expanded_idx_to_permuted_idx[:num_tokens, slot] >= 0
+        total[local] += rows[local, slot].float() * topk_scales[:num_tokens][local, slot, None].float()
+    output[:num_tokens] = total.to(output.dtype)
+
+
+def zero(output: torch.Tensor) -> None:
+    """Stand-in for ``moe_output_memset_inplace``."""
+    output.zero_()
+
+
+def _require_supported(options: dict[str, Any]) -> None:
+    for name, value in _ONLY.items():
+        given = options.get(name, value)
+        if given is not value and given != value:
+            raise NotImplementedError(f"{name}={given!r}: only {value!r}")
+
+
+def _runs(
+    tile_to_expert: torch.Tensor, tile_to_limit: torch.Tensor, num_tiles: torch.Tensor, tile_rows: int
+) -> Iterator[tuple[int, int, int]]:
+    """(local expert, first row, row behind the last) for each expert that has tokens: its tiles lie side by side."""
+    n = int(num_tiles)
+    tiles = zip(range(n), tile_to_expert[:n].tolist(), tile_to_limit[:n].tolist(), strict=True)
+    for expert, group in groupby(tiles, key=lambda tile: tile[1]):
+        own = list(group)
+        yield expert, own[0][0] * tile_rows, own[-1][2]
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as they lie in memory, whatever its shape and strides say: the kernels take the address."""
+    return tensor.view(torch.uint8).as_strided((tensor.numel(),), (1,))
+
+
+def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int) -> torch.Tensor:
+    """One expert's weight, [rows, K] in float64, the whole-tensor scale left out."""
+    rows, columns = packed.shape[1], packed.shape[2] * 2 // nvfp4.BLOCK_SIZE
+    if rows % _TILE_ROWS or columns % _TILE_COLS or scale.numel() != experts * rows * columns:
+        raise ValueError(
+            f"weights {list(packed.shape)} must have a multiple of {_TILE_ROWS} rows, of {_TILE_COLS * 16} columns and "
+            f"a block scale for each 16, got {scale.numel()} block scales"
+        )
+    own = _memory(scale)[expert * rows * columns :][: rows * columns]
+    linear = undo_block_scale_interleave(own, rows, columns)
+    return nvfp4.decode(packed[expert], linear.view(torch.float8_e4m3fn)).double()
+
+
+# --- Below FlashInfer's wrapper ---------------------------------------------------------------------------------------
+
+
+def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``CuteDslMoEWrapper.__init__``: all its buffers, and no CUDA stream and events beside them."""
+    names = ("Stream", "Event")
+    saved = [getattr(torch.cuda, name) for name in names]
+    try:
+        for name in names:
+            setattr(torch.cuda, name, lambda *args, **kwargs: None)
+        original(self, *args, **kwargs)
+    finally:
+        for name, value in zip(names, saved, strict=True):
+            setattr(torch.cuda, name, value)
+
+
+def _zero_in_line(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Around ``_moe_core_impl``: the output is zeroed between the products, not beside the first one."""
+    return original(*args, **{**kwargs, "use_async_memset": False})
+
+
+_PACKAGE = "flashinfer.fused_moe.cute_dsl"
+INIT = f"{_PACKAGE}.fused_moe.CuteDslMoEWrapper.__init__"
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "fused_moe.moe_sort": moe_sort,
+    "fused_moe.moe_output_memset_inplace": zero,  # before 0.6.12, PyTorch's own zero_
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_swiglu_fusion_nvfp4": gather_gemm_swiglu,
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion_nvfp4": gather_gemm_swiglu,  # from 0.6.14
+    "fused_moe.blockscaled_contiguous_gather_grouped_gemm_act_fusion": gather_gemm_swiglu,  # from 0.7.1
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion_nvfp4": gemm_finalize,
+    "fused_moe.blockscaled_contiguous_grouped_gemm_finalize_fusion": gemm_finalize,  # from 0.7.1
+    "fused_moe.moe_unpermute": unpermute,  # from 0.6.17
+    "blackwell.moe_finalize.moe_unpermute": unpermute,  # from 0.7.2
+}
+"""Stand-ins by the names under which FlashInfer's wrapper calls the kernels, in any of its releases."""
+
+ON_ONE_STREAM: dict[str, Callable[..., Any]] = {
+    INIT: _without_streams,
+    f"{_PACKAGE}.fused_moe._moe_core_impl": _zero_in_line,
+}
+"""What is wrapped where there is no GPU: each is called with the original and its arguments."""
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """What replaces what in the installed FlashInfer, of which this imports the wrapper's module."""
+
+    def is_there(module: str, name: str) -> bool:
+        return has_module(module) and hasattr(importlib.import_module(module), name)
+
+    targets = {f"{_PACKAGE}.{name}": kernel for name, kernel in KERNELS.items()}
+    return {target: kernel for target, kernel in targets.items() if is_there(*target.rsplit(".", 1))}

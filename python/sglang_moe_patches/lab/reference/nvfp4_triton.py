@@ -1,0 +1,451 @@
+"""The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, within bounded memory.
+
+The counterpart of the plain PyTorch in :mod:`nvfp4` and :mod:`flashinfer_kernels`, for real sizes. Weights stay packed:
+each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout. Its rows are permuted alike
+for every expert of a tensor, so an index table finds them, and its interleaved block scales have a closed address.
+
+* Can be captured in a CUDA graph: no host synchronization, and shapes depend on the shapes of the arguments alone.
+* Deterministic, and a token's result does not depend on the rest of the batch: tiles have one size whatever the batch,
+  the rows of a tile do not mix, nothing is added atomically, and a token's experts are added in the order of their
+  numbers.
+* Scratch is at most about ``SCRATCH_BYTES``, however many tokens: tokens go in passes and the result in column strips.
+
+A decoded E2M1 times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16 holds it
+exactly; products are accumulated in float32. The plain functions accumulate in float64: an intermediate on a rounding
+boundary of NVFP4 can come out on its other side here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_moe_patches.lab.reference.nvfp4 import BLOCK_SIZE, E4M3_MAX
+
+SCRATCH_BYTES = 64 << 20
+"""What one call may allocate, beside its result and index lists of a few bytes per token and expert."""
+
+# One size of tile for every batch, or a token's result would depend on how many others there are.
+_BLOCK_M, _BLOCK_N, _BLOCK_BYTES = 64, 64, 64
+
+
+@triton.jit
+def _e2m1(code):  # type: ignore[no-untyped-def]
+    """float32 value of E2M1 codes (int32, 0 to 15)."""
+    # Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 are the nibbles of this number.
+    magnitude = ((0xC8643210 >> ((code & 7) * 4).to(tl.uint32)) & 15).to(tl.float32)
+    return tl.where((code & 8) == 0, 0.5, -0.5) * magnitude
+
+
+@triton.jit
+def _decoded(packed, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float16 [ROWS, BYTES] each: the even and the odd elements of packed [ROWS, BYTES], times scale [ROWS, BYTES/8].
+
+    A product over K is the same over the even and the odd elements apart, so they need not be put together.
+    """
+    scale = tl.broadcast_to(scale.to(tl.float32)[:, :, None], (ROWS, BYTES // 8, 8)).reshape(ROWS, BYTES)
+    code = packed.to(tl.int32)
+    return (_e2m1(code) * scale).to(tl.float16), (_e2m1(code >> 4) * scale).to(tl.float16)
+
+
+@triton.jit
+def _multiplied(  # type: ignore[no-untyped-def]
+    even,
+    odd,
+    weights_ptr,
+    scales_ptr,
+    rows,
+    scale_rows,
+    first_byte,
+    K_BYTES: tl.constexpr,
+    acc,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """acc [M, N] + activations [M, K strip] @ weights[rows, K strip].T, weights of one expert in the TRT-LLM layout."""
+    byte = first_byte + tl.arange(0, BYTES)
+    column = first_byte // 8 + tl.arange(0, BYTES // 8)
+    packed = tl.load(weights_ptr + rows[:, None] * K_BYTES + byte[None, :], mask=byte[None, :] < K_BYTES, other=0)
+    # Tiles of 128 rows by 4 columns; within one, rows 32 apart are neighbours.
+    tile = (scale_rows // 128)[:, None] * (K_BYTES // 32) + (column // 4)[None, :]
+    inside = (scale_rows % 32 * 16 + scale_rows % 128 // 32 * 4)[:, None] + (column % 4)[None, :]
+    scale = tl.load(scales_ptr + tile * 512 + inside, mask=column[None, :] < K_BYTES // 8, other=0.0)
+    weight_even, weight_odd = _decoded(packed, scale, N, BYTES)
+    acc = tl.dot(even, tl.trans(weight_even), acc)
+    return tl.dot(odd, tl.trans(weight_odd), acc)
+
+
+@triton.jit
+def _rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
+    """Non-negative float32 rounded to the nearest E4M3 number, ties to even (Triton's interpreter casts wrongly)."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    # Beside this number, a unit in the last place of float32 is one of E4M3.
+    large = ((exponent + 20 + 127) << 23).to(tl.float32, bitcast=True)
+    return (x + large) - large
+
+
+@triton.jit
+def _quantized(x, multiplier, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``nvfp4.quantize`` of float32 x [M, N], to the bit: packed uint8 [M, N/2] and E4M3 block scales [M, N/16]."""
+    blocks = x.reshape(M, N // 16, 16)
+    wanted = multiplier * (tl.max(tl.abs(blocks), axis=2) * (1 / 6))
+    block_scale = _rounded_to_e4m3(tl.minimum(wanted, 448.0)).to(tl.float8e4nv)
+    decoded = block_scale.to(tl.float32)
+    # Correctly rounded divisions: Triton's / is an approximation.
+    inverse = tl.div_rn(tl.full((M, N // 16), 1.0, tl.float32), tl.full((M, N // 16), 1.0, tl.float32) * multiplier)
+    encode = tl.div_rn(tl.full((M, N // 16), 1.0, tl.float32), decoded * inverse)
+    encode = tl.where(decoded == 0, 0.0, encode)
+    scaled = (blocks * encode[:, :, None]).reshape(M, N)
+    size = tl.abs(scaled)
+    # Halfway goes to the even code; counted from above, so that NaN gets the largest.
+    code = 7 - (
+        (size <= 0.25).to(tl.int32)
+        + (size < 0.75).to(tl.int32)
+        + (size <= 1.25).to(tl.int32)
+        + (size < 1.75).to(tl.int32)
+        + (size <= 2.5).to(tl.int32)
+        + (size < 3.5).to(tl.int32)
+        + (size <= 5.0).to(tl.int32)
+    )
+    code += tl.where(scaled.to(tl.int32, bitcast=True) < 0, 8, 0)
+    low, high = tl.split(code.reshape(M, N // 2, 2))
+    return (low | (high << 4)).to(tl.uint8), block_scale
+
+
+@triton.jit
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    multiplier_ptr,
+    packed_ptr,
+    scale_ptr,
+    rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One tile [M, N] of ``quantize``."""
+    STRIPS: tl.constexpr = (COLUMNS + N - 1) // N
+    row = (tl.program_id(0) // STRIPS).to(tl.int64) * M + tl.arange(0, M)
+    strip = tl.program_id(0) % STRIPS
+    column = strip * N + tl.arange(0, N)
+    inside = (row < rows)[:, None]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside & (column < COLUMNS)[None, :], other=0.0)
+    packed, scale = _quantized(x.to(tl.float32), tl.load(multiplier_ptr), M, N)
+    byte = strip * (N // 2) + tl.arange(0, N // 2)
+    block = strip * (N // 16) + tl.arange(0, N // 16)
+    tl.store(
+        packed_ptr + row[:, None] * (COLUMNS // 2) + byte[None, :], packed, mask=inside & (byte < COLUMNS // 2)[None, :]
+    )
+    tl.store(
+        scale_ptr + row[:, None] * (COLUMNS // 16) + block[None, :],
+        scale,
+        mask=inside & (block < COLUMNS // 16)[None, :],
+    )
+
+
+def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``nvfp4.quantize`` of a CUDA matrix, to the bit, with no memory beyond the result and no synchronization.
+
+    :param x: float [M, K] with rows of consecutive elements, K a multiple of 16.
+    :param multiplier: one float32 value.
+    :returns: packed: uint8 [M, K // 2]; block_scale: float8_e4m3fn [M, K // 16].
+    :raises ValueError: K is not a multiple of 16, or multiplier is more than one value.
+    """
+    rows, columns = x.shape
+    if columns % BLOCK_SIZE:
+        raise ValueError(f"NVFP4 needs a last dimension that is a multiple of {BLOCK_SIZE}, got {columns}")
+    if not isinstance(multiplier, torch.Tensor):
+        multiplier = torch.full((1,), multiplier, dtype=torch.float32, device=x.device)
+    if multiplier.numel() != 1:
+        raise ValueError(f"global_scale must be one value, got shape {tuple(multiplier.shape)}")
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=x.device)
+    if packed.numel():
+        M, N = 16, 256
+        multiplier = multiplier.to(device=x.device, dtype=torch.float32)
+        grid = (triton.cdiv(rows, M) * triton.cdiv(columns, N),)
+        _quantize_kernel[grid](x, multiplier, packed, scale, rows, x.stride(0), COLUMNS=columns, M=M, N=N)
+    return packed, scale
+
+
+@triton.jit
+def _gemm1_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_scale_ptr,
+    weights_ptr,
+    scales_ptr,
+    row_ptr,
+    scale_row_ptr,
+    gate_scale_ptr,
+    up_scale_ptr,
+    slot_ptr,
+    block_expert_ptr,
+    block_first_ptr,
+    block_end_ptr,
+    out_ptr,
+    out_scale_ptr,
+    experts,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """activation(x @ w13.T), quantized to NVFP4, for M slots of one expert and N columns of the intermediate."""
+    STRIPS: tl.constexpr = INTERMEDIATE // N
+    block = tl.program_id(0) // STRIPS
+    strip = tl.program_id(0) % STRIPS
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    if expert < experts:
+        position = tl.load(block_first_ptr + block) + tl.arange(0, M)
+        mine = position < tl.load(block_end_ptr + block)
+        token = (tl.load(slot_ptr + position, mask=mine, other=0) // TOP_K).to(tl.int64)
+        K_BYTES: tl.constexpr = HIDDEN // 2
+        ROWS: tl.constexpr = INTERMEDIATE * (2 if GATED else 1)
+        w = weights_ptr + expert * (ROWS * K_BYTES)
+        s = scales_ptr + expert * (ROWS * (K_BYTES // 8))
+        # Up before gate.
+        column = strip * N + tl.arange(0, N)
+        up_row, up_scale_row = tl.load(row_ptr + column), tl.load(scale_row_ptr + column)
+        up = tl.zeros((M, N), tl.float32)
+        if GATED:
+            gate_row = tl.load(row_ptr + INTERMEDIATE + column)
+            gate_scale_row = tl.load(scale_row_ptr + INTERMEDIATE + column)
+            gate = tl.zeros((M, N), tl.float32)
+        for k in range(0, K_BYTES, BYTES):
+            byte = k + tl.arange(0, BYTES)
+            group = k // 8 + tl.arange(0, BYTES // 8)
+            packed = tl.load(
+                x_ptr + token[:, None] * K_BYTES + byte[None, :],
+                mask=mine[:, None] & (byte < K_BYTES)[None, :],
+                other=0,
+            )
+            x_scale = tl.load(
+                x_scale_ptr + token[:, None] * (K_BYTES // 8) + group[None, :],
+                mask=mine[:, None] & (group < K_BYTES // 8)[None, :],
+                other=0.0,
+            )
+            even, odd = _decoded(packed, x_scale, M, BYTES)
+            up = _multiplied(even, odd, w, s, up_row, up_scale_row, k, K_BYTES, up, N, BYTES)
+            if GATED:
+                gate = _multiplied(even, odd, w, s, gate_row, gate_scale_row, k, K_BYTES, gate, N, BYTES)
+        gate_scale, up_scale = tl.load(gate_scale_ptr + expert), tl.load(up_scale_ptr + expert)
+        if GATED:
+            gate = gate * gate_scale
+            result = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * (up * up_scale)
+        else:
+            positive = tl.maximum(up * gate_scale, 0.0)
+            result = positive * positive * up_scale
+        # The multiplier for the intermediate is in up_scale.
+        packed, scale = _quantized(result, 1.0, M, N)
+        to = position.to(tl.int64)[:, None]
+        byte = strip * (N // 2) + tl.arange(0, N // 2)
+        group = strip * (N // 16) + tl.arange(0, N // 16)
+        tl.store(out_ptr + to * (INTERMEDIATE // 2) + byte[None, :], packed, mask=mine[:, None])
+        tl.store(out_scale_ptr + to * (INTERMEDIATE // 16) + group[None, :], scale, mask=mine[:, None])
+
+
+@triton.jit
+def _gemm2_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_scale_ptr,
+    weights_ptr,
+    scales_ptr,
+    row_ptr,
+    scale_row_ptr,
+    out_scale_ptr,
+    slot_ptr,
+    block_expert_ptr,
+    block_first_ptr,
+    block_end_ptr,
+    out_ptr,
+    experts,
+    first_column,
+    columns,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Rows x @ w2.T, float32, of M slots of one expert and N of the ``columns`` columns from ``first_column`` on."""
+    strips = columns // N
+    block = tl.program_id(0) // strips
+    strip = tl.program_id(0) % strips
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    if expert < experts:
+        position = tl.load(block_first_ptr + block) + tl.arange(0, M)
+        mine = position < tl.load(block_end_ptr + block)
+        K_BYTES: tl.constexpr = INTERMEDIATE // 2
+        w = weights_ptr + expert * (HIDDEN * K_BYTES)
+        s = scales_ptr + expert * (HIDDEN * (K_BYTES // 8))
+        column = strip * N + tl.arange(0, N)
+        row, scale_row = tl.load(row_ptr + first_column + column), tl.load(scale_row_ptr + first_column + column)
+        at = position.to(tl.int64)[:, None]
+        acc = tl.zeros((M, N), tl.float32)
+        for k in range(0, K_BYTES, BYTES):
+            byte = k + tl.arange(0, BYTES)
+            group = k // 8 + tl.arange(0, BYTES // 8)
+            packed = tl.load(
+                x_ptr + at * K_BYTES + byte[None, :], mask=mine[:, None] & (byte < K_BYTES)[None, :], other=0
+            )
+            x_scale = tl.load(
+                x_scale_ptr + at * (K_BYTES // 8) + group[None, :],
+                mask=mine[:, None] & (group < K_BYTES // 8)[None, :],
+                other=0.0,
+            )
+            even, odd = _decoded(packed, x_scale, M, BYTES)
+            acc = _multiplied(even, odd, w, s, row, scale_row, k, K_BYTES, acc, N, BYTES)
+        slot = tl.load(slot_ptr + position, mask=mine, other=0).to(tl.int64)
+        acc = acc * tl.load(out_scale_ptr + expert)
+        tl.store(out_ptr + slot[:, None] * columns + column[None, :], acc, mask=mine[:, None])
+
+
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr,
+    expert_ptr,
+    weight_ptr,
+    out_ptr,
+    experts,
+    columns,
+    out_stride,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+):
+    """out [token, columns] = sum over the token's slots of weight * row, slot by slot."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    inside = column < columns
+    total = tl.zeros((N,), tl.float32)
+    for k in range(TOP_K):
+        slot = token * TOP_K + k
+        # The rows of slots whose expert is elsewhere were never written.
+        local = tl.load(expert_ptr + slot) < experts
+        row = tl.load(rows_ptr + slot * columns + column, mask=inside & local, other=0.0)
+        total += row * tl.load(weight_ptr + slot)
+    tl.store(out_ptr + token * out_stride + column, total.to(tl.bfloat16), mask=inside)
+
+
+def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
+    """Slots grouped by expert, and the groups cut into blocks of at most ``_BLOCK_M``: int32 tensors on the device.
+
+    :param expert: int64 [slots], ``experts`` where a slot has none here.
+    :returns: slot: [slots], the slots in the order of their experts. block_expert, block_first, block_end: [blocks], a
+        block's expert (``experts``: unused), its first position in ``slot``, and the position where its expert ends. As
+        many blocks as there can be, whatever the routing.
+    """
+    slots, device = expert.numel(), expert.device
+    in_order, slot = expert.sort(stable=True)
+    start = torch.searchsorted(in_order, torch.arange(experts + 1, device=device))
+    blocks = (start.diff() + _BLOCK_M - 1) // _BLOCK_M
+    block_stop = blocks.cumsum(0)
+    # Each expert with a slot has at most one block that is not full.
+    block = torch.arange(min(slots, experts) + slots // _BLOCK_M, device=device)
+    block_expert = torch.searchsorted(block_stop, block, right=True)
+    of = block_expert.clamp(max=experts - 1)
+    block_first = start[of] + (block - (block_stop[of] - blocks[of])) * _BLOCK_M
+    return tuple(t.int() for t in (slot, block_expert, block_first, start[of + 1]))
+
+
+def run_experts(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_rows: tuple[torch.Tensor, torch.Tensor],
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_rows: tuple[torch.Tensor, torch.Tensor],
+    output1_scale_scalar: torch.Tensor,
+    output1_scale_gate_scalar: torch.Tensor,
+    output2_scale_scalar: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    gated: bool,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> None:
+    """The routed experts of an NVFP4 layer, ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after the routing.
+
+    :param ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
+    :param weights: float32 [tokens, top_k].
+    :param hidden_states: uint8 [tokens, hidden // 2]; hidden_states_scale: float8_e4m3fn [tokens, hidden // 16].
+    :param gemm1_weights: uint8 [experts, rows, hidden // 2], rows 2 * intermediate if ``gated``, else intermediate;
+        gemm1_weights_scale: float8_e4m3fn [experts, rows, hidden // 16].
+    :param gemm1_rows: int [rows] each, for weights and scales: where the layout has put row i.
+    :param gemm2_weights: uint8 [experts, hidden, intermediate // 2]; gemm2_weights_scale: float8_e4m3fn [experts,
+        hidden, intermediate // 16]; gemm2_rows: int [hidden] each.
+    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [experts].
+    :param output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
+    :param scratch_bytes: bound of the scratch memory, as far as 128 tokens and 64 columns at a time allow.
+    """
+    tokens, top_k = ids.shape
+    experts, hidden, intermediate = gemm2_weights.shape[0], gemm2_weights.shape[1], gemm2_weights.shape[2] * 2
+    # A token's experts in the order of their numbers, so that its sum does not depend on the order given.
+    expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    expert, order = expert.sort(dim=1, stable=True)
+    weights = weights.gather(1, order).contiguous()
+
+    per_slot = intermediate // 2 + intermediate // BLOCK_SIZE
+    step = max(128, scratch_bytes // (top_k * (per_slot + _BLOCK_N * 4)))
+    columns = scratch_bytes - min(tokens, step) * top_k * per_slot
+    columns = max(columns // (min(tokens, step) * top_k * 4) // _BLOCK_N, 1) * _BLOCK_N
+    columns = min(columns, hidden)
+    for first in range(0, tokens, step):
+        here = slice(first, min(first + step, tokens))
+        _run_pass(
+            expert[here],
+            weights[here],
+            hidden_states[here],
+            hidden_states_scale[here],
+            (gemm1_weights, gemm1_weights_scale, *gemm1_rows, output1_scale_gate_scalar, output1_scale_scalar),
+            (gemm2_weights, gemm2_weights_scale, *gemm2_rows, output2_scale_scalar),
+            output[here],
+            columns,
+            gated,
+        )
+
+
+def _run_pass(
+    expert: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    gemm1: tuple[torch.Tensor, ...],
+    gemm2: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+    most_columns: int,
+    gated: bool,
+) -> None:
+    slots, top_k, device = expert.numel(), expert.shape[1], x.device
+    experts, hidden, intermediate = gemm2[0].shape[0], gemm2[0].shape[1], gemm2[0].shape[2] * 2
+    slot, *blocks = _blocks(expert.flatten(), experts)
+    tile: dict[str, Any] = {"M": _BLOCK_M, "N": _BLOCK_N, "BYTES": _BLOCK_BYTES, "num_warps": 4}
+    sizes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
+    count = blocks[0].numel()
+    packed = torch.empty(slots, intermediate // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(slots, intermediate // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
+    _gemm1_kernel[(count * (intermediate // _BLOCK_N),)](
+        x, x_scale, *gemm1, slot, *blocks, packed, scale, experts, **sizes, TOP_K=top_k, GATED=gated, **tile
+    )
+    rows = torch.empty(slots * most_columns, dtype=torch.float32, device=device)
+    for first in range(0, output.shape[1], most_columns):
+        columns = min(most_columns, hidden - first)
+        _gemm2_kernel[(count * (columns // _BLOCK_N),)](
+            packed, scale, *gemm2, slot, *blocks, rows, experts, first, columns, **sizes, **tile
+        )
+        strip = output[:, first : first + columns]
+        _sum_kernel[(strip.shape[0], triton.cdiv(columns, 1024))](
+            rows, expert, weights, strip, experts, columns, output.stride(0), TOP_K=top_k, N=1024
+        )
+
+
+assert E4M3_MAX == 448.0  # spelled out in _quantized

@@ -1,0 +1,386 @@
+"""Serve stock and patched, evaluate both, compare, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_moe_patches.core import engine, patch
+from sglang_moe_patches.core.variables import OBSERVE
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.lab.regress import bound, duration, gsm8k, report
+from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, smallest_sample
+from sglang_moe_patches.lab.regress.gsm8k import Evaluation, Progress
+from sglang_moe_patches.lab.servers import gpu, refusals
+from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
+from sglang_moe_patches.lab.servers.interrupts import Interrupts
+from sglang_moe_patches.lab.servers.keeper import StillRunning
+from sglang_moe_patches.lab.servers.refusals import Refusal
+from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting
+from sglang_moe_patches.lab.servers.subject import PATCHED, STOCK, PortInUse, Subject
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Subject", "check", "enough", "run"]
+
+
+class CannotRun(RuntimeError):
+    """A run could not be made. The message says what to change, or carries the end of the server's log."""
+
+
+class PatchedFailed(RuntimeError):
+    """The patched server failed to start or to answer where the stock server did not: that is worse."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Two servers that run already."""
+
+    stock: str
+    patched: str
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """When patched is called worse, and when no worse; see :func:`compare.compare`."""
+
+    require_identical: bool
+    alpha: float
+    max_drop: float = MAX_DROP
+
+    @property
+    def fewest(self) -> int:
+        """Questions with which there can be a verdict by accuracy."""
+        return max(smallest_sample(self.alpha), bound.fewest(self.max_drop / 100, self.alpha))
+
+
+SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
+REFUSED: dict[str, Refusal] = {
+    **refusals.of_every_command(
+        "regress",
+        same="answers are",
+        instead=SERVE_YOURSELF,
+        of_a_pair=f"put a router before each pair, {SERVE_YOURSELF}",
+    ),
+    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
+}
+"""Server arguments that are refused, by name."""
+
+
+def enough(data_path: Path | None, criterion: Criterion) -> int:
+    """How many questions to ask where nobody says: as many as show that patched is no worse by more than may be lost.
+
+    :param data_path: with the questions; ``None``: all of GSM8K's are there.
+    :raises CannotRun: there are fewer, or the file cannot be used.
+    """
+    try:
+        there = gsm8k.GSM8K if data_path is None else gsm8k.count_questions(data_path)
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+    needed = bound.questions_for(criterion.max_drop / 100, criterion.alpha)
+    assert needed is not None  # expected to lose as many as it gains
+    if needed <= there or criterion.require_identical:
+        return min(needed, there)
+    raise CannotRun(
+        f"--max-drop {criterion.max_drop:g} needs {needed:,} questions at --alpha {criterion.alpha:g} if both servers "
+        f"are equally good and answer {100 * bound.CHURN:g} % otherwise, and there are {there:,}; allow a larger "
+        f"--max-drop, or ask all (--num-questions {there}) and risk that it is inconclusive"
+    )
+
+
+def check(
+    subject: Subject | Addresses,
+    evaluation: Evaluation,
+    criterion: Criterion,
+    environment: Mapping[str, str],
+    output: Path,
+) -> None:
+    """Find out what is wrong before a minute is spent on starting a server.
+
+    :raises CannotRun: one line that names the argument and what to give instead.
+    """
+    try:
+        if evaluation.data_path is not None:
+            gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
+        refusals.check_output(output)
+        if isinstance(subject, Subject):
+            subject.check(REFUSED, environment)
+        else:
+            refusals.check_address("--baseline-url", subject.stock)
+            refusals.check_address("--patched-url", subject.patched)
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+    if not criterion.require_identical and evaluation.questions < criterion.fewest:
+        raise CannotRun(
+            f"{evaluation.questions} questions cannot show a drop in accuracy to be below --max-drop "
+            f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, however alike the answers; ask at least "
+            f"{criterion.fewest} (--num-questions), or compare answers one by one (--require-identical)"
+        )
+
+
+def run(
+    subject: Subject | Addresses,
+    evaluation: Evaluation,
+    criterion: Criterion,
+    *,
+    environment: dict[str, str],
+    output: Path,
+    console: Console,
+) -> Comparison:
+    """Evaluate stock and patched, print the comparison, and write the report with the servers' logs beside it.
+
+    What was found out is never lost: where the report cannot be made, what each server answered is written to
+    ``output``, or to a new temporary folder, and said.
+
+    :param environment: of the servers; the client's is made from it.
+    :raises CannotRun: a run could not be made.
+    :raises PatchedFailed: the stock server answered everything and the patched one did not start or not answer.
+    :raises KeyboardInterrupt: a signal has come. All servers are ended.
+    """
+    check(subject, evaluation, criterion, environment, output)
+    runs: list[Run] = []
+    with Interrupts() as interrupts, scratch(keep_in=output) as logs:
+        ask = _Asking(evaluation, environment, interrupts.check, console, _beforehand(evaluation, criterion))
+        try:
+            for each in ask.servers(subject, logs, console) if isinstance(subject, Subject) else ask.addresses(subject):
+                runs.append(each)
+                # Where we are killed, the next server's keeper puts it into `output`.
+                (logs / f"{each.name}.json").write_bytes(_answers(each))
+            comparison = compare(*runs, **asdict(criterion))
+            report.print_table(comparison, console)
+            report.write(comparison, output)
+        except BaseException as error:
+            answers = {f"{each.name}.json": _answers(each) for each in runs}
+            if answers or isinstance(error, Exception):
+                kept = keep({**answers, **logs_in(logs)}, output)
+                for name in answers:
+                    console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
+            raise
+        keep(logs_in(logs), output)
+    return comparison
+
+
+def _answers(found: Run) -> bytes:
+    return json.dumps(asdict(found)).encode()
+
+
+def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
+    """What will be asked, and what that can show."""
+    asked = f"{evaluation.questions:,} questions to each server, one server after the other"
+    if criterion.require_identical:
+        return f"{asked}; any answer that differs is worse."
+    churn = bound.CHURN / 2
+    chance = bound.shown(evaluation.questions, criterion.max_drop / 100, criterion.alpha, churn, churn)
+    return (
+        f"{asked}. If both are equally good and answer {100 * bound.CHURN:g} % otherwise, so many show that patched is "
+        f"no worse by more than {report.points(criterion.max_drop)} in {100 * chance:.0f} of 100 runs."
+    )
+
+
+def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
+    """Evaluate servers that run already.
+
+    :param urls: by the name of the run.
+    :raises CannotRun: no engine answers at one of them; nobody was asked anything.
+    :raises gsm8k.EvaluationFailed: one did not answer everything.
+    """
+    return list(_Asking(evaluation, environment).urls(urls))
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Asks servers the same questions in the same way.
+
+    :param environment: of servers that are started; the client's is made from it.
+    :param interrupt: called a few times a second while waiting; raises when it is time to end.
+    """
+
+    evaluation: Evaluation
+    environment: dict[str, str]
+    interrupt: Callable[[], None] = lambda: None
+    console: Console | None = None
+    """Where it is said how long it takes; ``None``: nobody wants to know."""
+    beforehand: str = ""
+    """Said there once nothing is found to be wrong with what was given."""
+
+    def addresses(self, subject: Addresses) -> Iterator[Run]:
+        """Stock, then patched; see :func:`run`."""
+        name = STOCK
+        try:
+            for found in self.urls({STOCK: subject.stock, PATCHED: subject.patched}):
+                yield found
+                name = PATCHED
+        except gsm8k.EvaluationFailed as error:
+            raise _failure(name)(str(error)) from error
+
+    def urls(self, urls: dict[str, str]) -> Iterator[Run]:
+        """See :func:`evaluate_urls`."""
+        bare = {name: url.rstrip("/") for name, url in urls.items()}
+        releases = {name: _release(url) for name, url in bare.items()}
+        if self.console is not None:
+            self.console.print(self.beforehand, highlight=False)
+        for name, url in bare.items():
+            with scratch() as work:
+                rest = len(urls) - 1 if name == next(iter(urls)) else 0
+                yield self._evaluate(name, url, work, command=(url,), release=releases[name], rest=rest)
+
+    def servers(self, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
+        """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
+
+        One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
+        down.
+
+        :param logs: folder for the servers' logs.
+        """
+        console.print(self.beforehand, highlight=False)
+        before = gpu.used_mib()
+        try:
+            yield from self._server(STOCK, subject, logs, console)
+            gpu.wait_until_free(before, self.interrupt)
+            yield from self._server(PATCHED, subject, logs, console)
+        except (StillRunning, gpu.MemoryHeld, PortInUse) as error:
+            raise CannotRun(str(error)) from error
+
+    def _server(self, name: str, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
+        with scratch() as work:
+            observed = work / "observed"
+            observed.mkdir()
+            child = {**self.environment, OBSERVE.name: str(observed)}
+            server = subject.server(name, child, logs / f"{name}.log")
+            try:
+                with ExitStack() as stack:
+                    with shown_starting(server, console, self.interrupt):
+                        stack.enter_context(server)
+                    if events.collect(observed) is None:
+                        raise CannotRun(
+                            f"the {name} server did not load this package's plugin, so nothing would be compared; is "
+                            f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
+                        )
+                    ready = f"{name}: ready after {server.startup_s:.0f} s"
+                    console.print(f"{ready}; asking {self.evaluation.questions} questions")
+                    release = engine.version() or "unknown"
+                    rest = int(name == STOCK)
+                    found = self._evaluate(
+                        *(name, server.url, work),
+                        command=tuple(server.command),
+                        release=release,
+                        rest=rest,
+                        start_s=server.startup_s,
+                    )
+                    server.check()
+                    figures = events.collect(observed)
+                    # Before the server is ended: whatever happens then, this run is made.
+                    yield _with_figures(replace(found, startup_s=server.startup_s), figures)
+            except ServerFailed as error:
+                raise _failure(name)(str(error)) from error
+            except gsm8k.EvaluationFailed as error:
+                raise _failure(name)(f"{error}\n{server.log_tail()}") from error
+
+    def _evaluate(
+        self,
+        name: str,
+        url: str,
+        work: Path,
+        *,
+        command: tuple[str, ...],
+        release: str,
+        rest: int = 0,
+        start_s: float = 0.0,
+    ) -> Run:
+        """:param rest: servers to ask after this one, each of which takes ``start_s`` to start."""
+        # The client is no engine process: it must not observe or patch anything.
+        ours = (OBSERVE.name, patch.SELECT_VARIABLE)
+        client = {variable: value for variable, value in self.environment.items() if variable not in ours}
+        with self._shown(name, rest, start_s) as watch:
+            found = gsm8k.evaluate(url, client, self.evaluation, work, watch, rehearse=self.console is not None)
+        return Run(
+            name=name,
+            engine=release,
+            command=command,
+            answers=tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in found["answers"]),
+            startup_s=0.0,
+            latency_s=found["latency_s"],
+            input_tokens=found["input_tokens"],
+            output_tokens=found["output_tokens"],
+            memory=None,
+            changes=(),
+        )
+
+    @contextmanager
+    def _shown(self, name: str, rest: int, start_s: float) -> Iterator[Callable[[Progress], None]]:
+        """What to call a few times a second within the block: it says how long all takes, and how far it is."""
+        if self.console is None:
+            yield lambda progress: self.interrupt()
+            return
+        console, estimated, said = self.console, False, 0.0
+        with console.status(f"{name}: asking", refresh_per_second=4) as status:
+
+            def watch(progress: Progress) -> None:
+                nonlocal estimated, said
+                self.interrupt()
+                if progress.rehearsed_s and not estimated:
+                    estimated, said = True, 0.0
+                    console.print(
+                        _estimate(name, self.evaluation, progress.rehearsed_s, rest, start_s), highlight=False
+                    )
+                left = duration.left(self.evaluation, progress)
+                if progress.rehearsed_s is None:
+                    line = f"{name}: asking the first {self.evaluation.rehearsed}, to know how long all take"
+                else:
+                    line = f"{name}: {progress.answered:,} of {self.evaluation.questions:,} answered"
+                line += "" if left is None else f", about {duration.spoken(left)} left"
+                status.update(line)
+                if not console.is_terminal and progress.seconds - said >= SAID_EVERY_S:
+                    said = progress.seconds
+                    console.print(line, highlight=False)
+
+            yield watch
+
+
+SAID_EVERY_S = 30.0
+"""Seconds between two lines about how far an evaluation is, where there is no terminal."""
+
+
+def _estimate(name: str, evaluation: Evaluation, rehearsed_s: float, rest: int, start_s: float) -> str:
+    """How long this server's evaluation takes, and how long all that is left to do."""
+    low, high = duration.estimate(evaluation, rehearsed_s)
+    said = (
+        f"{name}: its {evaluation.questions:,} questions take about {duration.between(low, high)} (from "
+        f"{rehearsed_s:.1f} s for the first {evaluation.rehearsed}, asked first)"
+    )
+    if rest:
+        whole = [(1 + rest) * each + rest * start_s for each in (low, high)]
+        started = "" if not start_s else ", a start like this one's included"
+        said += f"; the rest of this run about {duration.between(*whole)}{started}"
+    return f"{said}."
+
+
+def _failure(name: str) -> type[CannotRun | PatchedFailed]:
+    return CannotRun if name == STOCK else PatchedFailed
+
+
+def _with_figures(found: Run, process: events.Process | None) -> Run:
+    """``found`` with what its server observed of itself."""
+    if process is None:
+        return found
+    memory = process.memory if process.memory.forwards else None
+    return replace(found, memory=memory, acted=process.acted, not_observed=process.failure, changes=process.changes)
+
+
+def _release(url: str) -> str:
+    """The engine's release.
+
+    :raises CannotRun: no engine answers at ``url``.
+    """
+    import httpx
+
+    try:
+        info = httpx.get(f"{url}/get_server_info", timeout=30).raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise CannotRun(f"{url}: no SGLang server answers there: {error}") from None
+    return str(info.get("version", "unknown"))

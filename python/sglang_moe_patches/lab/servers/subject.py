@@ -1,0 +1,80 @@
+"""What is served: one model with its server arguments, stock or patched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_moe_patches.core import patch
+from sglang_moe_patches.lab.servers import refusals
+from sglang_moe_patches.lab.servers.refusals import Refusal
+from sglang_moe_patches.lab.servers.server import Server, port_in_use
+from sglang_moe_patches.registry import CHANGES
+
+STOCK, PATCHED = "stock", "patched"
+VARIABLES: Mapping[str, Mapping[str, str]] = {STOCK: {patch.SELECT_VARIABLE: "none"}, PATCHED: {}}
+"""What sets the two servers apart: environment variables, by the server's name."""
+
+
+class PortInUse(ValueError):
+    """Somebody listens where a server shall."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to serve, on servers that are alike but for :data:`VARIABLES`.
+
+    :param model: a folder, a name on the hub, or an address that the engine can load from.
+    :param arguments: of the servers, without model, host and port.
+    :param startup_timeout: seconds until a server must answer.
+    :param port: of every server, one after the other; ``None`` for free ones.
+    """
+
+    model: str
+    arguments: tuple[str, ...]
+    startup_timeout: float = 1800
+    port: int | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Server arguments with the model."""
+        path = Path(self.model).expanduser()
+        return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
+
+    def check(self, refused: Mapping[str, Refusal], environment: Mapping[str, str]) -> None:
+        """Find out what is wrong before a minute is spent on starting a server.
+
+        :param refused: server arguments that the command cannot serve, by name.
+        :param environment: of the servers.
+        :raises ValueError: one line that names what is wrong and what to give instead.
+        """
+        refusals.check_server_arguments(list(self.arguments), refused)
+        refusals.check_model(self.model)
+        refusals.check_plugins(environment)
+        patch.check_environment(CHANGES, environment)
+        self._check_port()
+
+    def _check_port(self) -> None:
+        if self.port is not None and port_in_use(self.port):
+            raise PortInUse(f"port {self.port} is in use; choose another --port, or leave it out for a free one")
+
+    def server(
+        self,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
+        *more: str,
+        variables: Mapping[str, str] | None = None,
+    ) -> Server:
+        """``STOCK`` or ``PATCHED``, not started yet.
+
+        :param environment: the whole environment of its process, but for what sets the two apart.
+        :param log: file that takes its output.
+        :param more: server arguments of this one alone.
+        :param variables: what sets it apart; ``None``: :data:`VARIABLES`.
+        :raises PortInUse: it could not listen on its port.
+        """
+        self._check_port()
+        own = {**environment, **(VARIABLES[name] if variables is None else variables)}
+        return Server(name, [*self.given, *more], own, log, timeout=self.startup_timeout, port=self.port)

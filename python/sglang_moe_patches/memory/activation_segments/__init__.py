@@ -1,0 +1,67 @@
+"""activation-segments: eager activations come from expandable segments, once the server has started.
+
+Why
+    After prompts of many lengths PyTorch's caching allocator holds blocks that fit nothing: *slack*. At Kimi-K2.5's
+    widths and chunks of 16,384 tokens that is 5.7 GB beside 3.1 GB of tensors, and no user can see it. With expandable
+    segments the driver maps memory where it is wanted. Turned on from the start, they break what shares memory between
+    processes: handles of CUDA IPC cannot be had for such memory.
+
+How
+    Weights, KV cache, graphs and registered buffers are in place when ``Scheduler.run_event_loop`` begins, those of a
+    draft model too. There the allocator is switched over (:mod:`.switch`). Ordinary blocks that it keeps stay usable,
+    and the graphs' pools are what they were.
+
+    Where memory must be ordinary all the same, the switch is off for that long: while a graph is captured, whoever
+    captures it (``torch.cuda.CUDAGraph``), in the engine's whole region around captures, at whose end buffers are
+    registered with other processes (``GroupCoordinator.graph_capture``), and while memory comes from a pool of
+    somebody's own (``torch.cuda.use_mem_pool``).
+
+    Ranks decide alike: the switch is tried on each, and stays on if it works on all (:func:`.switch.everywhere`).
+
+    Which servers: :mod:`.decide`. By itself only where it was seen on a GPU.
+
+Upstream
+    None.
+
+Remove when
+    the engine starts its servers so, or PyTorch's allocator keeps no such blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_moe_patches.core.patch import Change, Plan
+from sglang_moe_patches.memory.activation_segments import decide
+
+
+def _pytorch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _unneeded(server_args: Any) -> str | None:
+    return decide.stands_back(decide.SEGMENTS.read(), decide.situation_of(server_args, os.environ, _pytorch()))
+
+
+def _plan() -> Plan:
+    from sglang_moe_patches.memory.activation_segments import switch
+
+    if reason := decide.lacks(switch.allocator()):
+        return Plan.not_needed(reason)
+    # Without a server too, as for doctor.
+    if reason := decide.stands_back(decide.SEGMENTS.read(), decide.of_process(os.environ, _pytorch())):
+        return Plan.not_needed(reason)
+    return Plan.applied(switch.look())
+
+
+CHANGE = Change(
+    name="activation-segments",
+    summary="after the start, activations come from expandable segments, of which the allocator keeps less: where "
+    "that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
+    plan=_plan,
+    unneeded=_unneeded,
+    variables=(decide.SEGMENTS,),
+)

@@ -1,0 +1,185 @@
+"""Whether a server's activations may come from expandable segments: pure functions of what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_moe_patches.core.variables import Variable
+
+_ASKED = {"": None, "on": True, "off": False}
+
+
+def _on_or_off(text: str) -> bool | None:
+    if text not in _ASKED:
+        raise ValueError(f"expected on or off, got {text!r}")
+    return _ASKED[text]
+
+
+SEGMENTS = Variable(
+    "SGLANG_MOE_PATCHES_SEGMENTS",
+    "on, off: whether a server's activations come from expandable segments; unset: where that was seen on a GPU",
+    _on_or_off,
+)
+
+CONFIGURATIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""A user's own configuration of the allocator: a switch while the server runs would set all of it anew."""
+
+SEEN_PYTORCH = ("2.11",)
+"""Whose allocator was seen to do it on a GPU."""
+
+
+def _several(size: Any) -> bool:
+    return size not in (None, 0, 1)
+
+
+def _not(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in (None, False, *values)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a server may have that could meet such memory.
+
+    :param argument: of the engine's ``ServerArgs``. A release that has no such argument has no such feature.
+    :param why: it is left alone whatever is asked; "": where nobody asks, for it was not seen on a GPU.
+    :param has: whether the argument's value means that the server has it.
+    :param name: for people; "": the option.
+    """
+
+    argument: str
+    why: str = ""
+    has: Callable[[Any], object] = bool
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or f"--{self.argument.replace('_', '-')}"
+
+
+_BY_HANDLE = "which registers memory that comes later, or shares it by handle"
+
+FEATURES = (
+    Feature("enable_memory_saver", "which stands in for cudaMalloc, by which expandable segments are not made"),
+    Feature("disaggregation_mode", _BY_HANDLE, _not("null")),
+    Feature("encoder_only", _BY_HANDLE),
+    Feature("language_only", _BY_HANDLE),
+    Feature("elastic_ep_backend", _BY_HANDLE, _not("none")),
+    Feature("load_format", _BY_HANDLE, lambda value: value == "remote_instance", "--load-format remote_instance"),
+    Feature("remote_instance_weight_loader_start_seed_via_transfer_engine", _BY_HANDLE),
+    Feature("weight_cache_mode", _BY_HANDLE, _not("off")),
+    Feature("enable_symm_mem", "whose pool is entered in every layer"),
+    Feature("nnodes", "whose ranks may have another environment, and could not decide alike", _several),
+    # Not seen.
+    Feature("attn_cp_size", has=_several),
+    Feature("dcp_size", has=_several),
+    Feature("moe_a2a_backend", has=_not("none")),
+    Feature("enable_flashinfer_allreduce_fusion", name="FlashInfer's fused all-reduce"),
+    Feature("enable_torch_symm_mem"),
+    Feature("enable_mscclpp"),
+    Feature("enable_pdmux"),
+    Feature("speculative_algorithm"),
+    Feature("hicache_storage_backend"),
+    Feature("enable_lmcache"),
+    Feature("kt_weight_path"),
+)
+"""By name, with what is done about each. What is not here is left to run with it.
+
+Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): who gives one is another
+process, whose allocator is as it was.
+"""
+
+VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
+"""The engine's variable by which a vision tower captures graphs while it serves. Not seen."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A server, as far as it matters here.
+
+    :param device: ``--device``.
+    :param configured: which of ``CONFIGURATIONS`` is set; "": none.
+    :param never: why it is left alone whatever is asked, each with its feature's name.
+    :param unseen: names of what it has that was not seen on a GPU.
+    """
+
+    device: str = "cuda"
+    configured: str = ""
+    never: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+
+def situation_of(server_args: Any, environ: Mapping[str, str], pytorch: str) -> Situation:
+    """What the engine's (resolved) ``ServerArgs`` and the process say.
+
+    :param pytorch: its version.
+    """
+    had = [each for each in FEATURES if each.has(getattr(server_args, each.argument, None))]
+    graphs = environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true")
+    return Situation(
+        device=server_args.device,
+        configured=_configured(environ),
+        never=tuple(f"of {each}, {each.why}" for each in had if each.why),
+        unseen=(*_unseen_pytorch(pytorch), *(str(each) for each in had if not each.why), *[VIT_GRAPHS] * graphs),
+    )
+
+
+def of_process(environ: Mapping[str, str], pytorch: str) -> Situation:
+    """The same without a server: what holds for all of this environment's."""
+    return Situation(configured=_configured(environ), unseen=_unseen_pytorch(pytorch))
+
+
+def _configured(environ: Mapping[str, str]) -> str:
+    return next((name for name in CONFIGURATIONS if environ.get(name, "").strip()), "")
+
+
+def _unseen_pytorch(version: str) -> tuple[str, ...]:
+    release = ".".join(version.split(".")[:2])
+    return () if release in SEEN_PYTORCH else (f"PyTorch {release}",)
+
+
+def stands_back(asked: bool | None, server: Situation) -> str | None:
+    """Why a server's allocator is left as it is; ``None``: it is switched over.
+
+    :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
+    """
+    if asked is False:
+        return f"{SEGMENTS.name} is off"
+    if server.device != "cuda":
+        return f"--device is {server.device}"
+    if server.configured:
+        return f"{server.configured} is set, and the switch would undo it"
+    if server.never:
+        return server.never[0]
+    if server.unseen and not asked:
+        return f"{server.unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on"
+    return None
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """PyTorch's allocator of this process.
+
+    :param hip: a PyTorch for AMD's GPUs.
+    :param settable: its settings can be changed while it runs.
+    :param backend: "native", or another one.
+    :param maps: the driver maps memory where it is told to (virtual memory management); ``None``: no driver to ask.
+    """
+
+    hip: bool = False
+    settable: bool = True
+    backend: str = "native"
+    maps: bool | None = True
+
+
+def lacks(found: Allocator) -> str | None:
+    """What the allocator lacks for it, or ``None``."""
+    if found.hip:
+        return "this PyTorch is AMD's: not seen"
+    if not found.settable:
+        return "this PyTorch's allocator cannot be set while it runs"
+    if found.backend != "native":
+        return f"the allocator is {found.backend}, not PyTorch's own"
+    if found.maps is False:
+        return "the driver has no virtual memory management"
+    return None

@@ -1,0 +1,115 @@
+"""Who says when which request of the script is put: knows nothing of the engine but what is reported to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sglang_moe_patches.memory.kv_sizing.script import DECODES, SHORT_PROMPT, Load, Phase, Seen, Tokens, room
+from sglang_moe_patches.memory.kv_sizing.script import Configuration as Limits
+
+ATTEMPTS = 2
+"""Which requests share a forward depends on what the scheduler has left to do when they arrive."""
+
+Make = Callable[[str, Sequence[int], int, Mapping[str, Any]], Any]
+"""A request of the engine's, from its name, prompt, new tokens and sampling parameters."""
+
+
+class Conductor:
+    """The script of one server, from the first request to the last answer.
+
+    Asked again and again for what to put; in between it is told what was seen and answered.
+
+    :param abort: makes the request that ends all others.
+    :param late: whether no further phase is to begin.
+    """
+
+    def __init__(self, load: Load, limits: Limits, make: Make, abort: Callable[[], Any], late: Callable[[], bool]):
+        self.load, self.limits, self._make, self._abort, self._late = load, limits, make, abort, late
+        self.driven: list[str] = []
+        self.missed: list[str] = []
+        self.over = False
+        self._count = 0
+        self._waiting: set[str] = set()
+        self._phase: Phase | None = None
+        self._seen = self._decoding = self._idle = self._ended = False
+        self._steps = self._run()
+
+    def saw(self, forward: Seen) -> None:
+        """A forward has run."""
+        if self._phase is None:
+            return
+        self._seen = self._seen or self._phase.bound.met(forward)
+        behind = forward.batch.mode in DECODES and forward.batch.requests >= self._phase.background
+        self._decoding = self._decoding or behind
+
+    def answered(self, name: str) -> None:
+        """A request has ended, however it did."""
+        self._waiting.discard(name)
+
+    def end(self) -> None:
+        """No further phase; what runs is aborted."""
+        self._ended = True
+
+    def put(self, idle: bool) -> list[Any]:
+        """What to put now; nothing while requests are waited for.
+
+        :param idle: the scheduler has nothing to do: what is waited for has been lost.
+        """
+        self._idle = idle
+        try:
+            return next(self._steps)
+        except StopIteration:
+            self.over = True
+            return []
+
+    def _run(self) -> Iterator[list[Any]]:
+        for number, phase in enumerate(self.load.phases):
+            self._phase, self._seen = phase, False
+            for attempt in range(ATTEMPTS):
+                if self._stopping():
+                    break
+                yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
+                if self._seen:
+                    break
+            (self.driven if self._seen else self.missed).append(phase.name)
+            if self._stopping():
+                self.missed += [left.name for left in self.load.phases[number + 1 :]]
+                break
+        self._phase = None
+
+    def _stopping(self) -> bool:
+        return self._ended or self._late()
+
+    def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
+        self._decoding = False
+        if phase.background:
+            others = [tokens.some(SHORT_PROMPT) for _ in range(phase.background)]
+            yield self._requests(others, room(phase.background, self.limits, most=4096), phase.sampling)
+            while self._waiting and not (self._decoding or self._idle or self._ended):
+                yield []
+        behind = set(self._waiting)
+        prompts = phase.prompts(tokens)
+        for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
+            yield self._requests(turn, phase.new_tokens, phase.sampling)
+            while self._waiting - behind and not self._idle and not self._ended:
+                if self._seen and not phase.to_the_end and not phase.in_turn:
+                    break
+                yield []
+            if self._ended:
+                break
+        if self._waiting and not self._idle:
+            yield [self._abort()]
+            while self._waiting and not self._idle:
+                # The engine aborts in the batch whose turn it is, and a pipeline has several.
+                yield [self._abort()] if self.limits.stages > 1 else []
+        self._waiting.clear()
+
+    def _requests(self, prompts: Sequence[Sequence[int]], new: int, sampling: Mapping[str, Any]) -> list[Any]:
+        made = []
+        for prompt in prompts:
+            self._count += 1
+            name = f"rehearsal-{self._count}"
+            self._waiting.add(name)
+            made.append(self._make(name, prompt, new, sampling))
+        return made

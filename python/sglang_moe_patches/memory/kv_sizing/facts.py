@@ -1,0 +1,110 @@
+"""What the engine says of a batch, and of a model runner's pools: in the process that has them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_moe_patches.memory.kv_sizing.script import MAMBA, Batch, ServerFacts
+
+GIB = 1 << 30
+WINDOWS = "sliding-window"
+REHEARSED = {"SWAKVPool": WINDOWS, "HybridLinearKVPool": MAMBA}
+"""The pools of more than one KV cache that are known, by the engine's name for the one of the keys and values."""
+LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK")
+"""Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
+
+
+def batch_facts(batch: Any) -> Batch:
+    """What the engine's ``ForwardBatch`` says of itself."""
+    prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
+    lengths = _numbers(getattr(batch, "extend_seq_lens_cpu", None))
+    starts = _numbers(getattr(batch, "extend_logprob_start_lens_cpu", None))
+    asked = 0
+    if getattr(batch, "return_logprob", False) and starts:
+        asked = sum(max(0, length - start) for length, start in zip(lengths, starts, strict=False))
+    gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
+    return Batch(
+        mode=batch.forward_mode.name,
+        tokens=0 if batch.input_ids is None else int(batch.input_ids.shape[0]),
+        requests=int(batch.batch_size),
+        prefix=sum(prefixes),
+        longest_prefix=max(prefixes, default=0),
+        longest=_longest(getattr(batch, "seq_lens_cpu", None)),
+        logprobs=asked,
+        all_ranks=sum(gathered),
+    )
+
+
+def _longest(lengths: Any) -> int:
+    return 0 if lengths is None or not len(lengths) else int(lengths.max())
+
+
+def _numbers(values: Any) -> list[int]:
+    return [] if values is None else [int(value) for value in values]
+
+
+def server_facts(runner: Any) -> ServerFacts:
+    """What a model runner consists of, as far as this release tells."""
+    pool, table = pools(runner)
+    config = runner.model_config
+    rows = getattr(table, "req_to_token", None)
+    window_tokens = int(getattr(pool, "size_swa", 0) or 0)
+    return ServerFacts(
+        kv_bytes=pool_bytes(pool) + pool_bytes(getattr(table, "mamba_pool", None)),
+        kv_tokens=int(runner.max_total_num_tokens),
+        page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
+        table_bytes=0 if rows is None else rows.numel() * rows.element_size(),
+        table_requests=int(getattr(table, "size", 0) or 0),
+        context=int(config.context_len),
+        vocabulary=int(config.vocab_size),
+        images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
+        hybrid=hybrid(pool, table),
+        window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
+        window_tokens=window_tokens,
+        captured=_captured(runner),
+        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
+        logprob_switch=_logprob_switch(),
+    )
+
+
+def _captured(runner: Any) -> int | None:
+    graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
+    largest = getattr(graphs, "max_bs", None)
+    return None if largest is None else int(largest)
+
+
+def _logprob_switch() -> str:
+    """The variable that has prompt log-probabilities computed in chunks, where this release has one and it is off."""
+    from sglang.srt.environ import envs
+
+    switches = [name for name in LOGPROB_SWITCHES if hasattr(envs, name)]
+    return switches[0] if switches and not getattr(envs, switches[0]).get() else ""
+
+
+def pools(runner: Any) -> tuple[Any, Any]:
+    """A model runner's KV cache and its request table; ``None`` for one that it has not."""
+    return getattr(runner, "token_to_kv_pool", None), getattr(runner, "req_to_token_pool", None)
+
+
+def pool_bytes(pool: Any) -> int:
+    """Bytes of a KV cache, by its own word."""
+    return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
+
+
+def hybrid(pool: Any, table: Any) -> str:
+    """The kind of pool that is more than one KV cache, or "" for none."""
+    kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
+    if any("SWA" in kind for kind in kinds):
+        return WINDOWS
+    return MAMBA if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
+
+
+def not_known(runner: Any) -> str:
+    """A pool of more than one KV cache that is not :data:`REHEARSED`; "": there is none."""
+    pool, table = pools(runner)
+    kind = hybrid(pool, table)
+    # One that is not the other's too: of a table that has states a request takes one.
+    known = REHEARSED.get(type(pool).__name__) == kind == (hybrid(None, table) or kind)
+    several = kind or getattr(runner, "is_hybrid_swa", False)
+    return type(pool).__name__ if several and not known else ""

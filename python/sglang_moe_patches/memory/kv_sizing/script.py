@@ -1,0 +1,548 @@
+"""What is driven: the largest forwards that a server's configuration allows, as data.
+
+One definition for the rehearsal and for the tests of its phases.
+Nothing here imports the engine or torch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+DECODES = ("DECODE", "TARGET_VERIFY")
+PREFILLS = ("EXTEND",)
+SHARING = 8
+"""Requests that share the longest prefix in one forward."""
+FEW = 64
+"""New tokens of requests that wait for one long prompt, and then decode with it."""
+MIXED_DECODES = 32
+"""Requests that decode while a mixed chunk arrives."""
+SHORT_PROMPT = 8
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
+"""Choosing a token so takes more memory than taking the likeliest; model cards recommend the like."""
+PENALIZED = {**SAMPLED, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"1000": -1.0}}
+VARIED = 32
+"""Requests of the phase that leaves the allocator blocks of many sizes."""
+RISING = 8
+"""Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
+next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
+chunk, about as many are longer than all before (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
+
+
+MAMBA = "Mamba"
+"""Of :attr:`ServerFacts.hybrid`: a state for each request, beside the KV cache."""
+STATE_EVERY = 256
+"""Tokens. A state is kept where a request ends, or at multiples of 64 to 256 tokens, as release, model and strategy go:
+at multiples of these in any case."""
+WINDOW_KEPT = 128
+"""Tokens that may stay behind a sliding window until they are given back (0.5.23: every so many)."""
+
+
+class PhaseKind(StrEnum):
+    """The kinds of largest forwards that are driven; people read a label of each."""
+
+    PREFILL = "prefill"
+    TOGETHER = "together"
+    """Several prompts in one forward."""
+    BEHIND_PREFIX = "behind prefix"
+    SHARED_PREFIX = "shared prefix"
+    MIXED = "mixed"
+    CAPTURED_DECODE = "captured decode"
+    EAGER_DECODE = "eager decode"
+    VARIED = "varied"
+    PENALTIES = "penalties"
+    """The largest decode, whose sampling keeps counts of every token for every request."""
+    LONG_AMONG_SHORT = "long among short"
+    """An attention backend may copy the request table, as wide as the longest request."""
+    LOGPROBS = "logprobs"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the engine's ``ForwardBatch`` says of itself.
+
+    :param mode: the engine's ``ForwardMode``.
+    :param tokens: rows of its input.
+    :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
+    :param longest: tokens of the longest request, where the engine has them on the host.
+    :param logprobs: prompt tokens whose log-probabilities are asked for.
+    :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
+    """
+
+    mode: str
+    tokens: int
+    requests: int
+    prefix: int = 0
+    longest_prefix: int = 0
+    longest: int = 0
+    logprobs: int = 0
+    all_ranks: int = 0
+
+
+class Seen(Protocol):
+    """A forward that was observed.
+
+    :param graph: whether a captured graph ran.
+    """
+
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def graph(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a model runner consists of, as far as its release tells.
+
+    :param kv_tokens: of the KV cache, ``page`` of them a page; ``kv_bytes``: of all of it on this rank, with Mamba's
+        states.
+    :param table_bytes: of the request table, which has a row for each of ``table_requests``.
+    :param context: tokens of the model's context.
+    :param images: the model takes them.
+    :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
+    :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
+    :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
+    :param allocator: its configuration.
+    :param logprob_switch: the variable that has prompt log-probabilities computed in chunks; "": none, or it is on.
+    """
+
+    kv_bytes: int
+    kv_tokens: int
+    page: int
+    table_bytes: int
+    table_requests: int
+    context: int
+    vocabulary: int
+    images: bool = False
+    hybrid: str = ""
+    window: int = 0
+    window_tokens: int = 0
+    captured: int | None = None
+    allocator: str = ""
+    logprob_switch: str = ""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What bounds a forward on one data-parallel rank of a server that runs."""
+
+    chunk: int | None
+    """``--chunked-prefill-size``; ``None`` where chunked prefill is off."""
+    input_tokens: int
+    """The longest prompt."""
+    cache_tokens: int
+    """Tokens of the KV cache."""
+    requests: int
+    """Requests that can run at once."""
+    captured: int
+    """The largest captured decode batch; 0 without graphs."""
+    page: int = 1
+    stages: int = 1
+    """Of a pipeline, which has several batches under way."""
+    micro_batch: int = 0
+    """``--pp-max-micro-batch-size``; 0: what runs at once, shared by the stages."""
+    mixed: bool = False
+    radix_cache: bool = True
+    ranks: int = 1
+    """Data-parallel ranks, of both kinds."""
+    gathered: int = 1
+    """Ranks of data-parallel attention, whose tokens the experts see together."""
+    vocabulary: int = 1000
+    context: int = 0
+    """The model's context length."""
+    prefill_tokens: int | None = None
+    """``--max-prefill-tokens``: of several requests in one forward."""
+    window: int = 0
+    """Tokens of a sliding window."""
+    window_tokens: int = 0
+    """Tokens of the KV cache of the layers that have one; 0: none has."""
+    states: bool = False
+    """Layers keep a state for each request, and a prefix is cached where one was kept."""
+    images: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Requests in one forward."""
+        return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest prefill of one request: a chunk, or the longest prompt where that is less."""
+        return min(self.chunk or self.input_tokens, self.input_tokens)
+
+    @property
+    def together(self) -> int:
+        """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
+        # One more than those must fit into the KV cache: what they wait for.
+        most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1, self.batch]
+        if self.window_tokens:
+            # A request is admitted where the pool has a window for it, however short it is.
+            most.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
+        if self.chunk:
+            most.append(-(-self.chunk // self._paged))
+        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        if self.prefill_tokens:
+            most.append((self.prefill_tokens - 1) // self.largest)
+        return max(1, min(most)) if self.chunk or self.prefill_tokens else 1
+
+    @property
+    def packed(self) -> int:
+        """Tokens of those in one forward; of several at least so many, whose last is cut at a page."""
+        if self.together == 1:
+            return self.largest // self.page * self.page
+        all_whole, before = self.together * self.largest, self.together - 1
+        if self.chunk is None:
+            return all_whole
+        left = self.chunk - before * self._paged - self.together * self.page
+        return min(all_whole, before * self.largest + max(0, left))
+
+    @property
+    def _paged(self) -> int:
+        """What the largest prefill takes of a chunk."""
+        return -(-self.largest // self.page) * self.page
+
+
+def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
+    """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready."""
+    states = info.get("internal_states") or [{}]
+    chunk = info.get("chunked_prefill_size")
+    return Configuration(
+        chunk=int(chunk) if chunk and chunk > 0 else None,
+        # The engine refuses a prompt of as many tokens as that.
+        input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
+        cache_tokens=int(info.get("max_total_num_tokens") or facts.kv_tokens),
+        requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
+        captured=_captured(info, facts),
+        page=facts.page,
+        stages=int(info.get("pp_size") or 1),
+        micro_batch=int(info.get("pp_max_micro_batch_size") or 0),
+        mixed=bool(info.get("enable_mixed_chunk")),
+        radix_cache=not info.get("disable_radix_cache"),
+        ranks=ranks(info),
+        gathered=attention_ranks(info),
+        vocabulary=facts.vocabulary,
+        context=facts.context,
+        prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
+        window=facts.window,
+        window_tokens=facts.window_tokens,
+        states=facts.hybrid == MAMBA,
+        images=facts.images,
+    )
+
+
+def ranks(info: Mapping[str, Any]) -> int:
+    """All data-parallel ranks: of data-parallel attention, and replicas, which have nothing in common.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    """
+    counts_others = info.get("enable_dp_attention") and int(info.get("attn_dp_size") or 1) == 1
+    return attention_ranks(info) * (1 if counts_others else int(info.get("dp_size") or 1))
+
+
+def attention_ranks(info: Mapping[str, Any]) -> int:
+    """Ranks of data-parallel attention; 1: there is none.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    """
+    named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
+    return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
+
+
+def fraction_in_force(info: Mapping[str, Any]) -> float:
+    """``--mem-fraction-static`` of a server, by what it tells.
+
+    With data-parallel ranks only these know it: their controller does not hand on what they say when they are ready.
+    """
+    states = info.get("internal_states") or [{}]
+    return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
+
+
+def _captured(info: Mapping[str, Any], facts: ServerFacts) -> int:
+    asked = _asked_to_capture(info)
+    # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
+    return asked if facts.captured is None else min(asked, facts.captured)
+
+
+def _asked_to_capture(info: Mapping[str, Any]) -> int:
+    graphs = info.get("cuda_graph_config")  # from 0.5.15 on
+    if isinstance(graphs, Mapping):
+        decode = graphs.get("decode") or {}
+        return 0 if str(decode.get("backend")).endswith("disabled") else int(decode.get("max_bs") or 0)
+    off = info.get("disable_cuda_graph") or info.get("device") == "cpu"
+    return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
+
+
+LEAST = ("tokens", "requests", "prefix", "longest_prefix", "longest", "logprobs", "all_ranks")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least that a batch must be; every field must hold in one forward."""
+
+    modes: tuple[str, ...]
+    tokens: int = 0
+    requests: int = 0
+    prefix: int = 0
+    longest_prefix: int = 0
+    longest: int = 0
+    logprobs: int = 0
+    all_ranks: int = 0
+    graph: bool | None = None
+
+    def met(self, seen: Seen) -> bool:
+        return (
+            seen.batch.mode in self.modes
+            and all(getattr(seen.batch, name) >= getattr(self, name) for name in LEAST)
+            and (self.graph is None or seen.graph is self.graph)
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of largest forward, and the requests that bring it about.
+
+    :param name: for people.
+    :param prompts: of one data-parallel rank, from a source of fresh tokens.
+    :param background: requests that decode meanwhile.
+    :param in_turn: each prompt is sent when the one before is answered.
+    :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
+    :param sampling: the engine's sampling parameters of every request.
+    """
+
+    kind: PhaseKind
+    name: str
+    bound: Bound
+    prompts: Callable[[Tokens], list[list[int]]]
+    new_tokens: int = 1
+    logprobs: bool = False
+    background: int = 0
+    in_turn: bool = False
+    to_the_end: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
+
+
+class Tokens:
+    """Random tokens, alike for the same seed."""
+
+    def __init__(self, seed: str, vocabulary: int) -> None:
+        self._random = random.Random(seed)
+        self._vocabulary = vocabulary
+
+    def some(self, count: int) -> list[int]:
+        # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
+        return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
+
+    def length(self, most: int) -> int:
+        """1 to ``most``, one as likely as the other."""
+        return self._random.randint(1, max(1, most))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What can be driven, and what cannot, each with the reason."""
+
+    phases: tuple[Phase, ...]
+    not_driven: tuple[str, ...]
+
+
+def derive(c: Configuration, *, logprobs: bool) -> Load:
+    """The phases of a configuration, that of prompt log-probabilities last: what it allocates stays reserved.
+
+    :param logprobs: whether to drive that one.
+    """
+    phases: list[Phase] = []
+    missing: list[str] = []
+    chunk = c.largest
+    whole = chunk // c.page * c.page
+
+    prefill = Bound(PREFILLS, tokens=whole)
+    name = "longest prefill" if c.chunk is None else "prefill chunk"
+    phases.append(
+        Phase(
+            PhaseKind.PREFILL,
+            name,
+            prefill,
+            lambda tokens: [tokens.some(count) for count in rising(chunk)],
+            in_turn=True,
+        )
+    )
+    if c.together > 1:
+        several = Bound(PREFILLS, tokens=c.packed, requests=c.together)
+        phases.append(
+            Phase(PhaseKind.TOGETHER, f"{c.together} of the longest prompts", several, _several(chunk, c.together))
+        )
+
+    room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
+    # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
+    step = math.lcm(c.page, min(STATE_EVERY, chunk)) if c.states and c.radix_cache else c.page
+    before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
+    if c.chunk is None:
+        missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
+    elif before < c.page:
+        missing.append("a long cached prefix: the longest request is a chunk")
+    else:
+        behind = replace(prefill, longest_prefix=before)
+        prompts = _behind(before, chunk, c)
+        phases.append(
+            Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
+        )
+        # The filler is one of the requests that run at once.
+        sharers = min(SHARING, c.requests - 1, c.batch)
+        # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
+        part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page
+        filler = min(3 * chunk, room // chunk * chunk)
+        fits = sharers > 1 and before + filler + 2 * chunk + sharers * c.page <= c.cache_tokens
+        if c.window_tokens:
+            # One window is the prefix's, and one with two chunks the filler's.
+            windows = sharers * (max(part, c.window) + 2 * c.page) + 2 * (chunk + c.window)
+            fits = fits and windows <= c.window_tokens
+        if c.radix_cache and part and fits:
+            # The filler runs while the others arrive, so that they share the forward after its last chunk.
+            sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * before)
+            phases.append(
+                Phase(
+                    PhaseKind.SHARED_PREFIX,
+                    f"{sharers} requests behind one prefix",
+                    sharing,
+                    _sharing(filler, before, part, sharers, c),
+                )
+            )
+        else:
+            missing.append(
+                "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
+            )
+    if c.mixed and c.stages > 1:
+        missing.append("mixed chunks: each stage has several batches under way")
+    elif c.mixed and c.chunk is not None:
+        decodes = min(MIXED_DECODES, c.requests - 1)
+        mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes)
+        phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
+
+    captured = min(c.captured, c.batch)
+    # In a pipeline what does not fit into one forward goes into another batch, and stays there.
+    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // (-(-SHORT_PROMPT // c.page) * c.page)
+    if c.stages > 1 and fit < captured < c.batch:
+        missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
+    elif captured:
+        phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, c))
+    if c.batch > captured:
+        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.batch} requests", c.batch, c))
+    phases.append(
+        Phase(PhaseKind.VARIED, "prompts of many lengths", prefill, _varied(chunk, c), new_tokens=4, to_the_end=True)
+    )
+    if logprobs:
+        asked = Bound(PREFILLS, logprobs=c.packed)
+        phases.append(
+            Phase(PhaseKind.LOGPROBS, "prompt log-probabilities", asked, _several(chunk, c.together), logprobs=True)
+        )
+    if c.images:
+        missing.append("images: the engine's own allowance is kept for them")
+    if c.gathered > 1 and captured == c.batch:
+        missing.append("a decode without its graph, while another rank computes a prompt")
+    return Load(tuple(phases), tuple(missing))
+
+
+def rehearsed(c: Configuration) -> Load:
+    """What a server rehearses: the largest forwards, and what sampling and a mixed decode take besides."""
+    load = derive(c, logprobs=False)
+    short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
+    bound = Bound(DECODES, requests=c.batch)
+    penalties = replace(
+        short,
+        kind=PhaseKind.PENALTIES,
+        name=f"decode of {c.batch} requests with penalties and a logit bias",
+        bound=bound,
+        sampling=PENALIZED,
+    )
+    new = min(short.new_tokens, FEW)
+    longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page
+    others = [*load.phases[:-1], penalties]
+    if c.batch > 1 and longest > SHORT_PROMPT:
+        long = replace(
+            short,
+            kind=PhaseKind.LONG_AMONG_SHORT,
+            name=f"decode of one long request among {c.batch - 1} short ones",
+            # Of several batches that of the long one.
+            bound=replace(bound, longest=longest) if c.stages > 1 else bound,
+            prompts=lambda tokens: [tokens.some(longest), *short.prompts(tokens)[1:]],
+            new_tokens=new,
+        )
+        others.append(long)
+    return replace(load, phases=tuple(_in_step(phase, c) for phase in (*others, load.phases[-1])))
+
+
+def _in_step(phase: Phase, c: Configuration) -> Phase:
+    """The same, seen only where every data-parallel rank is at the bound in the same forward."""
+    each = phase.bound.tokens or phase.bound.requests
+    return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
+
+
+def rising(chunk: int) -> list[int]:
+    """Lengths of prompts up to a chunk, each longer than the one before."""
+    return sorted({-(-chunk * part // RISING) for part in range(1, RISING + 1)})
+
+
+def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
+    """Prompts that are computed together; where there are several, the first runs while the others arrive."""
+    return lambda tokens: [tokens.some(length) for _ in range(count + (count > 1))]
+
+
+def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
+
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        prefix = Tokens("prefix", c.vocabulary).some(before)
+        return [*([prefix] if c.radix_cache else []), prefix + tokens.some(chunk)]
+
+    return prompts
+
+
+def _sharing(
+    filler: int, shared: int, part: int, sharers: int, c: Configuration
+) -> Callable[[Tokens], list[list[int]]]:
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        prefix = Tokens("prefix", c.vocabulary).some(shared)
+        return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(sharers))]
+
+    return prompts
+
+
+def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+    """Prompts of any length to one and a half chunks.
+
+    Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
+    As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
+    """
+    most = min(chunk + chunk // 2, c.input_tokens)
+
+    def prompts(tokens: Tokens) -> list[list[int]]:
+        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(VARIED - 1))]
+
+    return prompts
+
+
+def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phase:
+    # The largest batch is there once all that can run at once do: before, several may share them.
+    put = c.requests if requests == c.batch else requests
+    # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
+    return Phase(
+        kind,
+        name,
+        Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
+        lambda tokens: [tokens.some(SHORT_PROMPT) for _ in range(put)],
+        new_tokens=room(put, c, most=1024),
+    )
+
+
+def room(requests: int, c: Configuration, most: int) -> int:
+    """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
+    caches = [c.cache_tokens]
+    if c.window_tokens and requests * (c.window + WINDOW_KEPT + 2 * c.page) > c.window_tokens - 2 * c.largest:
+        caches.append(c.window_tokens)  # which has no whole window for each
+    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches) - SHORT_PROMPT - 2 * c.page
+    return max(2, min(most, each, c.input_tokens - SHORT_PROMPT))

@@ -1,0 +1,25 @@
+"""The changes, one module each, in the order in which they are reported.
+
+Importing this package imports neither torch nor the engine: the launcher imports it too.
+"""
+
+from sglang_moe_patches.changes import (
+    cutedsl_sizing,
+    deferred_shared_experts,
+    moe_workspace,
+    mori_input_truncation,
+    nvfp4_weights,
+    output_buffer,
+)
+from sglang_moe_patches.memory import activation_segments, kv_sizing
+
+CHANGES = (
+    output_buffer.CHANGE,
+    deferred_shared_experts.CHANGE,
+    nvfp4_weights.CHANGE,
+    mori_input_truncation.CHANGE,
+    cutedsl_sizing.CHANGE,
+    moe_workspace.CHANGE,
+    activation_segments.CHANGE,
+    kv_sizing.CHANGE,
+)

@@ -1,0 +1,338 @@
+"""cutedsl-sizing on the engine's own model, in process: FlashInfer's own wrapper, its kernels stood in for."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import installed
+from harness import graph_arguments
+from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
+from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, limits_of
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.engine import has_module
+from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.lab.observers.forwards import _held_bytes
+
+pytestmark = pytest.mark.every_release
+
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
+TOKENS = sum(map(len, PROMPTS))
+STEPS = 6
+CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
+LARGE_ENOUGH = {
+    "moe_runner_backend": "flashinfer_cutedsl",
+    "chunked_prefill_size": 512,
+    "max_prefill_tokens": 512,
+}
+SMALL = {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4}
+
+
+@pytest.fixture(autouse=True)
+def no_pools(monkeypatch):
+    """The model runner of these tests was made before the change was installed: only the configuration counts."""
+    outcome = look(cutedsl_sizing.CHANGE)
+    if outcome.status is Status.NATIVE:
+        pytest.skip(f"nothing to bound or to share: {outcome.reason}")
+    monkeypatch.setattr(wrapper, "_seen", Pools())
+
+
+def experts(model):
+    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def large_enough():
+    return {**LARGE_ENOUGH, **graph_arguments(512)}
+
+
+def small():
+    return {**SMALL, **graph_arguments(4)}
+
+
+def run(engine, path, *changes, steps=STEPS, **arguments):
+    """Greedy tokens and logits of all steps, and the model."""
+    with engine.arguments(**{**large_enough(), **arguments}), installed(*changes):
+        model = engine.load(path)
+        return *engine.generate(model, PROMPTS, steps), model
+
+
+def same(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@contextmanager
+def poisoned(monkeypatch):
+    """Whatever the buffers hold, and any output before it is written, is NaN when a layer's kernels start."""
+    run_into = SharedMoE._run_into
+
+    def poison(self, output, arguments):
+        self._wrapper._gemm1_output.fill_(255)
+        self._wrapper._gemm1_output_scale.fill_(255)
+        output.fill_(float("nan"))
+        return run_into(self, output, arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMoE, "_run_into", poison)
+        yield
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer(
+    engine, checkpoint, monkeypatch, dense_layers
+):
+    path = checkpoint(dense_layers=dense_layers)
+    stock = run(engine, path)
+    assert len({id(layer._cutedsl_wrapper) for layer in experts(stock[2])}) == 4 - dense_layers
+    with poisoned(monkeypatch):
+        patched = run(engine, path, *CHANGES)
+    assert len({id(layer._cutedsl_wrapper) for layer in experts(patched[2])}) == 1
+    assert same(stock, patched)
+    assert same(stock, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
+
+
+def dispatched(layer, seed, tokens=4):
+    """What the engine's dispatcher hands to a layer's quantization method."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, layer.num_experts, generator=generator).topk(layer.top_k).indices.to(torch.int32)
+    top_k = StandardTopKOutput(torch.rand(tokens, layer.top_k, generator=generator), ids, torch.empty(0))
+    return StandardDispatchOutput(torch.randn(tokens, layer.hidden_size, generator=generator).bfloat16(), None, top_k)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkeypatch, guarded):
+    """A draft model reads the target's hidden states, a pipeline stage sends them: FlashInfer's own output, which
+    `run` returns, must not be what layers share."""
+    if not guarded:
+        own = torch.empty(4, 256, dtype=torch.bfloat16)
+        monkeypatch.setattr(wrapper, "_output", lambda shape, dtype, device: own.view(shape))
+    with engine.arguments(**large_enough()), installed(*CHANGES):
+        first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
+        output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
+        before = output.clone()
+        second.quant_method.apply(second, dispatched(second, 1))
+    assert torch.equal(output, before) == guarded
+
+
+def test_buffers_of_many_layers_are_those_of_one(engine, checkpoint):
+    many = run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0)[2]
+    one = run(engine, checkpoint(dense_layers=3), *CHANGES, steps=0)[2]
+    held = [_held_bytes({layer._cutedsl_wrapper._wrapper for layer in experts(model)}) for model in (many, one)]
+    assert (len(experts(many)), len(experts(one))) == (4, 1)
+    assert held[0] == held[1] > 0
+    stock = run(engine, checkpoint(dense_layers=0), steps=0)[2]
+    assert _held_bytes({layer._cutedsl_wrapper for layer in experts(stock)}) > 4 * held[0]
+
+
+def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, monkeypatch):
+    """Target and draft take turns, each with the answers it gives alone; the next model's wrapper is the same one."""
+    target, draft = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=7)
+    alone = [run(engine, path) for path in (target, draft)]
+    with engine.arguments(**large_enough()), installed(*CHANGES), poisoned(monkeypatch):
+        models = [engine.load(path) for path in (target, draft)]
+        for _ in range(2):
+            for model, (tokens, logits, _) in zip(models, alone, strict=True):
+                found = engine.generate(model, PROMPTS, STEPS)
+                assert found[0] == tokens
+                assert torch.equal(found[1], logits)
+        assert len({id(layer._cutedsl_wrapper) for model in models for layer in experts(model)}) == 1
+    assert alone[0][0] != alone[1][0]
+
+
+def test_buffers_go_with_the_models_that_used_them(engine, checkpoint):
+    model = run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0)[2]
+    before = len(wrapper._shared)
+    assert before
+    del model
+    engine.runner.model = None
+    gc.collect()
+    assert len(wrapper._shared) < before
+
+
+@pytest.mark.parametrize("option", ["enable_two_batch_overlap", "enable_pdmux"])
+def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint, option):
+    from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
+
+    path = checkpoint(dense_layers=0)
+    stock = run(engine, path)
+    with engine.arguments(**large_enough()), installed(*CHANGES):
+        model = engine.load(path)
+        with engine.arguments(**{option: True}):
+            for layer in experts(model):
+                flashinfer_cutedsl.ensure_cutedsl_wrapper(layer)
+        assert len({id(layer._cutedsl_wrapper) for layer in experts(model)}) == 4
+        tokens, logits = engine.generate(model, PROMPTS, STEPS)
+    assert same(stock, (tokens, logits))
+
+
+def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, caplog):
+    path = checkpoint(dense_layers=0)
+    stock = run(engine, path)
+    with pytest.raises(ValueError, match=r"num_tokens \(176\) exceeds max_num_tokens \(64\)"):
+        run(engine, path, **small())
+    with caplog.at_level(logging.WARNING, "sglang.srt.moe_patches"):
+        patched = run(engine, path, *CHANGES, **small())
+    assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
+    assert same(stock, patched)
+    told = [record.message for record in caplog.records if "CuteDSL" in record.message]
+    assert len(told) == 1
+    assert f"{TOKENS} tokens" in told[0]
+    assert f"--max-prefill-tokens {TOKENS}" in told[0]
+
+
+def test_a_graph_that_does_not_fit_is_an_error_before_it_is_captured(engine, checkpoint, monkeypatch):
+    name = next(filter(has_module, wrapper._CAPTURE_MODULES))
+    monkeypatch.setattr(f"{name}.is_capture_mode", True)  # as from the warm-up runs on
+    with pytest.raises(ValueError, match="--max-prefill-tokens 176"):
+        run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0, **small())
+
+
+def test_the_buffer_is_not_taken_when_the_moe_input_lies_in_it(engine, checkpoint, monkeypatch):
+    """The shared experts may still read the MoE input when the routed ones have written their output."""
+    taken = []
+    take = channel.take
+    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    with engine.arguments(**large_enough()), installed(*CHANGES):
+        layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
+        given = dispatched(layer, 0)
+        for buffer in (torch.empty_like(given.hidden_states), given.hidden_states):
+            with channel.moe_output_buffer_ctx(buffer):
+                layer.quant_method.apply(layer, given)
+    assert [found is not None for found in taken] == [True, False]
+
+
+def test_the_pools_that_start_up_decides_enter_the_bound(engine):
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(size=300),
+        max_total_num_tokens=8192,
+        model_config=SimpleNamespace(context_len=1024),
+        server_args=engine.server_args,
+    )
+    wrapper._make_init_memory_pool(lambda self: None)(runner)
+    assert wrapper._seen == Pools(300, 8192, 1024)
+    with installed(*CHANGES), engine.arguments(**small()):
+        assert max_forward_tokens(limits_of(engine.server_args, wrapper._seen)) == 300
+        assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
+
+
+# --- The server's arguments ------------------------------------------------------------------------------------------
+
+
+def bound(args):
+    """What a wrapper's buffers are sized by when start-up has not decided anything yet."""
+    return max_forward_tokens(limits_of(args, Pools()))
+
+
+@pytest.fixture
+def server_args():
+    from sglang.srt.server_args import ServerArgs
+
+    def make(**given):
+        args = ServerArgs(model_path="dummy")
+        vars(args).update(given)
+        return args
+
+    with installed(cutedsl_sizing.CHANGE):
+        yield make
+
+
+def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_args):
+    for expected, args in (
+        (16384, server_args(max_prefill_tokens=16384, **graph_arguments(512, 2048))),
+        (
+            4096,
+            server_args(
+                max_prefill_tokens=512,
+                speculative_algorithm="EAGLE",
+                speculative_num_draft_tokens=8,
+                **graph_arguments(512, 512),
+            ),
+        ),
+        (512, server_args(max_prefill_tokens=512, **graph_arguments(64))),
+    ):
+        assert bound(args) == args.cutedsl_moe_max_num_tokens() == expected
+
+
+def test_beyond_upstreams_terms_each_flag_counts(server_args):
+    """Engines with a number of their own keep it, and it is less."""
+    own = look(cutedsl_sizing.CHANGE).status is Status.HARDENED
+    base = {"max_prefill_tokens": 512, **graph_arguments(64)}
+    whole = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
+    for more, expected in (
+        ({"chunked_prefill_size": 700}, 700),
+        (whole, 3000),
+        ({**whole, "disable_radix_cache": True}, 3511),
+        ({"max_running_requests": 4096, "enable_dp_attention": True, "dp_size": 4, "tp_size": 4}, 1024),
+        ({"max_running_requests": 600}, 600),
+        ({"max_prefill_tokens": 513, "enable_dp_attention": True, "dp_size": 2, "tp_size": 8}, 516),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4, "speculative_eagle_topk": 16}, 1024),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_num_draft_tokens": 4,
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": 1,
+                "speculative_adaptive": True,
+                "max_running_requests": 128,
+            },
+            1024,  # the engine's own candidates go up to 7 steps
+        ),
+    ):
+        args = server_args(**{**base, **more})
+        assert bound(args) == expected, more
+        assert (args.cutedsl_moe_max_num_tokens() < expected) == own, more
+
+
+def test_prefill_graphs_of_every_kind_count(server_args):
+    """The engine's own number leaves out those that are not piecewise."""
+    graphs = graph_arguments(4, 2048)
+    if "cuda_graph_config" not in graphs:
+        pytest.skip("this release captures piecewise prefills only")
+    for backend, expected in (("tc_piecewise", 2048), ("breakable", 2048), ("full", 2048), ("disabled", 512)):
+        graphs["cuda_graph_config"].prefill.backend = backend
+        assert bound(server_args(max_prefill_tokens=512, **graphs)) == expected
+
+
+def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_mends_it(server_args, monkeypatch):
+    """Ours, or where it has one the engine's own; 0.5.11 and 0.5.12.post1 do not allow this combination at all."""
+    args = server_args(
+        moe_runner_backend="flashinfer_cutedsl",
+        moe_a2a_backend="flashinfer",
+        ep_size=8,
+        tp_size=8,
+        max_prefill_tokens=16385,
+        **graph_arguments(512),
+        disaggregation_mode="null",
+        chunked_prefill_size=8192,
+        served_model_name="dummy",
+        page_size=1,
+        enable_grpc=False,
+    )
+    check = getattr(args, "_validate_cutedsl_a2a_token_budget", args.check_server_args)
+    monkeypatch.delenv(BUDGET.name, raising=False)
+    with pytest.raises(ValueError, match=f"export {BUDGET.name}=2049"):
+        check()
+    monkeypatch.setenv(BUDGET.name, "2048")
+    with pytest.raises(ValueError, match="2049"):
+        check()
+    monkeypatch.setenv(BUDGET.name, "2049")
+    check()
+
+
+def test_the_change_says_what_it_is_here(server_args):
+    from sglang.srt.server_args import ServerArgs
+
+    # Its own method, installed by the fixture, is not mistaken for the engine's.
+    own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
+    assert look(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

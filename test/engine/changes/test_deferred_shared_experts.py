@@ -1,0 +1,108 @@
+"""deferred-shared-experts on the engine's own model: later, with the same result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import installed, without_buffer
+from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+from sglang_moe_patches.core.patch import Status, look
+
+pytestmark = pytest.mark.every_release
+
+PROMPTS = [[11, 7, 300, 42] * 9, [5]]
+CHANGE = deferred_shared_experts.CHANGE
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """Records in which order shared and routed experts run."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
+
+    seen = []
+
+    def watch(cls, name, label):
+        original = getattr(cls, name)
+
+        def forward(self, *args, **kwargs):
+            seen.append(label)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, forward)
+
+    watch(FusedMoE, "forward", "routed")
+    watch(DeepseekV2MLP, "forward", "shared")
+    return seen
+
+
+@pytest.mark.compatibility
+def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, order):
+    path = checkpoint(layers=2, dense_layers=0)
+    with without_buffer():
+        stock = engine.generate(engine.load(path), PROMPTS, 4)
+    order.clear()
+    with installed(output_buffer.CHANGE, CHANGE):
+        model = engine.load(path)
+        patched = engine.generate(model, PROMPTS, 4)
+    assert order == ["routed", "shared"] * 2 * 5
+    assert patched[0] == stock[0]
+    assert torch.equal(patched[1], stock[1])
+
+
+@pytest.fixture
+def applied():
+    if look(CHANGE).status is not Status.APPLIED:
+        pytest.skip("this engine release defers the shared experts itself")
+
+
+@pytest.mark.usefixtures("applied")
+def test_a_runner_that_mutates_its_input_keeps_the_order(engine, checkpoint, order, monkeypatch):
+    path = checkpoint(layers=2, dense_layers=0)
+    decide = deferred_shared_experts.may_defer
+    monkeypatch.setattr(
+        deferred_shared_experts, "may_defer", lambda **facts: decide(**{**facts, "leaves_input_alone": False})
+    )
+    with installed(CHANGE):
+        engine.generate(engine.load(path), PROMPTS, 0)
+    assert order == ["shared", "routed"] * 2
+
+
+@pytest.mark.usefixtures("applied")
+def test_deferring_behind_a_mutating_runner_would_be_seen(engine, checkpoint, monkeypatch):
+    """The guard removed: the shared experts read what the routed experts left in their input."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    path = checkpoint(layers=2, dense_layers=0)
+    original = FusedMoE.forward
+
+    def mutating(self, hidden_states, topk_output):
+        result = original(self, hidden_states, topk_output)
+        hidden_states.copy_(result)
+        return result
+
+    monkeypatch.setattr(FusedMoE, "forward", mutating)
+    stock = engine.generate(engine.load(path), PROMPTS, 2)
+    with installed(CHANGE):
+        assert not torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
+    monkeypatch.setattr(deferred_shared_experts, "may_defer", lambda **facts: False)
+    with installed(CHANGE):
+        assert torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
+
+
+@pytest.mark.usefixtures("applied")
+def test_no_tokens_and_the_other_paths_are_left_alone(engine, checkpoint, monkeypatch):
+    from sglang.srt.models import deepseek_v2
+
+    with installed(CHANGE):
+        moe = engine.load(checkpoint()).model.layers[1].mlp
+        assert getattr(moe, deferred_shared_experts._DEFERS)
+        nothing = torch.empty(0, 256, dtype=torch.bfloat16)
+        assert moe._forward_shared_experts(nothing) is None
+        some = torch.randn(3, 256).to(torch.bfloat16)
+        # Outside forward_normal (dual stream, single-batch overlap, all-to-all) the output is there at once.
+        assert isinstance(moe._forward_shared_experts(some), torch.Tensor)
+        # The AMX path computes its shared experts itself.
+        monkeypatch.setattr(deepseek_v2, "use_intel_amx_backend", lambda layer: True)
+        monkeypatch.setattr(type(moe), "forward_cpu", lambda self, hidden, fuse: hidden + 1)
+        assert torch.equal(moe.forward_normal(some), some + 1)

@@ -1,0 +1,164 @@
+"""Token slices in the engine's own model, on the CPU with the reference kernels.
+
+The Triton runner's sequence, which columns are about, never runs on a CPU server: it is tried in Triton's interpreter
+(test/unit/changes/test_moe_workspace.py) and on a GPU (test/gpu/test_moe_workspace_cuda.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import FunctionType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import DEFAULT_ENGINE_ONLY, installed
+from sglang_moe_patches.changes import moe_workspace
+from sglang_moe_patches.changes.moe_workspace import streams, token_slices
+from sglang_moe_patches.core import log, runners
+
+VARIABLE = token_slices.MAX_MOE_TOKENS.name
+TOKENS = 130
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many tokens each routed-experts kernel gets."""
+    sizes = []
+    run = token_slices._run
+
+    def counted(core, dispatch, most):
+        def core_seen(part):
+            sizes.append(len(part.hidden_states))
+            return core(part)
+
+        return run(core_seen, dispatch, most)
+
+    monkeypatch.setattr(token_slices, "_run", counted)
+    return sizes
+
+
+def prompt(seed, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 200, (tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("most", [129, 64, 50])
+def test_the_answers_of_slices_are_those_of_the_whole(engine, checkpoint, monkeypatch, seen, most):
+    model = engine.load(checkpoint())
+    tokens, logits = engine.generate(model, [prompt(1)], 3)
+    assert seen == []
+    monkeypatch.setenv(VARIABLE, str(most))
+    with installed(moe_workspace.CHANGE):
+        sliced_tokens, sliced_logits = engine.generate(model, [prompt(1)], 3)
+    assert max(seen) <= most
+    assert len(seen) % -(-TOKENS // most) == 0
+    assert sliced_tokens == tokens
+    assert torch.equal(sliced_logits, logits)
+
+
+def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, seen):
+    """Slices may be cut anywhere only because rows do not depend on each other, however large one is."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    layer = next(m for m in engine.load(checkpoint()).modules() if isinstance(m, FusedMoE))
+    generator = torch.Generator().manual_seed(3)
+    hidden = layer.hidden_size
+    x = torch.randn(100, hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(layer.num_experts, generator=generator)[:2] for _ in range(100)]).int()
+    routed = StandardTopKOutput(torch.full((100, 2), 0.5), ids, torch.randn(100, layer.num_experts).bfloat16())
+
+    def run(rows):
+        with torch.inference_mode():
+            return layer.run_moe_core(StandardDispatchOutput(rows.clone(), None, routed)).hidden_states.clone()
+
+    outlier = x.clone()
+    outlier[7] *= 1000
+    monkeypatch.setenv(VARIABLE, "32")
+    whole = run(x)
+    with installed(moe_workspace.CHANGE):
+        assert torch.equal(run(x), whole)
+        others = torch.arange(100) != 7
+        assert torch.equal(run(outlier)[others], whole[others])
+    assert seen
+
+
+# --- Blocks that run something beside their routed experts -----------------------------------------------------------
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(
+    ("module", "block", "beside"),
+    [
+        ("deepseek_v2", "DeepseekV2MoE", True),
+        ("glm4_moe", "Glm4MoeSparseMoeBlock", True),
+        ("hunyuan_v3", "HYV3MoEFused", True),
+        ("nemotron_h", "NemotronHMoE", True),
+        ("sarvam_moe", "SarvamMoESparseMoeBlock", True),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", False),
+        ("minimax_m2", "MiniMaxM2MoE", False),
+    ],
+)
+def test_blocks_that_use_another_stream_are_known_by_their_code(engine, module, block, beside):
+    found = pytest.importorskip(f"sglang.srt.models.{module}", reason="not in this release", exc_type=ImportError)
+    assert streams.switches_streams(getattr(found, block)) == beside
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """Has the engine's model runner load a model that is there already."""
+    module = importlib.import_module("sglang.srt.model_executor.model_runner")
+    loaded = FunctionType((lambda self: None).__code__, vars(module))  # the engine's own, as far as anybody can see
+    monkeypatch.setattr(module.ModelRunner, "load_model", loaded)
+    return lambda model: module.ModelRunner.load_model(SimpleNamespace(model=model))
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(engine, checkpoint, loading, fused):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    model = engine.load(checkpoint())
+    for layer in model.modules():
+        if fused and isinstance(layer, FusedMoE):
+            layer.num_fused_shared_experts = 1
+    with installed(moe_workspace.CHANGE):
+        assert not streams.beside
+        loading(model)
+        assert streams.beside != fused
+    assert not streams.beside
+
+
+def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
+    runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
+    monkeypatch.setattr(runner, "load_model", lambda self: None)
+    with installed(moe_workspace.CHANGE):
+        assert streams.beside
+    assert not streams.beside
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("backend", ["marlin", "cutlass", "flashinfer_cutedsl"])
+def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_triton(engine, checkpoint, backend):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    with engine.arguments(quantization=None, moe_runner_backend=backend):
+        experts = next(m for m in engine.load(checkpoint(quantized=False)).modules() if isinstance(m, FusedMoE))
+        assert runners.runner_of(experts) == "triton"
+    asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
+    assert moe_workspace.CHANGE.unneeded(asked) is None
+
+
+@pytest.mark.every_release
+def test_adapters_around_the_routed_experts_say_once_that_no_token_slices_reach_them(engine, monkeypatch, caplog):
+    layers = importlib.import_module("sglang.srt.lora.layers")
+    monkeypatch.setattr(layers.FusedMoEWithLoRA, "__init__", lambda self: None)
+    monkeypatch.setattr(log, "_said", set(), raising=False)
+    monkeypatch.setenv(VARIABLE, "64")
+    with installed(moe_workspace.CHANGE), caplog.at_level("WARNING"):
+        for _ in range(2):
+            layers.FusedMoEWithLoRA()
+    said = [record.getMessage() for record in caplog.records if VARIABLE in record.getMessage()]
+    assert len(said) == 1
+    assert "with LoRA adapters" in said[0]

@@ -1,0 +1,188 @@
+"""nvfp4-weights on the engine's own loading path: same parameters, same answers, also after a weight update."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.changes import nvfp4_weights
+from sglang_moe_patches.core.patch import Plan
+
+pytestmark = pytest.mark.every_release
+
+PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
+PLACEHOLDERS = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+
+
+def parameters(model):
+    """The bytes of every parameter that a kernel reads."""
+    return {
+        name: parameter.detach().flatten().view(torch.uint8).clone()
+        for name, parameter in model.named_parameters()
+        if not name.endswith(PLACEHOLDERS)
+    }
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def update(engine, model, path):
+    """The engine's answer to a weight-update request."""
+    runner = engine.runner
+    runner.model = model
+    updater = getattr(runner, "weight_updater", runner)  # a component of its own in newer releases
+    done, message = updater.update_weights_from_disk(str(path), "auto")
+    assert done, message
+
+
+@pytest.mark.compatibility
+def test_a_loaded_and_an_updated_model_are_those_of_the_stock_engine(engine, checkpoint):
+    first, second = checkpoint(), checkpoint(seed=1)
+
+    def load_then_update():
+        model = engine.load(first)
+        states = [(parameters(model), engine.generate(model, PROMPTS, 4))]
+        for path in (second, first):
+            update(engine, model, path)
+            states.append((parameters(model), engine.generate(model, PROMPTS, 4)))
+        return states
+
+    stock = load_then_update()
+    assert stock[0][1][0] != stock[1][1][0]  # the other checkpoint answers differently
+    with installed(nvfp4_weights.CHANGE):
+        patched = load_then_update()
+    for (stock_parameters, stock_answers), (our_parameters, our_answers) in zip(stock, patched, strict=True):
+        assert_same(stock_parameters, our_parameters)
+        assert stock_answers[0] == our_answers[0]
+        assert torch.equal(stock_answers[1], our_answers[1])
+
+
+@pytest.mark.parametrize("tensor", ["w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"])
+def test_two_swapped_rows_would_be_seen(engine, checkpoint, tensor):
+    model = engine.load(checkpoint())
+    right = engine.generate(model, PROMPTS, 4)
+    experts = model.model.layers[1].mlp.experts
+    rows = getattr(experts, tensor).data.view(torch.uint8)
+    rows[:, [0, 1]] = rows[:, [1, 0]]
+    assert not torch.equal(engine.generate(model, PROMPTS, 4)[1], right[1])
+
+
+def test_placeholders_are_not_allocated(engine, checkpoint):
+    def bytes_of_placeholders():
+        """While loading, before the engine replaces them."""
+        seen = []
+        from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod as Method
+
+        original = Method.process_weights_after_loading
+
+        def process(self, layer):
+            placeholders = [getattr(layer, name) for name in PLACEHOLDERS]
+            seen.append(sum(0 if placeholder is None else placeholder.nbytes for placeholder in placeholders))
+            return original(self, layer)
+
+        Method.process_weights_after_loading = process
+        try:
+            engine.load(checkpoint())
+        finally:
+            Method.process_weights_after_loading = original
+        return seen
+
+    scales = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 256 rows of 8)
+    stock = bytes_of_placeholders()
+    assert stock in ([scales] * 3, [0] * 3)  # none from 0.5.13 on
+    with installed(nvfp4_weights.CHANGE):
+        assert bytes_of_placeholders() == ([2 * 8] * 3 if stock[0] else [0] * 3)
+
+
+@pytest.fixture
+def marlin(engine, monkeypatch):
+    """The engine builds and loads as on Hopper; its repacking kernel, which needs a GPU, only reshapes."""
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    reason = "this release runs no NVFP4 experts by Marlin"
+    marlin_utils_fp4 = pytest.importorskip("sglang.srt.layers.quantization.marlin_utils_fp4", reason=reason)
+    if not hasattr(marlin_utils_fp4, "prepare_moe_nvfp4_layer_for_marlin"):
+        pytest.skip(reason)
+
+    def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
+        assert b_q_weight.shape == (size_k // 8, size_n)
+        return b_q_weight.reshape(size_k // 16, size_n * 2)
+
+    monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", repack, raising=False)
+    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+    return modelopt_quant
+
+
+def placeholder_bytes(model):
+    """How many bytes each layer's swizzled block scales take."""
+    experts = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    found = [[getattr(each, name) for name in PLACEHOLDERS] for each in experts]
+    return [sum(0 if one is None else one.nbytes for one in pair) for pair in found]
+
+
+@pytest.mark.parametrize("backend", ["auto", "marlin"])
+def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, marlin, backend):
+    def load_then_update():
+        with engine.arguments(moe_runner_backend=backend):
+            model = engine.load(checkpoint())
+            state = parameters(model), placeholder_bytes(model)
+            try:
+                update(engine, model, checkpoint(seed=1))
+                outcome = "updated"
+            except Exception as error:  # parameters made anew know no weight loader
+                outcome = f"{type(error).__name__}: {error}"
+        return *state, outcome, parameters(model)
+
+    stock = load_then_update()
+    assert stock[1] == [8 * (256 * 16 + 256 * 8)] * 3  # kept for good: here they would be given up
+    with installed(nvfp4_weights.CHANGE):
+        patched = load_then_update()
+    assert patched[1] == [2 * 8] * 3
+    assert_same(stock[0], patched[0])
+    assert stock[2] == patched[2]
+    assert_same(stock[3], patched[3])
+
+
+def test_what_another_kernel_reads_stays(engine, checkpoint, marlin, monkeypatch):
+    """On the same GPU with other kernels asked for: the engine's own choice for the layer counts, not the machine."""
+    seen = []
+    method = marlin.ModelOptNvFp4FusedMoEMethod
+    process = method.process_weights_after_loading
+
+    def watched(self, layer):
+        seen.append(sum(getattr(layer, name).nbytes for name in PLACEHOLDERS))
+        return process(self, layer)
+
+    with installed(nvfp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
+        monkeypatch.setattr(method, "process_weights_after_loading", watched)
+        engine.load(checkpoint())
+    assert seen == [8 * (256 * 16 + 256 * 8)] * 3
+
+
+def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch):
+    """By the engine's own look at the platform."""
+    from sglang.srt.layers.quantization import modelopt_quant
+    from sglang_moe_patches.core.patch import Patcher, Status
+
+    monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+    assert nvfp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
+    if hasattr(modelopt_quant, "get_platform"):
+        monkeypatch.setattr(modelopt_quant, "get_platform", lambda: SimpleNamespace(is_blackwell=False))
+    else:
+        monkeypatch.setattr(modelopt_quant, "is_blackwell_supported", lambda: False)
+    plan = nvfp4_weights.CHANGE.plan()
+    if not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
+        assert plan == Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
+        return
+    assert plan.status is Status.APPLIED
+    patcher = Patcher()
+    plan.install(patcher)
+    touched = [name for _, name, _ in patcher._originals]
+    patcher.undo()
+    assert touched == ["create_moe_runner"]

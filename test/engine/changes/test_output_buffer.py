@@ -1,0 +1,339 @@
+"""output-buffer on the engine's own model: same answers, one buffer, and every guard seen to matter."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import installed, without_buffer
+from harness import Kernels, Pool
+from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.dead_input import channel, offer, takers
+from sglang_moe_patches.core.patch import Patcher, Status, look
+from sglang_moe_patches.lab.observers import forwards
+
+pytestmark = pytest.mark.every_release
+
+PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
+STEPS = 6
+BACKENDS = ["flashinfer_trtllm_routed", "flashinfer_trtllm"]
+CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    return Kernels(monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, engine):
+    with engine.arguments(moe_runner_backend=request.param):
+        yield request.param
+
+
+@pytest.fixture
+def applied():
+    if look(output_buffer.CHANGE).status is not Status.APPLIED:
+        pytest.skip("this engine release has an output buffer of its own")
+
+
+@pytest.fixture
+def hardened():
+    if look(output_buffer.CHANGE).status is not Status.HARDENED:
+        pytest.skip("this engine release has no output buffer of its own")
+
+
+@pytest.fixture
+def run(engine):
+    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
+
+    def run(path, *changes, prompts=PROMPTS, steps=STEPS):
+        with installed(*changes) if changes else without_buffer():
+            return engine.generate(engine.load(path), prompts, steps)
+
+    return run
+
+
+def same(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@pytest.mark.compatibility
+@pytest.mark.parametrize("dense_layers", [1, 0])
+def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
+    backend, dense_layers, engine, checkpoint, kernels, run
+):
+    path = checkpoint(dense_layers=dense_layers)
+    stock = run(path)
+    assert stock[1].isfinite().all()
+    moe_layers = 4 - dense_layers
+    with without_buffer():
+        model = engine.load(path)
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
+
+    assert same(run(path, *CHANGES), stock)
+    with installed(*CHANGES):
+        patched = engine.load(path)
+        assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
+
+
+@pytest.mark.compatibility
+@pytest.mark.usefixtures("hardened")
+def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend, engine, checkpoint, run, monkeypatch):
+    """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
+    first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
+    with installed():
+        stock = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
+    assert same(stock[first_is_dense], run(first_is_dense))
+    assert stock[first_is_moe][0] != run(first_is_moe)[0]
+    for path in (first_is_dense, first_is_moe):
+        assert same(run(path, *CHANGES), run(path))
+    # The guard removed: the engine's own offer stands beside ours.
+    monkeypatch.setattr(offer, "make_no_offer", lambda original: original)
+    assert run(first_is_moe, *CHANGES)[0] != run(first_is_moe)[0]
+
+
+@pytest.mark.compatibility
+@pytest.mark.usefixtures("hardened")
+def test_ours_is_the_only_offer(engine, checkpoint, kernels, monkeypatch):
+    """In every layer the engine's own is withheld. Without a residual nothing is on offer; in every other layer our own
+    is, and taken."""
+    meanwhile, make = [], offer.make_no_offer
+    monkeypatch.setattr(
+        offer, "make_no_offer", lambda engines: lambda buf: meanwhile.append(channel.offered()) or make(engines)(buf)
+    )
+    with installed(*CHANGES):
+        model = engine.load(checkpoint(dense_layers=0))
+        kernels.calls.clear()
+        engine.generate(model, PROMPTS[:1], 0)
+    assert meanwhile[0] is None
+    assert [buffer.untyped_storage().data_ptr() for buffer in meanwhile[1:]] == kernels.calls[1:]
+
+
+def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
+    """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
+
+    path = checkpoint(dense_layers=0)
+    stock = run(path)
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
+    monkeypatch.setattr(DeepseekV2DecoderLayer, offer._OFFERS_FROM, 0, raising=False)  # of the first one, too
+    assert not same(run(path, *CHANGES), stock)
+
+
+def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
+    """A NextN layer, and any layer whose input becomes the residual."""
+    from sglang.srt.models.deepseek_nextn import DeepseekModelNextN
+
+    with installed(*CHANGES):
+        model = engine.load(checkpoint(dense_layers=0))
+        offered = []
+        kernels.at_entry = lambda: offered.append(channel.offered())
+        for layer in model.model.layers:
+            setattr(layer, offer._OFFERS_FROM, 0)
+        engine.generate(model, PROMPTS[:1], 0)
+        # What is taken is on offer no more, at least not to ours; the first layer offered nothing.
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
+        assert offered[0] is None
+        nextn = DeepseekModelNextN(model.config, None)
+        assert not hasattr(nextn.decoder, offer._OFFERS_FROM)
+
+
+def inside_a_forward(engine, monkeypatch, model, prompts, work):
+    """``work(original, layers, *arguments)`` in place of the forward of the layer stack, in a forward of the engine."""
+    stack = type(model.model)
+    original = stack.forward
+    found = []
+
+    def instead(self, *args, **kwargs):
+        found.append(work(functools.partial(original, self), self, *args, **kwargs))
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "forward", instead)
+        engine.generate(model, prompts, 0)
+    (result,) = found
+    return result
+
+
+@pytest.mark.parametrize("dense_layers", [1, 0])
+def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpoint, monkeypatch, dense_layers):
+    path = checkpoint(dense_layers=dense_layers)
+
+    def with_embeds(forward, stack, input_ids, positions, batch, input_embeds=None, *args, **kwargs):
+        embeds = stack.embed_tokens(input_ids).clone()
+        return embeds, forward(input_ids, positions, batch, embeds, *args, **kwargs)
+
+    def embeds_after():
+        return inside_a_forward(engine, monkeypatch, engine.load(path), PROMPTS[:1], with_embeds)
+
+    with without_buffer():
+        stock = embeds_after()
+    with installed(*CHANGES):
+        patched = embeds_after()
+    assert torch.equal(patched[0], stock[0])
+    assert torch.equal(patched[1], stock[1])
+
+
+def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoint, monkeypatch):
+    path = checkpoint()
+
+    def captured():
+        model = engine.load(path)
+        model.set_eagle3_layers_to_capture([1, 2])
+
+        def capturing(forward, stack, *args, **kwargs):
+            hidden, aux = forward(*args, **kwargs)
+            stack.layers_to_capture, model.capture_aux_hidden_states = [], False
+            return hidden, aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+
+        return inside_a_forward(engine, monkeypatch, model, PROMPTS[:1], capturing)
+
+    with without_buffer():
+        stock = captured()
+    with installed(*CHANGES):
+        patched = captured()
+    assert stock[1].shape[-1] == 2 * stock[0].shape[-1]
+    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+
+
+def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):
+    """A layer that the engine does not mark must not inherit the mark of the layer whose storage it writes into."""
+
+    def marks():
+        """The mark on what each layer returns, and on what each kernel is given to write into."""
+        model = engine.load(checkpoint())
+        if not hasattr(model.model.layers[1], "layer_communicator"):
+            pytest.skip("this engine release marks no tensors")
+        returned = []
+        for index, layer in enumerate(model.model.layers):
+            fuse = index == 1
+            layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer = lambda batch, fuse=fuse: fuse
+            layer.register_forward_hook(
+                lambda module, args, output: returned.append(hasattr(output[0], "_sglang_needs_allreduce_fusion"))
+            )
+        kernels.marked.clear()
+        engine.generate(model, PROMPTS[:1], 0)
+        return returned, list(kernels.marked)
+
+    with without_buffer():
+        stock = marks()
+    assert stock == ([False, True, False, False], [False, False, False])
+    with installed(*CHANGES):
+        assert marks() == stock
+        # The guard removed: the very tensor object is handed out again, and the layer above the marked one gets it.
+        monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: tensor)
+        assert marks()[1] == [False, True, False]
+
+
+def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint, kernels):
+    try:
+        from sglang.srt.layers.communicator import get_attn_tp_context
+
+        context, name = get_attn_tp_context(), "attn_inputs_"
+        getattr(context, name)
+    except (ImportError, AttributeError):
+        from sglang.srt.runtime_context import get_forward
+
+        context, name = get_forward(), "attn_inputs"
+
+    def inputs_alive():
+        alive = []
+        kernels.at_entry = lambda: alive.append(getattr(context, name) is not None)
+        engine.generate(engine.load(checkpoint()), PROMPTS[:1], 0)
+        return alive
+
+    native = look(output_buffer.CHANGE).status is not Status.APPLIED
+    assert inputs_alive() == [not native] * 3
+    with installed(*CHANGES):
+        assert inputs_alive() == [False] * 3
+
+
+def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernels):
+    prompt = [list(range(100, 400)) * 3]
+    hidden_tensor = len(prompt[0]) * 256 * 2
+
+    def live():
+        model = engine.load(checkpoint())
+        found = []
+        before = forwards._live_bytes()
+        kernels.at_entry = lambda: found.append(forwards._live_bytes() - before)
+        engine.generate(model, prompt, 0)
+        return max(found)
+
+    with without_buffer():
+        stock = live()
+    with installed(*CHANGES):
+        patched = live()
+    # The previous output goes, and what the engine does not do by itself: the attention input (up to 0.5.12.post1)
+    # and the shared experts' output (0.5.11).
+    native = look(output_buffer.CHANGE).status is not Status.APPLIED
+    assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
+
+
+def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, monkeypatch):
+    with without_buffer():
+        stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
+    pool, outputs = Pool(monkeypatch), []
+    kernels.at_entry = lambda: outputs.append(kernels.calls[-1] in pool.addresses)
+    with installed(*CHANGES):
+        model = engine.load(checkpoint())
+        assert same(engine.generate(model, PROMPTS, STEPS), stock)
+        # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (3, 1)
+    assert outputs == [True] * 3 * (STEPS + 2)
+
+
+def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
+    with installed(*CHANGES):
+        model = engine.load(checkpoint())
+    assert [layer.mlp.experts.moe_runner_config.inplace for layer in model.model.layers[1:]] == [False] * 3
+
+    class Experts:
+        def __init__(self):
+            self.use_flashinfer_trtllm_moe = False
+            self.moe_runner_config = SimpleNamespace(inplace=True)
+
+    runners.clear_inplace(Experts, Patcher())
+    assert Experts().moe_runner_config.inplace
+
+
+@pytest.mark.usefixtures("applied")
+def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
+    """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
+    stock = run(checkpoint())
+
+    def offer_fewer_tokens(original, **how):
+        def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
+            with channel.moe_output_buffer_ctx(hidden_states[: len(hidden_states) // 2].clone()):
+                return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
+
+        return forward
+
+    monkeypatch.setattr(offer, "make_layer_forward", offer_fewer_tokens)
+    assert same(run(checkpoint(), *CHANGES), stock)
+    monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: True)
+    with pytest.raises((RuntimeError, ValueError)):
+        run(checkpoint(), *CHANGES)
+
+
+@pytest.mark.usefixtures("applied")
+def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
+    """The shared experts read the MoE input after the routed experts have written their output."""
+    stock = run(checkpoint())
+    monkeypatch.setattr(offer, "make_layer_forward", lambda original, **how: original)
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    original = DeepseekV2MoE.forward
+
+    def offer_the_moe_input(self, hidden_states, *args, **kwargs):
+        with channel.moe_output_buffer_ctx(hidden_states):
+            return original(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
+    assert same(run(checkpoint(), *CHANGES), stock)
+    monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
+    assert not same(run(checkpoint(), *CHANGES), stock)

@@ -1,0 +1,190 @@
+"""The dead input of every architecture with experts that the engine can build here: stock and patched answers equal.
+
+Decoder layers, their norms and the loop over them are the engine's own. In the place of attention's and the experts'
+kernels stands little arithmetic, since not all of them run on the CPU: the experts first spoil what is on offer, as
+nobody may read it any more, and then write their output into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import CONFIGS, unknown_to_transformers
+from conftest import installed, without_buffer
+from harness import load_unquantized
+from sglang_moe_patches.changes import output_buffer
+from sglang_moe_patches.core import log
+from sglang_moe_patches.core.dead_input import channel, families, look, offer
+from sglang_moe_patches.lab.reference.environment import _norm_in_place
+
+pytestmark = [pytest.mark.every_release, pytest.mark.product]
+
+PROMPTS = [[11, 7, 300, 42] * 3, [5], list(range(40, 60))]
+STEPS = 2
+LINEAR = ("Qwen3GatedDeltaNet", "Qwen3_5GatedDeltaNet")
+MUST_OFFER = {
+    *("qwen3-moe", "qwen3-next", "gpt-oss", "llama4", "glm4-moe-lite", "glm4.6v", "qwen3-vl-moe", "kimi-k2.5"),
+    *("bailing-moe", "mimo-v2", "step3.5", "sarvam-moe"),
+}
+"""The architectures that offer on every release."""
+
+
+def attention(self: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """What has the shape of attention's output, in memory of its own."""
+    return torch.tanh(q.reshape(len(q), self.tp_q_head_num, -1)[..., : self.v_head_dim]).flatten(1)
+
+
+def linear_attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.tanh(hidden_states)
+
+
+def experts(self: Any, dispatch_output: Any) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    given = dispatch_output.hidden_states
+    channel.withhold_if_shared(given)
+    buffer = channel.take(given.shape, given.dtype, given.device)
+    TAKEN.append(buffer is not None)
+    if buffer is not None:
+        buffer.fill_(float("nan"))
+    output = torch.tanh(given * 3 + 1)
+    return StandardCombineInput(hidden_states=output if buffer is None else buffer.copy_(output))
+
+
+TAKEN: list[bool] = []
+"""Of each run of routed experts, whether something was on offer that fits."""
+
+
+@pytest.fixture(scope="module")
+def by_source() -> dict[str, str]:
+    return look.families_by_source()[0]
+
+
+@pytest.fixture
+def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Builds a model by its configuration, and gives its greedy tokens and logits."""
+    from sglang.srt.configs import load_config
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.layers import layernorm, radix_attention
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    monkeypatch.setattr(radix_attention.RadixAttention, "forward", attention)
+    monkeypatch.setattr(FusedMoE, "run_moe_core", experts)
+    load_unquantized(monkeypatch)
+    monkeypatch.setattr(load_config, "LoadConfig", lambda **how: LoadConfig(**{**how, "load_format": "dummy"}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    native = layernorm.GemmaRMSNorm.forward_native
+    monkeypatch.setattr(
+        *(layernorm.GemmaRMSNorm, "forward_native"), lambda self, *args: _norm_in_place(native, self, *args)
+    )
+
+    def use(model: Any) -> None:
+        engine.runner.model = model
+        engine.runner.support_pp = "pp_proxy_tensors" in inspect.signature(model.forward).parameters
+        engine.runner.req_to_token_pool.clear()
+        engine.runner.token_to_kv_pool_allocator.clear()
+
+    monkeypatch.setattr(engine, "_use", use)
+
+    def load(name: str) -> Any:
+        config = CONFIGS[name]
+        unknown_to_transformers(config["model_type"])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with engine.arguments(moe_runner_backend="auto"):
+            model = engine.load(tmp_path)
+        for module in list(sys.modules.values()):
+            for kind in LINEAR:
+                if (getattr(module, "__name__", "") or "").startswith(families.MODELS) and hasattr(module, kind):
+                    monkeypatch.setattr(getattr(module, kind), "forward", linear_attention)
+        for module in model.modules():
+            if getattr(module, "is_mrope_enabled", False):
+                module.is_mrope_enabled = False
+            # A class of 0.5.12.post1's lacks it, where its shared experts are not fused, as on the CPU.
+            if hasattr(module, "shared_experts") and not hasattr(module, "_shared_expert_tp1"):
+                module._shared_expert_tp1 = False
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                mean, width = (1.0, 0.1) if parameter.dim() == 1 else (0.0, 0.1)
+                drawn = torch.empty(parameter.shape).normal_(mean, width, generator=generator)
+                parameter.data.copy_(drawn)
+        for module in model.modules():
+            if hasattr(module, "post_load_weights"):
+                module.post_load_weights()
+        return model
+
+    def run(name: str) -> tuple[list[list[int]], torch.Tensor]:
+        TAKEN.clear()
+        return engine.generate(load(name), PROMPTS, STEPS)
+
+    run.load = load  # type: ignore[attr-defined]
+    return run
+
+
+def has_experts(layer: Any) -> bool:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return any(isinstance(module, FusedMoE) for module in layer.modules())
+
+
+def same(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@contextlib.contextmanager
+def buildable(name: str) -> Any:
+    """Skips an architecture that this release has not."""
+    try:
+        yield
+    except ValueError as error:
+        if "Cannot find model module" in str(error) or "no SGlang implementation" in str(error):
+            pytest.skip(f"this release has no {CONFIGS[name]['architectures'][0]}")
+        raise
+    except RuntimeError as error:
+        if "0 active drivers" in str(error) or "Index tensor must have the same" in str(error):
+            pytest.skip("this architecture needs a GPU's kernel here, of its own or of its routing")
+        raise
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, run, by_source, monkeypatch, caplog):
+    with without_buffer(), buildable(name):
+        stock = run(name)
+    assert stock[1].isfinite().all()
+    assert stock[1].unique().numel() > 100
+    assert not any(TAKEN)
+    stacks = list(look.look_at_stacks(run.load(name)))
+    assert len(stacks) == 1, [type(module).__name__ for module in run.load(name).modules()]
+    ((stack, dead),) = stacks
+    family = type(stack).__module__.rpartition(".")[2]
+    assert dead.why_not == [by_source[family]] if by_source[family] else dead.why_not == []
+    assert (len(dead.layers) == len(stack.layers) - 1) == (not dead.why_not)
+    assert name not in MUST_OFFER or dead.layers
+
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
+    with installed(output_buffer.CHANGE), caplog.at_level("INFO"):
+        patched = run(name)
+    assert same(patched, stock)
+    offering = [layer for layer, _, _ in dead.layers]
+    of_one_forward = [layer in offering for layer in stack.layers if has_experts(layer)]
+    assert of_one_forward * (STEPS + 1) == TAKEN
+    assert all(reason in caplog.text for reason in dead.why_not)
+    if dead.why_not or not has_experts(stack.layers[0]):
+        return
+
+    # The guard removed: the first layer offers its input, which becomes the residual.
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: isinstance(hidden_states, torch.Tensor))
+    monkeypatch.setattr(offer, "residual_of_stream", lambda *given: None)
+    for kind in {type(layer) for layer in stack.layers}:
+        monkeypatch.setattr(kind, offer._OFFERS_FROM, 0, raising=False)
+    with installed(output_buffer.CHANGE):
+        assert not same(run(name), stock)
+    assert TAKEN[0]

@@ -1,0 +1,450 @@
+"""The dead input of other families' layers, on the engine's own models: same answers, one buffer, each guard seen to
+matter."""
+
+from __future__ import annotations
+
+import math
+import sys
+from importlib.util import spec_from_loader
+
+import pytest
+import torch
+from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
+from harness import Kernels, Pool, triton_runner
+from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
+from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.core import engine as engine_code
+from sglang_moe_patches.core import log, triton_sequence
+from sglang_moe_patches.core.dead_input import channel, offer, proofs
+from sglang_moe_patches.core.patch import Patcher, Plan, Status, look
+from sglang_moe_patches.lab.observers import acted
+from sglang_moe_patches.lab.observers.events import ChangeStatus
+from sglang_moe_patches.lab.reference import families as tiny
+from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
+
+pytestmark = pytest.mark.every_release
+
+PROMPTS = [[11, 7, 300, 42] * 9, [5], list(range(40, 140))]
+STEPS = 4
+FAMILIES = [name for name in tiny.FAMILIES if name != "deepseek-v3"]  # which test_output_buffer.py is about
+
+
+def all_moe(family):
+    """The option that leaves a tiny model no dense layer, where it may have some."""
+    return {} if tiny.FAMILIES[family].dense_layers is None else {"dense_layers": 0}
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    return Kernels(monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def path(family, checkpoint):
+    """A model of which every layer is MoE, the first one too."""
+    return checkpoint(family=family, **all_moe(family))
+
+
+@pytest.fixture(scope="session")
+def bf16(tmp_path_factory):
+    """Writes a checkpoint of a family without quantization, all layers MoE."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("bf16") / "tiny"
+            make_model(made[family], ModelSpec(family=family, top_k=3, hidden=512, **all_moe(family)), quantized=False)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def run(engine):
+    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
+
+    def run(path, *changes):
+        with installed(*changes) if changes else without_buffer():
+            return engine.generate(engine.load(path), PROMPTS, STEPS)
+
+    return run
+
+
+def same(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize(
+    ("refuse", "reason"),
+    [
+        ("input_dies", "may still use its input"),
+        ("attention_lets_go", "may still use what attention read"),
+        ("captures_sums_alone", "may keep what is captured"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_a_family_that_changed_is_left_alone_with_the_reason(refuse, reason, path, run, kernels, monkeypatch, caplog):
+    proof = getattr(proofs, refuse)
+    monkeypatch.setattr(proofs, refuse, lambda forward: "Qwen3" not in forward.__qualname__ and proof(forward))
+    monkeypatch.setattr(log, "_said", set())
+    stock = run(path)
+    outputs = len(kernels.calls)
+    with caplog.at_level("INFO"):
+        assert same(run(path, output_buffer.CHANGE), stock)
+    said = f"layers of Qwen3MoeModel do not offer their dead input: Qwen3MoeDecoderLayer {reason}"
+    assert caplog.text.count(said) == 1
+    assert len(kernels.calls) == 2 * outputs
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_a_family_whose_code_cannot_be_read_is_left_alone(path, run, monkeypatch, caplog):
+    dies = proofs.input_dies
+
+    def unreadable(forward):
+        if "Qwen3" in forward.__qualname__:
+            raise OSError("source code not available")
+        return dies(forward)
+
+    monkeypatch.setattr(log, "_said", set())
+    stock = run(path)
+    monkeypatch.setattr(proofs, "input_dies", unreadable)
+    with caplog.at_level("INFO"):
+        assert same(run(path, output_buffer.CHANGE), stock)
+    assert "OSError: source code not available" in caplog.text
+
+
+class CannotBeImported:
+    """Finds one module, whose code fails."""
+
+    def __init__(self, name, error):
+        self.name, self.error = name, error
+
+    def find_spec(self, name, path=None, target=None):
+        return spec_from_loader(name, self) if name == self.name else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise self.error("no such operator")
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
+    error, engine, path, run, kernels, monkeypatch
+):
+    """The engine passes over such a module, and serves the others."""
+    stock, name = run(path), "sglang.srt.models.deepseek_v2"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [CannotBeImported(name, error), *sys.meta_path])
+    reason = f"cannot import {name}: {error.__name__}: no such operator"
+    assert look(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
+    for change in (output_buffer.CHANGE, moe_workspace.CHANGE):
+        assert look(change).reason.startswith(f"some models are left alone: {reason}")
+    with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
+        model = engine.load(path)
+        assert same(engine.generate(model, PROMPTS, STEPS), stock)
+        assert written_over(engine, model, kernels) == [False, True, True, True]
+
+
+def written_over(engine, model, kernels):
+    """Of each MoE kernel of one forward, whether it writes its output over its layer's input."""
+    inputs = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.append(
+                kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+            ),
+            with_kwargs=True,
+        )
+        for layer in model.model.layers
+    ]
+    kernels.calls.clear()
+    engine.generate(model, PROMPTS[:1], 0)
+    for hook in hooks:
+        hook.remove()
+    return [one.untyped_storage().data_ptr() == output for one, output in zip(inputs, kernels.calls, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm_routed", "flashinfer_trtllm"])
+def test_a_familys_answers_have_the_stock_bits_and_each_layer_writes_over_its_input(
+    backend, engine, family, path, kernels, run
+):
+    """Every output is NaN before its kernel writes it, so that whoever still reads the dead input answers NaN."""
+    if backend == "flashinfer_trtllm" and family == "minimax-m2":
+        pytest.skip("the reference kernel does not route as this model does")
+    with engine.arguments(moe_runner_backend=backend):
+        stock = run(path)
+        assert stock[1].isfinite().all()
+        assert same(run(path, output_buffer.CHANGE), stock)
+        with without_buffer():
+            assert written_over(engine, engine.load(path), kernels) == [False] * 4
+        with installed(output_buffer.CHANGE):
+            # The first layer's input becomes the residual.
+            assert written_over(engine, engine.load(path), kernels) == [False, True, True, True]
+
+
+def test_another_seed_has_the_stock_bits(family, checkpoint, run):
+    path = checkpoint(family=family, seed=1)
+    assert same(run(path, output_buffer.CHANGE), run(path))
+
+
+def layer_class(family):
+    module = engine_code.module(f"sglang.srt.models.{tiny.FAMILIES[family].layers}")
+    (layer,) = (kind for name, kind in vars(module).items() if name.endswith("DecoderLayer"))
+    return layer
+
+
+@pytest.mark.usefixtures("kernels")
+def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatch):
+    """The guard removed: the first layer offers its input, which becomes the residual."""
+    stock = run(path)
+    assert same(run(path, output_buffer.CHANGE), stock)
+    monkeypatch.setattr(layer_class(family), offer._OFFERS_FROM, 0, raising=False)
+    assert same(run(path, output_buffer.CHANGE), stock)  # the residual is looked at in every forward
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
+    assert not same(run(path, output_buffer.CHANGE), stock)
+
+
+def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine, family, path, monkeypatch):
+    def captured():
+        model = engine.load(path)
+        model.set_eagle3_layers_to_capture([1, 2])
+        stack = type(model.model)
+        original, found = stack.forward, []
+
+        def capturing(self, *args, **kwargs):
+            hidden, aux = original(self, *args, **kwargs)
+            found.append((hidden.clone(), torch.cat(list(aux), dim=-1) if isinstance(aux, list | tuple) else aux))
+            return hidden, aux
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stack, "forward", capturing)
+            engine.generate(model, PROMPTS[:1], 0)
+        return found[0]
+
+    with without_buffer():
+        stock = captured()
+    with installed(output_buffer.CHANGE):
+        patched = captured()
+    assert stock[1].shape[-1] == 2 * stock[0].shape[-1]
+    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+
+
+def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
+    if look(cutedsl_sizing.CHANGE).install is None:
+        pytest.skip("the engine's CuteDSL wrapper allocates its own output")
+    taken, take = [], channel.take
+    monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
+    with engine.arguments(moe_runner_backend="flashinfer_cutedsl"):
+        stock = run(path)
+        assert taken == []
+        assert same(run(path, output_buffer.CHANGE, cutedsl_sizing.CHANGE), stock)
+    forwards = len(taken) // 4
+    assert forwards == STEPS + 1
+    assert [buffer is None for buffer in taken] == [True, False, False, False] * forwards
+
+
+def test_a_layer_whose_loop_is_not_known_offers_nothing(engine, family, path, kernels, monkeypatch):
+    """A model with a loop of its own around the same layers: it may keep what it likes."""
+    with installed(output_buffer.CHANGE):
+        stack = type(engine.load(path).model)
+        loop = stack.forward
+        monkeypatch.setattr(stack, "forward", lambda self, *args, **kwargs: loop(self, *args, **kwargs))
+        assert written_over(engine, engine.load(path), kernels) == [False] * 4
+
+
+def test_with_symmetric_memory_the_pool_is_not_walked_in_every_layer(engine, family, path, kernels, monkeypatch):
+    """The engine's own runner asks for each buffer on offer whether it lies in the pool. Without an offer it asks for
+    none, and so it must with ours, once the addresses are known."""
+    pool = Pool(monkeypatch)
+
+    def walks(*changes):
+        with installed(*changes):
+            model = engine.load(path)
+            engine.generate(model, PROMPTS, STEPS)
+            assert written_over(engine, model, kernels) == [False, *[bool(changes)] * 3]
+            pool.walks = 0
+            written_over(engine, model, kernels)
+            return pool.walks
+
+    assert walks() == 0
+    assert walks(output_buffer.CHANGE) == 0
+
+
+# --- The Triton runner -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton(engine, monkeypatch):
+    """BF16 models run the engine's Triton sequence, in columns whatever its size."""
+    triton_runner(monkeypatch)
+    for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("MOST_OF_THE_TIME", math.inf)):
+        monkeypatch.setattr(columns, name, value)
+    monkeypatch.setattr(columns, "ALIGNMENT", 64)
+    monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
+    with engine.arguments(quantization=None, moe_runner_backend="triton"):
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What runners took for their output or as scratch memory, in order; it is NaN before it is written."""
+    found = []
+
+    def watch(name, label):
+        original = getattr(channel, name)
+
+        def poisoned(*args, **kwargs):
+            memory = original(*args, **kwargs)
+            if memory is not None:
+                found.append(label)
+                memory.fill_(float("nan"))
+            return memory
+
+        monkeypatch.setattr(channel, name, poisoned)
+
+    watch("take", "output")
+    watch("take_memory", "scratch")
+    return found
+
+
+TRITON = {
+    "all": (output_buffer.CHANGE, deferred_shared_experts.CHANGE, moe_workspace.CHANGE),
+    "output-buffer": (output_buffer.CHANGE,),
+    "deferred-shared-experts": (deferred_shared_experts.CHANGE,),
+    "moe-workspace": (moe_workspace.CHANGE,),
+}
+#: What the last three of four layers take: an output in every forward; scratch memory in the prefill alone, since
+#: decodes are left alone.
+OUTPUT, SCRATCH = ["output"] * 3 * (STEPS + 1), ["scratch"] * 3
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("family", "selected", "expected"),
+    [
+        ("deepseek-v3", "all", OUTPUT),
+        ("deepseek-v3", "output-buffer", []),
+        ("deepseek-v3", "deferred-shared-experts", OUTPUT),
+        ("deepseek-v3", "moe-workspace", SCRATCH),
+        ("qwen3-moe", "deferred-shared-experts", []),
+        *((family, "all", SCRATCH) for family in FAMILIES),
+    ],
+)
+def test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits(family, selected, expected, bf16, run, taken):
+    path = bf16(family)
+    stock = run(path)
+    assert stock[1].isfinite().all()
+    assert taken == []
+    assert same(run(path, *TRITON[selected]), stock)
+    assert taken == expected
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run):
+    """Of four layers, the input of the first is never dead."""
+    applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON["all"]]
+    patcher = Patcher()
+    tally = acted.Tally([count for counts in acted.declared(applied).values() for count in counts])
+    tally.install(patcher)
+    try:
+        run(bf16("qwen3-moe"), *TRITON["all"])
+    finally:
+        patcher.undo()
+    assert acted.sentences(applied, tally.acted) == [
+        "output-buffer: offered the dead input in 3 of 4 MoE layers",
+        "deferred-shared-experts: did nothing",
+        "moe-workspace: ran in columns in 4 of 4 MoE layers, up to 2 slices; "
+        "took the dead input as scratch memory in 3 of 4 MoE layers",
+    ]
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton", "taken")
+@pytest.mark.parametrize(("family", "selected"), [("deepseek-v3", "deferred-shared-experts"), ("qwen3-moe", "all")])
+def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, monkeypatch):
+    path = bf16(family)
+    stock = run(path)
+    monkeypatch.setattr(layer_class(family), offer._OFFERS_FROM, 0, raising=False)
+    monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
+    assert not same(run(path, *TRITON[selected]), stock)
+
+
+@pytest.fixture
+def in_no_pool():
+    """Releases up to 0.5.15.post1. Later ones make Triton's output in the pool themselves."""
+    if engine_code.mentions(triton_sequence.look()[1], "use_symmetric_memory"):
+        pytest.skip("this engine release asks for the pool itself")
+
+
+@pytest.fixture
+def deferred():
+    if look(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
+        pytest.skip("this engine release traces its own deferral")
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """Of each run of routed experts: the output, and whether it lies where their input does."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    found, original = [], FusedMoE.run_moe_core
+
+    def run_moe_core(self, dispatch_output):
+        given = dispatch_output.hidden_states
+        combined = original(self, dispatch_output)
+        found.append((combined.hidden_states, channel.shares_storage(combined.hidden_states, given)))
+        return combined
+
+    monkeypatch.setattr(FusedMoE, "run_moe_core", run_moe_core)
+    return found
+
+
+@pytest.mark.usefixtures("in_no_pool", "triton")
+@pytest.mark.parametrize("selected", ["deferred-shared-experts", "all"])
+def test_with_symmetric_memory_tritons_output_lies_in_the_pool_whatever_is_on_offer(
+    selected, bf16, engine, run, outputs, monkeypatch
+):
+    """Stock writes it over an input that lies there. The first of four layers offers nothing."""
+    path = bf16("deepseek-v3")
+    stock = run(path)
+    assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)
+    outputs.clear()
+    pool = Pool(monkeypatch)
+    assert same(run(path, *TRITON[selected]), stock)
+    assert [(pool.holds(made), in_place) for made, in_place in outputs] == [(True, False)] * 4 * (STEPS + 1)
+
+
+@pytest.mark.usefixtures("deferred", "triton")
+def test_where_no_shared_experts_wait_tritons_output_takes_no_more_memory_than_stock(bf16, engine, outputs):
+    """A traced prefill graph runs the routed experts alone. Where it was traced with the shared experts before them,
+    another output would be one tensor more."""
+    with installed(deferred_shared_experts.CHANGE):
+        block = engine.load(bf16("deepseek-v3")).model.layers[1].mlp
+        hidden = torch.randn(5, 512).bfloat16()
+        with torch.no_grad():
+            waited = block.forward_normal(hidden.clone())
+            expected = block.shared_experts(hidden)
+            routed = block.experts(given := hidden.clone(), block.topk(hidden, block.gate(hidden)))
+    assert [in_place for _, in_place in outputs] == [False, True]
+    assert channel.shares_storage(routed, given)
+    assert torch.equal(routed.mul_(block.routed_scaling_factor).add_(expected), waited)
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.usefixtures("triton")
+def test_in_a_server_with_lora_triton_stays_in_place(bf16, run, taken, monkeypatch):
+    path = bf16("deepseek-v3")
+    stock = run(path)
+    monkeypatch.setattr(deferred_shared_experts.runners, "serves_lora", lambda: True)
+    assert same(run(path, *TRITON["all"]), stock)
+    assert taken == SCRATCH

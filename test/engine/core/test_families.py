@@ -1,0 +1,153 @@
+"""Each model family: the engine loads its tiny checkpoint and answers, in the environment of the reference kernels."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEFAULT_ENGINE_ONLY
+from harness import load_unquantized
+from safetensors.torch import load_file, save_file
+from sglang_moe_patches.lab.reference.families import FAMILIES
+
+OTHERS = [name for name in FAMILIES if name != "deepseek-v3"]  # which all other files are about
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (9, 130, 1)]
+STEPS = 7
+
+
+def moe_layer(model: Any, family: str) -> Any:
+    return getattr(model.model.layers[-1], FAMILIES[family].moe)
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer and expert. Gate and up projection share their scales: the engine reads one."""
+    anywhere = re.sub(r"\.\d+\.", ".*.", name)
+    return re.sub(r"(gate_proj|up_proj|w1|w3)(?=\.(weight_scale_2|input_scale)$)", "gate_up", anywhere)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_engine_answers_by_the_checkpoint_and_repeats_itself(engine, checkpoint, family):
+    model, other = (engine.load(checkpoint(family=family, seed=seed)) for seed in (0, 1))
+    normed = []
+    norm = model.model.layers[-1].post_attention_layernorm
+    hook = norm.register_forward_hook(
+        lambda norm, given, made: normed.append(all(a is b for a, b in zip(given, made, strict=True)))
+    )
+    tokens, logits = engine.generate(model, PROMPTS, STEPS)
+    hook.remove()
+    again, logits_again = engine.generate(model, PROMPTS, STEPS)
+    assert again == tokens
+    assert torch.equal(logits, logits_again)
+    assert torch.isfinite(logits).all()
+    assert all(len(set(answer)) > STEPS // 2 for answer in tokens)  # no loop
+    assert all(a != b for a, b in zip(tokens, engine.generate(other, PROMPTS, STEPS)[0], strict=True))
+    # Like DeepSeek's, the layer's add-norm works in place, as on a GPU: aliasing shows.
+    assert normed == [True] * (STEPS + 1)
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_checkpoint_reaches_the_model(engine, checkpoint, family, tmp_path):
+    """The engine's loaders pass over names that they do not know, and what is not loaded is whatever memory held."""
+    folder = checkpoint(family=family)
+    tensors = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path / "other")
+
+    def otherwise(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.uint8 or name.endswith("correction_bias"):  # where NaN cannot be, or does not show
+            return tensor.flip(0).contiguous()
+        return torch.full(tensor.shape, float("nan")).to(tensor.dtype)
+
+    def logits(changed: str) -> torch.Tensor:
+        made = {name: otherwise(name, t) if kind_of(name) == changed else t for name, t in tensors.items()}
+        save_file(made, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+        return engine.generate(engine.load(tmp_path / "other"), PROMPTS[:1], 0)[1]
+
+    expected = logits("none")
+    assert torch.isfinite(expected).all()
+    passed_over = []
+    for kind in sorted(set(map(kind_of, tensors))):
+        found, again = logits(kind), logits(kind)
+        shown = torch.isnan(found).any() or not torch.equal(found, expected)
+        if not shown or not torch.equal(found.nan_to_num(), again.nan_to_num()):
+            passed_over.append(kind)
+    assert passed_over == []
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, checkpoint, family):
+    logits = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
+    with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
+        logits_of_kernel = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
+    # The kernel rounds routing weights at another place, which can change a token, and all that come after it.
+    print(torch.nn.functional.cosine_similarity(logits, logits_of_kernel, dim=-1))
+    assert torch.nn.functional.cosine_similarity(logits, logits_of_kernel, dim=-1).min() > 0.99
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkpoint):
+    """The engine does not tell the kernel how MiniMax-M2 routes."""
+    with engine.arguments(moe_runner_backend="flashinfer_trtllm"):
+        model = engine.load(checkpoint(family="minimax-m2"))
+        with pytest.raises(NotImplementedError, match="routing_bias with routing_method_type=0"):
+            engine.generate(model, PROMPTS, 0)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engines_own_experts_answer_from_the_bfloat16_checkpoint(engine, checkpoint, family, monkeypatch):
+    with monkeypatch.context() as patch, engine.arguments(moe_runner_backend="auto"):
+        load_unquantized(patch)
+        model = engine.load(checkpoint(family=family, quantized=False))
+        assert moe_layer(model, family).experts.w13_weight.dtype == torch.bfloat16
+        tokens, logits = engine.generate(model, PROMPTS, STEPS)
+        assert engine.generate(model, PROMPTS, STEPS)[0] == tokens
+    assert torch.isfinite(logits).all()
+    quantized = engine.generate(engine.load(checkpoint(family=family)), PROMPTS, 0)[1]
+    # The same model but for the experts' rounding, which can change a token's experts.
+    assert torch.nn.functional.cosine_similarity(logits[0], quantized[0]).mean() > 0.9
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
+def test_routed_experts_are_scaled_once(engine, checkpoint, family):
+    """On the CPU the engine multiplies NVFP4 experts' outputs by a factor that is in the routing weights already."""
+    layer = moe_layer(engine.load(checkpoint(family=family)), family)
+    hidden = torch.randn(5, 256).bfloat16()
+    with torch.no_grad():
+        routing = layer.topk(hidden, layer.gate(hidden))
+        expected = layer.experts(hidden.clone(), routing) + layer.shared_experts(hidden)
+        found = layer(hidden.clone())
+    torch.testing.assert_close(routing.topk_weights.sum(-1), torch.full((5,), 2.5), rtol=0.01, atol=0)
+    torch.testing.assert_close(found, expected)
+
+
+@DEFAULT_ENGINE_ONLY
+def test_minimax_normalises_over_all_heads_as_the_engines_own_layer_does(engine, checkpoint):
+    attention = engine.load(checkpoint(family="minimax-m2")).model.layers[0].self_attn
+    q, k = torch.randn(3, 512).bfloat16(), torch.randn(3, 256).bfloat16()
+    with torch.no_grad():
+        normed = attention.qk_norm_impl.forward(q.clone(), k.clone())
+        expected = attention.q_norm(q), attention.k_norm(k)
+    torch.testing.assert_close(normed, expected)
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_a_first_layer_with_experts_answers_otherwise(engine, checkpoint):
+    paths: list[Path] = [checkpoint(family="glm4-moe", dense_layers=layers) for layers in (0, 1)]
+    models = [engine.load(path) for path in paths]
+    assert [hasattr(model.model.layers[0].mlp, "experts") for model in models] == [True, False]
+    tokens, logits = engine.generate(models[0], PROMPTS, STEPS)
+    assert torch.isfinite(logits).all()
+    assert tokens != engine.generate(models[1], PROMPTS, STEPS)[0]

@@ -1,0 +1,260 @@
+"""Beside another plugin of the engine's: what it has wrapped, replaced or subclassed is left to it, with a reason.
+
+The other plugin is this module, and it works as plugins do: through the engine's own hook registry, or by setting an
+attribute.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from sglang_moe_patches import plugin
+from sglang_moe_patches.core import engine as engine_code
+from sglang_moe_patches.core import patch, runners
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.dead_input import look as look_at
+from sglang_moe_patches.core.patch import Patcher, Status
+from sglang_moe_patches.core.variables import STRICT
+from sglang_moe_patches.registry import CHANGES
+from snapshot import PACKAGES, contents, differences, put_back
+
+pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
+PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
+BY_NAME = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
+"""A second name for a function of the engine's: the change may go on under the first one, and leave this to whoever has
+replaced it."""
+LOADING = "model_runner.ModelRunner.load_model"
+"""Where moe-workspace looks at a model; where it cannot, it writes late in any model."""
+OFFERING = {
+    *("DeepseekV2DecoderLayer", "DeepseekV2Model", look_at.INITIALIZE),
+    channel.ENGINE_OFFER,
+    runners.IN_POOL,
+}
+"""What offers dead inputs: a change may do without that of one family, or without any."""
+LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}
+Seam = tuple[Any, str]
+
+
+class Recorder(Patcher):
+    """Remembers what it replaced of the engine's. What is only added, the engine does not have; PyTorch is nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seams: dict[tuple[int, str], Seam] = {}
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        if dotted(owner).partition(".")[0] in PACKAGES:
+            self.seams[id(owner), name] = (owner, name)
+        super().replace(owner, name, new)
+
+
+def seams_of(change: patch.Change) -> list[Seam]:
+    """What the change's plan replaces on this engine: (module or class, attribute)."""
+    plan = patch.look(change)
+    if plan.install is None:
+        return []
+    recorder = Recorder()
+    plan.install(recorder)
+    recorder.undo()
+    return list(recorder.seams.values())
+
+
+def dotted(owner: Any, name: str = "") -> str:
+    place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{place}.{name}" if name else place
+
+
+# --- What the other plugin does --------------------------------------------------------------------------------------
+
+
+def hook(target: str, new: Any, kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, new, HookType[kind])
+    try:
+        HookRegistry.apply_hooks()
+    finally:
+        del HookRegistry._hooks[target]
+        HookRegistry._patched.discard(target)
+
+
+def wraps(owner: Any, name: str) -> None:
+    """By hand, as most do."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def replaces(owner: Any, name: str) -> None:
+    """By hand, with a function that takes the same and says nothing of the one before."""
+    original = getattr(owner, name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    replacement.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+def hooks_around(owner: Any, name: str) -> None:
+    hook(dotted(owner, name), lambda original, *args, **kwargs: original(*args, **kwargs), "AROUND")
+
+
+def hooks_instead(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+    hook(dotted(owner, name), lambda *args, **kwargs: original(*args, **kwargs), "REPLACE")
+
+
+def subclasses(owner: Any, name: str) -> None:
+    """The class by one that inherits everything. What belongs to a module has no class."""
+    if isinstance(owner, type):
+        hook(dotted(owner), type(owner)(owner.__name__, (owner,), {"__module__": __name__}), "REPLACE")
+
+
+WAYS = [wraps, replaces, hooks_around, hooks_instead, subclasses]
+BY_HOOKS = [hooks_around, hooks_instead]
+"""They end in the same assignment as the others: for one change of two seams that is seen every time."""
+
+
+@contextmanager
+def another_plugin(way: Callable[[Any, str], None], *seams: Seam) -> Iterator[None]:
+    before = contents()
+    try:
+        for owner, name in seams:
+            way(owner, name)
+        yield
+    finally:
+        put_back(before)
+
+
+# --- What we then do -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "way"),
+    [
+        pytest.param(
+            change,
+            way,
+            id=f"{change.name}-{way.__name__}",
+            marks=[pytest.mark.product] if way in BY_HOOKS and change.name != "nvfp4-weights" else [],
+        )
+        for change in CHANGES
+        for way in WAYS
+    ],
+)
+def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
+    """Seam by seam: one of them is enough for the change to do nothing at all, rather than half of it. Where dead
+    inputs are offered, what the change does without is named."""
+    seams = seams_of(change)
+    if way is subclasses:
+        seams = [seam for seam in seams if isinstance(seam[0], type)]
+    if not seams:
+        pytest.skip(f"{change.name} replaces nothing of the kind on this engine release")
+    taken = []
+    for owner, name in seams:
+        with another_plugin(way, (owner, name)):
+            before = contents()
+            outcome, patcher = patch.look(change), Patcher()
+            if outcome.install is not None:
+                outcome.install(patcher)
+            touched = differences(before)
+            patcher.undo()
+            if outcome.install is not None and (offering := {owner.__name__, name} & OFFERING):
+                # A hook stands where the function is defined, whichever module has it.
+                left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in touched
+            else:
+                left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and not touched
+            if dotted(owner, name).endswith((BY_NAME, LOADING)):
+                left = left or dotted(owner, name) not in touched
+            if not left:
+                taken.append(f"{dotted(owner, name)}: {outcome}; touched {touched}")
+        assert patch.look(change).install is not None  # what the other plugin did is undone
+    assert taken == []
+
+
+def layer_of(family: str) -> Any:
+    module = importlib.import_module(f"sglang.srt.models.{family}")
+    (layer,) = (kind for name, kind in vars(module).items() if name.endswith("DecoderLayer"))
+    return layer
+
+
+def plans(*names: str) -> dict[str, patch.Plan]:
+    return {change.name: patch.look(change) for change in CHANGES if change.name in names}
+
+
+def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
+    layer = layer_of("qwen3_moe")
+    assert look_at.known(layer).family == "qwen3_moe"
+    with another_plugin(replaces, (layer, "forward")):
+        for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
+            assert plan.install is not None, name
+        with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
+            look_at.known(layer)
+    somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
+    with pytest.raises(engine_code.Unsupported, match=r"Layer is another_plugin\.Layer"):
+        look_at.known(somebody_elses)
+
+
+@pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)
+def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
+    """Where the engine itself offers in that layer, it would need more memory without: no offers of ours at all."""
+    layer = layer_of("deepseek_v2")
+    offers = look_at.engine_offers()
+    with another_plugin(way, (layer, "forward")):
+        found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
+        assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
+        assert found["output-buffer"].status is (Status.UNSUPPORTED if offers else Status.APPLIED)
+        assert found["moe-workspace"].status is Status.APPLIED
+        assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
+
+
+@pytest.fixture
+def everything_is_somebody_elses() -> Iterator[None]:
+    with another_plugin(hooks_around, *(seam for change in CHANGES for seam in seams_of(change))):
+        yield
+
+
+@pytest.fixture
+def fresh_process(monkeypatch) -> None:
+    """Nothing was activated in it, and all changes are selected."""
+    monkeypatch.setattr(plugin, "_plans", None)
+    monkeypatch.delenv(patch.SELECT_VARIABLE)
+    monkeypatch.delenv(STRICT.name, raising=False)
+    monkeypatch.delenv("SGLANG_MOE_PATCHES_OBSERVE", raising=False)
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_a_server_beside_it_starts_and_answers_as_without_us(engine, checkpoint, request, caplog):
+    stock = engine.generate(engine.load(checkpoint()), PROMPTS, 2)
+    request.getfixturevalue("everything_is_somebody_elses")
+    before = contents()
+    plans = plugin.activate(engine.server_args)
+    assert {plan.status for plan in plans.values()} <= LEFT_ALONE
+    assert plans["output-buffer"].status is Status.UNSUPPORTED
+    assert differences(before) == []
+    assert caplog.text.count("output-buffer: unsupported, because") == 1
+    tokens, logits = engine.generate(engine.load(checkpoint()), PROMPTS, 2)
+    assert tokens == stock[0]
+    assert torch.equal(logits, stock[1])
+
+
+@pytest.mark.usefixtures("fresh_process", "everything_is_somebody_elses")
+def test_a_strict_server_beside_it_does_not_start(engine, monkeypatch):
+    monkeypatch.setitem(os.environ, STRICT.name, "1")
+    before = contents()
+    with pytest.raises(patch.PatchError, match="output-buffer: unsupported, because"):
+        plugin.activate(engine.server_args)
+    assert differences(before) == []

@@ -1,0 +1,84 @@
+"""Without this package the engine is the stock engine: nothing stays behind, and not being asked changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.core import patch
+from sglang_moe_patches.registry import CHANGES
+from snapshot import contents, differences
+
+pytestmark = pytest.mark.every_release
+PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
+
+
+def install_all(patcher: patch.Patcher) -> list[str]:
+    """All changes, with what they do in the launcher: the names of those that install anything on this release."""
+    plans = {change.name: patch.look(change) for change in CHANGES}
+    for change in CHANGES:
+        for module, hook in change.launcher_hooks:
+            hook(sys.modules[module], patcher)
+        if plans[change.name].install is not None:
+            plans[change.name].install(patcher)
+    return [name for name, plan in plans.items() if plan.install is not None]
+
+
+@pytest.mark.usefixtures("engine")
+def test_all_changes_taken_back_leave_every_module_and_class_as_it_was():
+    """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
+    for change in CHANGES:
+        patch.look(change)  # imports what it looks at
+    before = contents()
+    patcher = patch.Patcher()
+    assert install_all(patcher)
+    assert differences(before)
+    patcher.undo()
+    assert differences(before) == []
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_looking_at_the_engine_changes_nothing(change):
+    patch.look(change)  # imports what it looks at
+    before = contents()
+    plan = patch.look(change)
+    assert differences(before) == []
+    if plan.install is None:
+        pytest.skip(f"{change.name} installs nothing on this engine release")
+    patcher = patch.Patcher()
+    plan.install(patcher)
+    assert differences(before)
+    patcher.undo()
+    assert differences(before) == []
+
+
+def test_answers_after_removal_are_those_before(engine, checkpoint):
+    path = checkpoint()
+    before = engine.generate(engine.load(path), PROMPTS, 4)
+    with installed(*CHANGES):
+        engine.generate(engine.load(path), PROMPTS, 4)
+    after = engine.generate(engine.load(path), PROMPTS, 4)
+    assert after[0] == before[0]
+    assert torch.equal(after[1], before[1])
+
+
+def test_an_engine_that_is_told_to_leave_us_out_loads_nothing_of_ours():
+    code = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "
+        "import sglang.srt.model_executor.model_runner as m; "
+        "print([n for n in sys.modules if n.startswith('sglang_moe_patches')], m.ModelRunner.__init__.__module__)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "SGLANG_PLUGINS": "somebody_else"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip().splitlines()[-1] == "[] sglang.srt.model_executor.model_runner", done.stderr[-2000:]

@@ -1,0 +1,48 @@
+"""What a user runs: `regress` starts both servers of the shipped model, and they can do arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from servers import ASKED, LONGEST, NATIVE_BUFFER, ROUTED, SERVER, SHIPPED, check_figures, regress, shortest
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.lab.regress.compare import Comparison
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory) -> Path:
+    """The folder of the report on the shipped model, both servers started by ``regress``."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    output, data = folder / "report", folder / "test.jsonl"
+    data.write_text("\n".join(shortest(ASKED + 1)) + "\n")
+    evaluation = ["--data-path", str(data), "--num-questions", str(ASKED), "--num-shots", "1"]
+    evaluation += ["--max-new-tokens", str(LONGEST)]
+    done = regress("--model", str(SHIPPED / "model"), *evaluation, "--output", str(output), "--", *SERVER, ROUTED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+# Where the engine has a buffer of its own, real servers are started for what it does wrong.
+ON_RELEASES = pytest.mark.product if NATIVE_BUFFER else pytest.mark.every_release
+
+
+@ON_RELEASES
+def test_a_model_that_can_do_arithmetic_loses_no_answer(arithmetic):
+    results = json.loads((arithmetic / "report.json").read_text())["results"]
+    assert results["accuracy"]["stock"] >= 0.85
+    assert results["accuracy_can_tell"]
+    assert results["token_identical"]
+
+
+@ON_RELEASES
+def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
+    report = json.loads((arithmetic / "report.json").read_text())
+    stock, patched = report["runs"]["stock"], report["runs"]["patched"]
+    assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
+    assert len(stock["answers"]) == ASKED
+    found = Comparison.from_dict(report)
+    processes = (events.Process(run.changes, run.memory, run.acted) for run in (found.stock, found.patched))
+    check_figures(*processes, moe_layers=3)
+    assert (arithmetic / "report.html").stat().st_size > 10_000

@@ -1,0 +1,145 @@
+"""``--moe-runner-backend flashinfer_cutedsl`` on the CPU: the engine's own path down to the stand-in kernels."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import without_buffer
+from harness import graph_arguments
+from safetensors.torch import load_file, save_file
+from sglang_moe_patches.changes import cutedsl_sizing
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
+from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.lab.observers.forwards import _held_bytes
+
+pytestmark = pytest.mark.every_release
+
+BENCHMARK = Path(__file__).parents[2] / "benchmark" / "cutedsl_memory.py"
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
+CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}
+
+
+@pytest.fixture(scope="module")
+def exact_scales(checkpoint, tmp_path_factory) -> Path:
+    """The tiny checkpoint with scales that are powers of two.
+
+    TRT-LLM's kernel takes the product of two of them, CuteDSL's takes them apart, and the engine makes the other
+    scales of CuteDSL's by dividing by a reciprocal. With these, both are free of rounding.
+    """
+    folder = tmp_path_factory.mktemp("models") / "exact"
+    shutil.copytree(checkpoint(dense_layers=0), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith((".weight_scale_2", ".input_scale")):
+            tensors[name] = tensor.log2().round().exp2()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_answers_as_trtllm_does(engine, exact_scales, monkeypatch):
+    """Other weight layout, other scales, other kernels: the same logits to the last bit."""
+    # Newer releases add the experts up in a step of its own by default, and round each one's output before.
+    monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
+    with without_buffer():  # into which TRT-LLM's kernel writes, and CuteDSL's does not
+        tokens, logits = engine.generate(engine.load(exact_scales), PROMPTS, 6)
+    with engine.arguments(**CUTEDSL):
+        model = engine.load(exact_scales)
+        cutedsl_tokens, cutedsl_logits = engine.generate(model, PROMPTS, 6)
+    assert all(hasattr(layer.mlp.experts, "_cutedsl_wrapper") for layer in model.model.layers)
+    assert not torch.isnan(logits).any()
+    assert tokens == cutedsl_tokens
+    assert torch.equal(logits, cutedsl_logits)
+
+
+@pytest.fixture
+def buffers():
+    """Whether the wrappers of this release have any."""
+    from flashinfer import CuteDslMoEWrapper
+
+    return keeps_buffers(CuteDslMoEWrapper)
+
+
+@pytest.fixture
+def needs_buffers(buffers):
+    if not buffers:
+        pytest.skip("this FlashInfer's wrapper keeps no buffers")
+
+
+@pytest.mark.usefixtures("needs_buffers")
+def test_each_layer_has_buffers_of_its_own_and_nothing_that_is_left_in_them_matters(engine, checkpoint):
+    with engine.arguments(**CUTEDSL):
+        model = engine.load(checkpoint(dense_layers=0))
+        tokens, logits = engine.generate(model, PROMPTS, 2)
+        wrappers = [layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers]
+        assert len({wrapper._moe_output.data_ptr() for wrapper in wrappers}) == len(wrappers) == 4
+        for wrapper in wrappers:
+            wrapper._gemm1_output.fill_(255)
+            wrapper._gemm1_output_scale.fill_(255)  # NaN
+            wrapper._moe_output.fill_(float("nan"))
+        assert engine.generate(model, PROMPTS, 2)[0] == tokens
+        assert torch.equal(engine.generate(model, PROMPTS, 2)[1], logits)
+
+
+# What each sizing goes by: a guess from chunks, or from 0.5.13 on the prefill budget. Neither bounds a forward.
+FOR_64 = {"chunked_prefill_size": 64, "max_prefill_tokens": 64}
+
+
+def test_stock_engine_ends_on_a_forward_that_is_larger_than_the_buffers(engine, checkpoint, buffers):
+    """Or, where there are none, serves it as it does with any other arguments; the change then has nothing to do."""
+    path = checkpoint(dense_layers=0)
+    with engine.arguments(**CUTEDSL):
+        expected = engine.generate(engine.load(path), PROMPTS, 2)
+    graphs = graph_arguments(16) if buffers else {}
+    with engine.arguments(**CUTEDSL, **FOR_64, **graphs):
+        model = engine.load(path)
+        engine.generate(model, PROMPTS[:2], 1)
+        if buffers:
+            with pytest.raises(ValueError, match=r"num_tokens \(130\) exceeds max_num_tokens \(64\)"):
+                engine.generate(model, PROMPTS[2:3], 0)
+        else:
+            tokens, logits = engine.generate(model, PROMPTS, 2)
+            assert tokens == expected[0]
+            assert torch.equal(logits, expected[1])
+            assert _held_bytes({layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers}) == 0
+    outcome = look(cutedsl_sizing.CHANGE)
+    assert (outcome.status is Status.NATIVE) == (not buffers)
+    assert buffers or "keeps no buffers and refuses no forward" in outcome.reason
+
+
+@pytest.mark.usefixtures("needs_buffers")
+def test_memory_of_the_buffers():
+    """What was added up from FlashInfer's shapes before there was a benchmark: output and GEMM1, MB per layer.
+
+    From FlashInfer 0.6.12 on, GEMM1 has room for tiles of 256 rows instead of 128: for each local expert, 128 rows of
+    intermediate * 9 / 16 bytes more.
+    """
+    from flashinfer.fused_moe.cute_dsl import fused_moe
+
+    benchmark = runpy.run_path(str(BENCHMARK))
+    models, both, stock = benchmark["MODELS"], benchmark["upstream_and_ours"], benchmark["stock"]
+    for name, tp, ep, tokens, megabytes, larger_tiles in (
+        ("kimi-k2.5", 4, 1, 16_384, 287, 301),
+        ("kimi-k2.5", 4, 4, 65_536, 1_558, 1_572),
+        ("deepseek-v3", 4, 1, 16_384, 282, 291),
+    ):
+        buffers, ours = both(models[name], tp, ep, tokens)
+        expected = larger_tiles if hasattr(fused_moe, "VALID_TILE_SIZES") else megabytes
+        assert round((buffers.output + buffers.gemm1) / 1e6) == expected
+        assert buffers.sorting < 0.01 * buffers.total
+        assert ours == replace(buffers, output=0)
+    # What the engine itself chooses; data-parallel attention divides the chunks but not the gathered batch.
+    kimi = models["kimi-k2.5"]
+    assert stock(kimi, 4, 1, 1, 16_384, 512) == both(kimi, 4, 1, 16_384)[0]
+    if look(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # by --max-prefill-tokens, which it does not divide
+        assert stock(kimi, 4, 4, 4, 256, 512) == both(kimi, 4, 4, 65_536)[0]
+        assert stock(kimi, 4, 1, 1, 256, 20_000) == both(kimi, 4, 1, 20_000)[0]
+    else:
+        assert stock(kimi, 4, 4, 4, 16_384, 512) == both(kimi, 4, 4, 4_096)[0]
+        assert stock(kimi, 4, 1, 1, 256, 512) == both(kimi, 4, 1, 512)[0]

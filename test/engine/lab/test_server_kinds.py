@@ -1,0 +1,200 @@
+"""Servers of further kinds, and how servers end: each test starts its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import DEFAULT_ENGINE_ONLY
+from servers import (
+    EVALUATION,
+    PATIENCE,
+    REGRESS,
+    ROUTED,
+    SERVER,
+    TRTLLM,
+    answers,
+    both,
+    check_figures,
+    child_environment,
+    figures,
+    on_path,
+    regress,
+    server,
+    started,
+)
+from sglang_moe_patches.lab.servers.server import ServerFailed
+from tiny_moe.mutations import plugin
+
+# --- Stock and patched -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize(
+    ("backend", "dense_layers", "arguments"), [(TRTLLM, 0, []), (ROUTED, 0, ["--tp", "2"]), (ROUTED, 1, [])]
+)
+def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(
+    checkpoint, tmp_path, backend, dense_layers, arguments
+):
+    with started(*both(checkpoint(dense_layers=dense_layers), tmp_path, *arguments, backend=backend)) as running:
+        stock, patched = answers(*running)
+    assert stock == patched
+    check_figures(*map(figures, running), moe_layers=4 - dense_layers)
+
+
+@DEFAULT_ENGINE_ONLY
+def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(checkpoint, tmp_path):
+    """With these limits the stock engine ends on the prompt of 300 tokens (test_reference_cutedsl.py)."""
+    limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
+    # Stock sizes its buffers by the chunk: 2,048 tokens hold every forward here, and no prompt is cut.
+    ample = ["--chunked-prefill-size", "2048", "--max-prefill-tokens", "2048"]
+    model, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
+    stock = server("stock", model, tmp_path, *ample, backend=backend, SGLANG_MOE_PATCHES="none")
+    patched = server("patched", model, tmp_path, *limits, backend=backend)
+    with started(stock, patched):
+        expected, found = answers(stock, patched)
+    assert found == expected
+    check_figures(figures(stock), figures(patched), moe_layers=4, backend=backend)
+    assert figures(stock).memory.kernel_buffer_bytes > 4 * figures(patched).memory.kernel_buffer_bytes > 0
+    assert patched.log_text().count("CuteDSL: one set of buffers") == 1
+    assert "runs in slices" not in patched.log_text()
+
+
+# --- Ends ------------------------------------------------------------------------------------------------------------
+
+
+def processes_with(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@DEFAULT_ENGINE_ONLY
+def test_ctrl_c_leaves_no_process_and_no_report(checkpoint, tmp_path):
+    marker = uuid.uuid4().hex
+    output = tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
+    process = subprocess.Popen(
+        [*REGRESS, *arguments, *SERVER, ROUTED],
+        env=child_environment(MARKER=marker),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while len(processes_with(marker)) < 3:  # ours, the launcher, and a process that it has spawned
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
+    assert processes_with(marker) == []
+    assert not output.exists()
+
+
+def shared_by(processes: list[psutil.Process]) -> set[Path]:
+    """Files in shared memory that these processes have."""
+    inodes = set()
+    for process in processes:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        # By number: who made a semaphore has it under a name of before.
+        inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
+    """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed.
+    Of a server that stands in: `test_a_killed_regress_leaves_no_file_and_loses_none`."""
+    output = tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--", "--tp", "2"]
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:  # not in tmp_path: sockets have short paths
+        process = subprocess.Popen(
+            [*REGRESS, *arguments, *SERVER, ROUTED],
+            env=child_environment(TMPDIR=temporary),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert any(line.startswith("stock: ready") for line in process.stdout)
+            family = psutil.Process(process.pid).children(recursive=True)
+            shared, files = shared_by(family), list(Path(temporary).glob("moe-*/*"))
+            process.send_signal(number)
+            process.communicate(timeout=PATIENCE)
+            _, left = psutil.wait_procs(family, timeout=PATIENCE)
+            assert left == []
+        finally:
+            process.kill()
+        assert {path.name[:4] for path in shared} >= {"sem.", "psm_"}
+        assert files
+        assert [path for path in shared if path.exists()] == []
+        # PyTorch's compiled kernels are for the next server.
+        assert [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert output.exists() == (number == signal.SIGKILL)
+    if output.exists():
+        assert [path.name for path in output.iterdir()] == ["stock.log"]
+        assert "The server is fired up" in (output / "stock.log").read_text()
+
+
+@DEFAULT_ENGINE_ONLY
+def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_path):
+    marker = uuid.uuid4().hex
+    output = tmp_path / "report"
+    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
+    done = regress(*arguments, *SERVER, "no_such_backend", MARKER=marker)
+    assert done.returncode == 2
+    assert "the stock server ended with exit code" in done.stderr
+    assert "invalid choice: 'no_such_backend'" in done.stderr
+    assert processes_with(marker) == []
+    assert [path.name for path in output.iterdir()] == ["stock.log"]  # the whole log, and no report
+
+
+ANOTHER_PLUGIN = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+HookRegistry.register(
+    "sglang.srt.models.deepseek_v2.DeepseekV2DecoderLayer.forward",
+    lambda original, *args, **kwargs: original(*args, **kwargs),
+    HookType.AROUND,
+)
+"""
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_strict_ends_the_start_up_beside_a_plugin_that_has_wrapped_a_seam(checkpoint, tmp_path):
+    path = on_path(plugin(tmp_path, ANOTHER_PLUGIN))
+    strict = server("strict", checkpoint(), tmp_path, PYTHONPATH=path, SGLANG_MOE_PATCHES_STRICT="1")
+    with pytest.raises(ServerFailed) as failure, strict:
+        pass
+    assert "SGLANG_MOE_PATCHES_STRICT=1 and a change cannot be applied" in failure.value.args[0]
+    assert "deferred-shared-experts: unsupported, because" in strict.log_text()
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_an_unknown_change_ends_the_start_up(checkpoint, tmp_path):
+    with (
+        pytest.raises(ServerFailed, match="exit code 1") as failure,
+        server("unknown", checkpoint(), tmp_path, SGLANG_MOE_PATCHES="output-bufer"),
+    ):
+        pass
+    assert "unknown change 'output-bufer'; valid: all, none" in failure.value.args[0]

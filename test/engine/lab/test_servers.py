@@ -1,0 +1,234 @@
+"""Real servers, started the way a user starts them: equal answers, caught mutations.
+
+A start costs three imports of the engine, so what only asks shares one stock and one patched server (``pair``), and
+several servers start at once. Where ``regress`` starts them is in ``test_arithmetic.py``, servers of other kinds, and
+how servers end, in ``test_server_kinds.py``: files of their own, so that two workers share the time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import DEFAULT_ENGINE_ONLY, RELEASE
+from releases import DEFAULT
+from servers import (
+    EVALUATION,
+    NATIVE_BUFFER,
+    PATIENCE,
+    QUESTIONS,
+    TRTLLM,
+    answers,
+    both,
+    check_figures,
+    figures,
+    generate,
+    on_path,
+    regress,
+    server,
+    started,
+)
+from sglang_moe_patches.lab.servers.server import Server
+from tiny_moe.mutations import plugin
+
+# --- One pair for all that only ask ----------------------------------------------------------------------------------
+
+RANKS = ["--tp", "2"] if RELEASE == DEFAULT else []
+"""Of the pair, and of whatever is compared with it."""
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """Stock and patched, of a model whose first layer is MoE and has no residual."""
+    with started(*both(checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair"), *RANKS, backend=TRTLLM)) as running:
+        yield running
+
+
+@DEFAULT_ENGINE_ONLY
+def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
+    stock, patched = answers(*pair)
+    assert stock == patched
+    check_figures(*map(figures, pair), moe_layers=4)
+
+
+WITHOUT_THE_ENGINES_BUFFER = """
+import contextlib, wrapt
+def switch_off(base):
+    base.moe_output_buffer_ctx = lambda buf: contextlib.nullcontext()
+wrapt.register_post_import_hook(switch_off, "sglang.srt.layers.moe.moe_runner.base")
+"""
+
+
+@pytest.mark.every_release
+@pytest.mark.skipif(not NATIVE_BUFFER, reason="this engine release has no output buffer of its own")
+def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it(pair, checkpoint, tmp_path):
+    """`first_k_dense_replace: 0`, in-place norm as on a GPU: compared with the engine whose buffer is switched off."""
+    off = plugin(tmp_path, WITHOUT_THE_ENGINES_BUFFER)
+    variables = {"PYTHONPATH": on_path(off), "SGLANG_MOE_PATCHES": "none"}
+    without = server("off", checkpoint(dense_layers=0), tmp_path, *RANKS, backend=TRTLLM, **variables)
+    with started(without):
+        for other, wrong in zip(pair, (True, False), strict=True):
+            urls = ["--baseline-url", without.url, "--patched-url", other.url, "--require-identical"]
+            done = regress(*urls, *EVALUATION, "--output", str(tmp_path / f"report-{other.name}"))
+            assert done.returncode == (1 if wrong else 0), done.stdout + done.stderr
+            assert ("of 6 answers differ" in done.stdout) == wrong
+
+
+def update_weights(server: Server, path: Path) -> None:
+    with httpx.Client(timeout=PATIENCE, base_url=server.url) as client:
+        # The engine answers before it takes note that nothing runs any more, and an update that comes in between ends
+        # it ("Cache flush failed after updating weights").
+        client.post("/flush_cache", params={"timeout": PATIENCE}).raise_for_status()
+        updated = client.post("/update_weights_from_disk", json={"model_path": str(path)})
+        assert updated.json()["success"], updated.text
+
+
+@DEFAULT_ENGINE_ONLY
+def test_weights_updated_by_request_answer_as_on_the_stock_server(pair, checkpoint):
+    first, second = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=1)
+
+    def answers_while_updating(server):
+        answers = []
+        for path in (first, second, first):
+            update_weights(server, path)
+            answers.append([generate(server.url, text, 16) for text in ("How many apples?", "2 + 2 =")])
+        return answers
+
+    with ThreadPoolExecutor() as pool:
+        stock, patched = pool.map(answers_while_updating, pair)
+    assert patched == stock
+    assert stock[0] == stock[2] != stock[1]
+
+
+@DEFAULT_ENGINE_ONLY
+def test_concurrent_requests_get_the_answers_they_get_alone(pair):
+    """Requests in flight, of mixed lengths: 24, one each, or 64 for SOAK_SECONDS (`make soak` takes two minutes)."""
+    seconds = float(os.environ.get("SOAK_SECONDS", "0"))
+    in_flight = 64 if seconds else 24
+    _, patched = pair
+    rng = random.Random(0)
+    text = QUESTIONS.read_text()[:20000]
+    requests = []
+    for _ in range(12):
+        start = rng.randrange(len(text) - 3000)
+        length = rng.choice([10, 60, 200, 600])
+        requests.append((text[start : start + length], rng.choice([1, 4, 16, 24])))
+    alone = [generate(patched.url, *request) for request in requests]
+    deadline = time.monotonic() + seconds
+    checked, wrong = 0, []
+
+    def keep_asking(index):
+        nonlocal checked
+        order = random.Random(index)
+        asked = 0
+        while not asked or time.monotonic() < deadline:
+            which = order.randrange(len(requests))
+            if generate(patched.url, *requests[which]) != alone[which]:
+                wrong.append(which)
+            asked += 1
+        checked += asked
+
+    with ThreadPoolExecutor(in_flight) as pool:
+        list(pool.map(keep_asking, range(in_flight)))
+    patched.check()
+    print(f"{checked} answers checked")
+    assert not wrong
+
+
+@DEFAULT_ENGINE_ONLY
+def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, tmp_path):
+    """Here because its weights are others; that a broken guard gives other answers is in ``test_tiny_moe.py``."""
+    stock, other = pair
+    urls = ["--baseline-url", stock.url, "--patched-url", other.url]
+    update_weights(other, checkpoint(dense_layers=0, seed=1))
+    try:
+        done = regress(*urls, *EVALUATION, "--max-new-tokens", "8", "--output", str(tmp_path / "report"))
+    finally:
+        update_weights(other, checkpoint(dense_layers=0))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Patched is WORSE than stock" in done.stdout
+    assert "of 6 answers differ" in done.stdout
+
+
+# --- Mutations -------------------------------------------------------------------------------------------------------
+
+OFFER_THE_RESIDUAL = """
+from sglang_moe_patches.core.dead_input import offer as change
+change.may_offer = lambda hidden_states, residual: True
+make = change.of_this_stage
+change.of_this_stage = lambda stack: [None, *make(stack)]
+"""
+
+# What is offered is the MoE input itself, which the shared experts read after the routed ones have written.
+SHARED_EXPERTS_ON_A_MUTATED_INPUT = """
+from sglang_moe_patches.core.dead_input import takers as change
+from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
+change.shares_storage = lambda a, b: False
+trtllm = change.trtllm
+def trtllm_offered_the_moe_input():
+    install = trtllm()
+    def offering_the_moe_input(patcher):
+        install(patcher)
+        from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+        def make(original):
+            def forward(self, hidden_states, *args, **kwargs):
+                with moe_output_buffer_ctx(hidden_states):
+                    return original(self, hidden_states, *args, **kwargs)
+            return forward
+        patcher.wrap(DeepseekV2MoE, "forward", make)
+    return offering_the_moe_input
+change.trtllm = trtllm_offered_the_moe_input
+"""
+
+# Buffers of another shape are offered, as under data-parallel attention, where layer and experts see other tokens: to
+# questions, not to the short forward with which the server warms up.
+NO_SHAPE_CHECK = """
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.dead_input import offer as change
+channel.fits = lambda *args, **kwargs: True
+make = change.make_layer_forward
+def make_layer_forward(original, **how):
+    def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
+        rows = len(hidden_states) + (len(hidden_states) > 100)
+        with channel.moe_output_buffer_ctx(hidden_states.new_zeros(rows, hidden_states.shape[1])):
+            return original(self, positions, hidden_states, forward_batch, residual, *args, **kwargs)
+    return forward
+change.make_layer_forward = make_layer_forward
+"""
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize(
+    "mutation",
+    [OFFER_THE_RESIDUAL, SHARED_EXPERTS_ON_A_MUTATED_INPUT],
+    ids=["offer the residual", "shared experts on a mutated input"],
+)
+def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation):
+    path = on_path(plugin(tmp_path, mutation))
+    model = checkpoint(dense_layers=0)
+    with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
+        urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
+        done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Patched is WORSE than stock" in done.stdout
+    assert "of 6 answers differ" in done.stdout
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_regress_calls_a_patched_server_worse_that_fails_without_the_shape_check(pair, checkpoint, tmp_path):
+    path = on_path(plugin(tmp_path, NO_SHAPE_CHECK))
+    model = checkpoint(dense_layers=0)
+    with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
+        urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
+        done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "worse: the patched server failed where the stock one answered" in done.stderr
+    assert "got torch.bfloat16" in mutated.log_text()  # the kernel's own complaint about its output

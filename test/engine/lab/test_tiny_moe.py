@@ -1,0 +1,123 @@
+"""The shipped model on the engine: it can do arithmetic, as its plain PyTorch twin does, and mutations show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEFAULT_ENGINE_ONLY, installed
+from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
+from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.lab.regress import report
+from sglang_moe_patches.lab.regress.compare import Answer, Run, compare
+from tiny_moe import export, mutations, network
+from tiny_moe.train import SPEC
+
+SHIPPED = Path(__file__).parents[2] / "benchmark" / "tiny_moe"
+CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
+QUESTIONS, OF_MUTATIONS = 24, 8
+LONGEST = 113
+FURTHER = {"one expert's scales swapped", "shared experts skipped in one layer"}
+"""Of the weights, as a misplaced row is; and what is lost, as a lost row is."""
+
+
+def ask(engine, model, questions=QUESTIONS) -> Run:
+    """The first held-out questions, without examples in front, all in one batch."""
+    from sglang.test.few_shot_gsm8k import INVALID, get_answer_value, get_one_example
+
+    lines = [json.loads(line) for line in islice((SHIPPED / "test.jsonl").open(), questions)]
+    tokenizer = engine.tokenizer_of(SHIPPED / "model")
+    prompts = [tokenizer(get_one_example(lines, i, False)).input_ids for i in range(questions)]
+    tokens, _ = engine.generate(model, prompts, LONGEST)
+    answers = []
+    for line, said in zip(lines, tokens, strict=True):
+        end = said.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in said else len(said)
+        text = tokenizer.decode(said[:end])
+        found = get_answer_value(text)
+        label = get_answer_value(line["answer"])
+        answers.append(Answer(line["question"], text, label, None if found == INVALID else found, tuple(said[:end])))
+    return Run("in process", "", (), tuple(answers), 0.0, 0.0, 0, 0, None, ())
+
+
+@pytest.fixture(scope="module")
+def stock(engine):
+    return ask(engine, engine.load(SHIPPED / "model"))
+
+
+@pytest.mark.every_release
+def test_the_stock_engine_gets_the_answers_right(stock):
+    assert stock.accuracy >= 0.85
+
+
+@pytest.mark.every_release
+def test_the_patched_engine_gives_the_same_answers(engine, stock):
+    with installed(*CHANGES):
+        found = compare(stock, ask(engine, engine.load(SHIPPED / "model")), require_identical=True)
+    assert found.token_identical
+    assert found.accuracy_can_tell
+    assert found.exit_code == 0
+
+
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.product if name in FURTHER else ()) for name in mutations.MUTATIONS],
+)
+def test_a_broken_patch_is_called_worse(engine, stock, name):
+    patcher = Patcher()
+    try:
+        mutations.MUTATIONS[name](patcher)
+        with installed(*CHANGES):
+            mutated = ask(engine, engine.load(SHIPPED / "model"), OF_MUTATIONS)
+    finally:
+        patcher.undo()
+    found = compare(replace(stock, answers=stock.answers[:OF_MUTATIONS]), mutated, require_identical=True)
+    print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
+    assert found.exit_code == 1
+    assert found.differing
+    assert f"{len(found.differing)} of {OF_MUTATIONS} answers differ" in " ".join(report.summary(found))
+
+
+@pytest.mark.every_release
+def test_rope_is_the_engines(engine):
+    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+
+    settings = network.config(SPEC)
+    yarn = settings["rope_scaling"]
+    theirs = DeepseekScalingRotaryEmbedding(
+        settings["qk_rope_head_dim"],
+        settings["qk_rope_head_dim"],
+        yarn["original_max_position_embeddings"],
+        int(settings["rope_theta"]),
+        False,
+        yarn["factor"],
+        torch.float32,
+        mscale=yarn["mscale"],
+        mscale_all_dim=yarn["mscale_all_dim"],
+        device="cpu",
+    )
+    assert torch.equal(torch.cat(network.rope_table(settings, 8192), dim=-1), theirs.cos_sin_cache)
+    x = torch.randn(7, 2, 64)
+    positions = torch.tensor([0, 1, 5, 100, 4095, 4096, 8191])
+    cos, sin = (table[positions] for table in network.rope_table(settings, 8192))
+    rotated, _ = theirs.forward_native(positions, x.clone(), x.clone())
+    torch.testing.assert_close(network.rotate(x, cos, sin), rotated.view_as(x))
+
+
+@pytest.mark.every_release
+def test_the_engine_computes_what_the_network_does(engine, stock):
+    """The plain PyTorch network, experts in NVFP4, says the engine's answers, given the tokens before each."""
+    tokenizer = engine.tokenizer_of(SHIPPED / "model")
+    model = network.from_checkpoint(SPEC, export.shipped_bf16(SHIPPED))
+    model.quantize(True)
+    same = 0
+    for answer in stock.answers[:8]:
+        prompt = tokenizer(f"Question: {answer.question}\nAnswer:").input_ids
+        with torch.no_grad():
+            said = model(torch.tensor([[*prompt, *answer.tokens]]))[0].argmax(-1)
+        same += said[len(prompt) - 1 :].tolist() == [*answer.tokens, tokenizer.eos_token_id]
+    assert same >= 7

@@ -1,0 +1,156 @@
+"""activation-segments in a real server's process: the switch is turned once, when the server has started.
+
+On the CPU there is no such segment; a plugin has the change asked for all the same, and writes down what is set, and
+what the process does meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import releases
+from common import plugins
+from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed
+from releases import DEFAULT
+from servers import answers, on_path, server, started
+from sglang_moe_patches.memory import activation_segments
+from sglang_moe_patches.memory.activation_segments import decide, switch
+
+pytestmark = pytest.mark.every_release
+
+WRITES = """
+import functools, json, os
+import wrapt
+
+def write(what):
+    with open(os.environ["TURNED"], "a") as lines:
+        print(json.dumps([os.getpid(), what]), file=lines)
+
+def register():
+    wrapt.register_post_import_hook(allow, "sglang_moe_patches.memory.activation_segments.decide")
+    wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.memory.activation_segments.switch")
+    wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
+
+def allow(decide):
+    original = decide.stands_back
+
+    def stands_back(asked, server):
+        if server.device == "cpu":  # the server's, not what holds for every server
+            assert original(asked, server) == "--device is cpu"
+        return original(asked, __import__("dataclasses").replace(server, device="cuda"))
+
+    decide.stands_back = stands_back
+
+def stand_in(switch):
+    switch.setter = lambda: write
+    switch.expandable = lambda: os.environ.get("FAILS_ON") != str(rank())
+
+def rank():
+    import torch
+    return torch.distributed.get_rank()
+
+def watch(module):
+    for name in ("__init__", "forward"):
+        original = getattr(module.ModelRunner, name)
+
+        def run(self, *args, original=original, name=name, **kwargs):
+            result = original(self, *args, **kwargs)
+            write(name)
+            return result
+
+        setattr(module.ModelRunner, name, functools.wraps(original)(run))
+"""
+
+
+def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tuple[list[list[str]], str]:
+    """What the processes of such a server do, each in its order, while it starts and answers; and its log."""
+    plugins.write_module(tmp_path / "plugin", "writes_down", WRITES)
+    written = tmp_path / "turned"
+    patched = server(
+        "patched",
+        checkpoint(),
+        tmp_path,
+        *arguments,
+        SGLANG_MOE_PATCHES="activation-segments",
+        SGLANG_MOE_PATCHES_SEGMENTS="on",
+        TURNED=str(written),
+        PYTHONPATH=on_path(str(tmp_path / "plugin")),
+        **variables,
+    )
+    with started(patched):
+        answers(patched, prompts=[[7, 8, 9]])
+    did: dict[int, list[str]] = {}
+    for process, what in map(json.loads, written.read_text().splitlines()):
+        did.setdefault(process, []).append(what)
+    log = patched.log_text()
+    assert "activation-segments: applied" in log
+    return list(did.values()), log
+
+
+@pytest.mark.skipif(RELEASE not in (DEFAULT, releases.ALL[-1]), reason="its seam is that of the default release")
+def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):
+    (what,), log = turned(checkpoint, tmp_path)
+    assert what.count(switch.ON) == 1
+    assert what.index("__init__") < what.index(switch.ON)
+    assert "forward" in what[what.index(switch.ON) :]
+    assert log.count("activation-segments: on from here") == 1
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+@pytest.mark.parametrize("fails_on", ["1", ""])
+def test_two_ranks_decide_alike(checkpoint, tmp_path: Path, fails_on: str):
+    """On where it works on both, off where it does not work on the second."""
+    ranks, log = turned(checkpoint, tmp_path, "--tp", "2", FAILS_ON=fails_on)
+    assert len(ranks) == 2
+    set_ = [[each for each in what if each in (switch.ON, switch.OFF)] for what in ranks]
+    assert [each[-1] for each in set_] == [switch.OFF if fails_on else switch.ON] * 2
+    assert log.count("activation-segments: on from here") == (0 if fails_on else 2)
+    assert log.count("another rank stays with ordinary segments") == (1 if fails_on else 0)
+
+
+def test_each_argument_that_is_asked_for_is_one_of_the_engines():
+    """Or its feature would never be seen. What a release has not yet, it has not by that name."""
+    from sglang.srt.server_args import ServerArgs
+
+    missing = {each.argument for each in decide.FEATURES if not hasattr(ServerArgs, each.argument)}
+    assert missing == {
+        argument
+        for argument, since in {"weight_cache_mode": "0.5.17", "dcp_size": "0.5.15"}.items()
+        if releases.ALL.index(RELEASE) < releases.ALL.index(since)
+    }
+
+
+def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
+    """The engine's own ``GroupCoordinator.graph_capture``, of a group without communicators."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.distributed import parallel_state
+
+    monkeypatch.setenv(decide.SEGMENTS.name, "on")
+    given: list[str] = []
+    turn = switch.Switch(given.append)
+    monkeypatch.setattr(switch, "Switch", lambda set_: turn)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(parallel_state, "get_current_device_stream_fast", lambda: stream)
+    group = SimpleNamespace(
+        device_module=SimpleNamespace(Stream=lambda: stream, stream=lambda stream: nullcontext()),
+        ca_comm=SimpleNamespace(capture=lambda: nullcontext(given.append("registers"))),
+        pynccl_comm=None,
+        pymscclpp_comm=None,
+        torch_symm_mem_comm=None,
+        qr_comm=None,
+    )
+    with installed(activation_segments.CHANGE):
+        turn.turn_on()
+        with parallel_state.GroupCoordinator.graph_capture(group) as context:
+            given.append("captures")
+            assert context.stream is stream
+        graph = torch.cuda.CUDAGraph
+        assert graph.capture_begin.__wrapped__.__qualname__ == "CUDAGraph.capture_begin"
+    assert given == [switch.ON, switch.OFF, "registers", "captures", switch.ON]
+    assert not hasattr(graph.capture_begin, "__wrapped__")

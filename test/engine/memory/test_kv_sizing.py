@@ -1,0 +1,419 @@
+"""kv-sizing in real servers on the CPU: what is measured is a stand-in's, all else is the engine's.
+
+A plugin says how much memory is free before loading, after it and at the worst moment. What the second start makes of
+it is the engine's own KV cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from common import plugins
+from conftest import DEFAULT_ENGINE_ONLY, RELEASE
+from releases import DEFAULT, ROOT
+from servers import PATIENCE, Server, answers, on_path, server, started
+from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.lab.servers.server import free_port
+from sglang_moe_patches.memory.kv_sizing import facts, images, metric, record, script, size
+
+STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
+POOLS = (ROOT / "test/standins/has_pools.py").read_text()
+GATHERS = (ROOT / "test/standins/gathers_on_cpu.py").read_text()
+FREE, MARGIN = 300_000_000, 200_000_000
+SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
+PROMPTS = [[7, 8, 9], list(range(3, 203))]
+OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
+OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
+SAYS = "sglang-moe-patches: kv-sizing: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("kv")
+    plugins.write_module(made / "plugin", "tells_memory", STAND_INS)
+    plugins.write_module(made / "plugin", "has_pools", POOLS)
+    return made
+
+
+def sized(name: str, model: Path, folder: Path, *arguments: str, **variables: str) -> Server:
+    """A server that sizes its KV cache, with the stand-ins; its records are in ``folder``."""
+    given = {"SGLANG_MOE_PATCHES_KV_SIZING": "auto", "SGLANG_MOE_PATCHES_KV_RECORD": str(folder / "records.json")}
+    path = {"PYTHONPATH": on_path(str(folder.parent / "plugin"))}
+    return server(name, model, folder, *SMALL, *arguments, **{**given, **path, **variables})
+
+
+def info(running: Server) -> dict[str, Any]:
+    return httpx.get(f"{running.url}/get_server_info", timeout=PATIENCE).raise_for_status().json()
+
+
+def said(running: Server) -> list[str]:
+    """What kv-sizing has said."""
+    return [line.partition(SAYS)[2] for line in running.log_text().splitlines() if SAYS in line]
+
+
+def the_record(folder: Path) -> record.Record:
+    (found,) = record.read(folder / "records.json").values()
+    return found
+
+
+def samples(metrics: str) -> list[list[str]]:
+    """Name and value of each line that Prometheus reads, without its process."""
+    lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
+    return [line.rsplit(" ", 1) for line in lines]
+
+
+def sure(running: Server) -> dict[str, float]:
+    """The fraction and the tokens in force."""
+    found = info(running)
+    return {name: found[name] for name in ("mem_fraction_static", "max_total_num_tokens")}
+
+
+@pytest.mark.compatibility
+def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, checkpoint, engine):
+    place = folder / "twice"
+    place.mkdir()
+    first = sized("first", checkpoint(), place)
+    # Stock is this process, which takes no imports, where an answer does not depend on how its prefill is cut.
+    here = RELEASE == DEFAULT
+    stock = [] if here else [server("stock", checkpoint(), place, *SMALL, SGLANG_MOE_PATCHES="none")]
+    with started(first, *stock):
+        assert "rehearsed in" in said(first)[-1]  # it is ready, and was not before
+        if here:
+            model = engine.load(checkpoint())
+            expected = [[engine.generate(model, [prompt], 7)[0][0] for prompt in PROMPTS]]
+        else:
+            expected = answers(*stock, prompts=PROMPTS)
+        assert answers(first, prompts=PROMPTS) == expected
+        rule = sure(first)
+    log = first.log_text()
+    assert log.index("rehearsed in") < log.index("The server is fired up")
+    measured = the_record(place)
+    assert (measured.missed, measured.proven, measured.attempts) == ((), False, 0)
+    assert {"prefill chunk", "prompts of many lengths"} <= set(measured.driven)
+    assert any("penalties" in name for name in measured.driven)
+    assert measured.rule_fraction == rule["mem_fraction_static"]
+    assert measured.rule_tokens == measured.tokens == rule["max_total_num_tokens"]
+    reserve = measured.before * (1 - measured.rule_fraction)
+    assert measured.need == pytest.approx(reserve - FREE, abs=1)
+
+    second = sized("second", checkpoint(), place, "--enable-metrics")
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
+        larger = sure(second)
+        metrics = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
+    assert f'{metric.NAME}{{gpu="0",rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(metrics)]
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert larger["mem_fraction_static"] == pytest.approx(
+        1 - (measured.need + MARGIN) / measured.before, abs=2 * size.ENDS
+    )
+    told = said(second)[0]
+    for part in (
+        f"{larger['mem_fraction_static']:.4f} instead of the rule's {rule['mem_fraction_static']:.4f}",
+        f"{larger['max_total_num_tokens']:,} tokens instead of {rule['max_total_num_tokens']:,}",
+        "200 MB of margin, measured",
+        "rehearses once more",
+    ):
+        assert part in told
+    proven = the_record(place)
+    assert proven.proven
+    assert proven.need == measured.need
+    assert proven.lowest_serving == FREE
+
+
+@pytest.mark.every_release
+def test_the_pools_that_are_known_are_the_engines():
+    pools = {name: getattr(seen.module(f"sglang.srt.mem_cache.{module}"), name) for name, module in OF_SEVERAL.items()}
+    for name in facts.REHEARSED:
+        assert seen.sets(pools[name].__init__, "mem_usage")
+    assert seen.sets(pools["SWAKVPool"].__init__, "size_swa")
+    assert "mamba_pool" in seen.source(pools["HybridReqToTokenPool"])
+    assert seen.sets(pools["MambaPool"].__init__, "mem_usage")
+    assert facts.hybrid(pools["SWAKVPool"].__new__(pools["SWAKVPool"]), None) == facts.WINDOWS
+
+
+SEES = SimpleNamespace(num_hidden_layers=27, hidden_size=1152)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(("vision", "factor"), [(SEES, 0.9097), (SimpleNamespace(), 0.95), (None, 1.0)])
+def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, monkeypatch):
+    config = SimpleNamespace(hf_config=SimpleNamespace(vision_config=vision))
+    assert images.factor(config) == pytest.approx(factor, abs=1e-4)
+    for name, cache in (("", 100), ("4096", 4096)):
+        monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", name)
+        if not name:
+            monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
+        assert images.cache_gib({}) == cache / 1024
+
+
+def with_pools(name: str, model: Path, folder: Path, pools: str, *arguments: str, **variables: str) -> Server:
+    """The same, whose model is kept in pools of more than one kind, with the cache of prefixes."""
+    made = sized(name, model, folder, *arguments, POOLS=pools.split()[0], **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+# 0.5.11 admits nobody until a request has ended, once it had no window for one: there the rule would stand.
+FEW_WINDOWS = "0.1" if RELEASE == "0.5.11" else "0.01"
+KINDS = {
+    # So few tokens of sliding windows that they bound what runs at once, and how long.
+    "windows": (["--max-running-requests", "40", "--swa-full-tokens-ratio", FEW_WINDOWS], {}),
+    # Requests follow the states that there is room for.
+    "states": (["--max-running-requests", "64"], {"NEED": "20000000"}),
+}
+if RELEASE == DEFAULT:
+    TRACKED = ["--mamba-scheduler-strategy", "extra_buffer"]
+    KINDS["states that are tracked"] = (KINDS["states"][0] + TRACKED, KINDS["states"][1])
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+@pytest.mark.parametrize("pools", KINDS)
+def test_a_server_with_pools_of_more_than_one_kind_is_rehearsed_and_sized(pools: str, folder: Path, checkpoint):
+    place = folder / pools
+    place.mkdir()
+    arguments, variables = KINDS[pools]
+    model = checkpoint(family="qwen3-moe")
+    found = []
+    for name in ("first", "second"):
+        running = with_pools(name, model, place, pools, *arguments, **variables)
+        with started(running):
+            assert answers(running, prompts=PROMPTS) == answers(running, prompts=PROMPTS)
+            found.append((info(running), the_record(place)))
+    (rule, measured), (larger, proven) = found
+    assert (measured.missed, measured.left_out, measured.proven) == ((), (), False)
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert (proven.missed, proven.proven) == ((), True)
+    assert larger["mem_fraction_static"] > rule["mem_fraction_static"]
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    requests = [each["internal_states"][0]["effective_max_running_requests_per_dp"] for each in (rule, larger)]
+    assert measured.requests_follow == (requests[1] > requests[0]) == (pools != "windows")
+    assert f"eager decode of {requests[1]} requests" in proven.driven
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(folder: Path, checkpoint):
+    place, other = folder / "ranks", folder / "a rank fails"
+    place.mkdir()
+    other.mkdir()
+    good = sized("good", checkpoint(), place, "--tp", "2")
+    bad = sized("bad", checkpoint(), other, "--tp", "2", FAILS_ON_RANK="1")
+    with started(good, bad):
+        assert answers(good, prompts=PROMPTS) == answers(bad, prompts=PROMPTS)
+        assert sure(good) == sure(bad)
+    assert "rehearsed in" in said(good)[-1]
+    measured = the_record(place)
+    assert len(measured.ranks) == 2
+    assert measured.missed == ()
+    assert said(bad)[-1] == (
+        "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    )
+    failed = the_record(other)
+    assert (failed.need, failed.attempts) == (0, 1)
+
+
+def with_attention_ranks(name: str, model: Path, folder: Path, **variables: str) -> Server:
+    """Two ranks of data-parallel attention, with the cache of prefixes; what each ran is in ``folder / name``."""
+    plugins.write_module(folder / name / "gathers", "gathers_on_cpu", GATHERS)
+    path = on_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
+    given = ["--tp", "2", "--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "20"]
+    given += ["--chunked-prefill-size", "256"]
+    (folder / name / "steps").mkdir()
+    variables |= {"PYTHONPATH": path, "STEPS": str(folder / name / "steps")}
+    made = sized(name, model, folder / name, *given, **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+def ran(folder: Path) -> list[list[list[str]]]:
+    """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests, tokens of data-parallel ranks."""
+    return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]
+
+
+def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record, dict[str, Any]]:
+    """Of a server of two ranks, beside one whose second rank fails.
+
+    :param begin: makes a server from its name and variables, in a folder of that name in ``place``.
+    :returns: what was measured, and what the second start says of itself.
+    """
+    first, bad = begin("first"), begin("bad", FAILS_ON_RANK="1")
+    with started(first, bad):
+        expected = answers(first, prompts=PROMPTS)
+        assert answers(bad, prompts=PROMPTS) == expected
+        rule, failed = info(first), info(bad)
+    measured, not_measured = (the_record(place / name) for name in ("first", "bad"))
+    assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
+    assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.driven)
+    assert "eager decode of 10 requests" in measured.driven
+    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    assert said(bad)[-1] == told
+    assert (not_measured.need, not_measured.attempts) == (0, 1)
+    assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
+
+    (place / "second").mkdir()
+    (place / "second" / "records.json").write_text((place / "first" / "records.json").read_text())
+    second = begin("second")
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == expected
+        larger = info(second)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    assert the_record(place / "second").proven
+    for name in ("first", "second"):
+        one, other = ran(place / name)
+        assert one == other
+    return measured, larger
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_ranks_of_data_parallel_attention_rehearse_in_step_and_are_sized_alike(folder: Path, checkpoint):
+    place = folder / "attention"
+    _, larger = two_starts(lambda name, **more: with_attention_ranks(name, checkpoint(), place, **more), place)
+    steps, _ = ran(place / "first")
+    assert "IDLE" not in {mode for mode, *_ in steps}
+    # Half of the 256 tokens of a chunk, and of the 20 requests, on each.
+    assert ["EXTEND", "128", "1", "256"] in steps
+    assert ["DECODE", "10", "10", "20"] in steps
+    assert {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]} == {
+        larger["max_total_num_tokens"]
+    }
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_replicas_rehearse_each_for_itself_into_one_record(folder: Path, checkpoint):
+    place = folder / "replicas"
+    place.mkdir()
+    first = sized("first", checkpoint(), place, "--dp-size", "2")
+    stock = server("stock", checkpoint(), place, *SMALL, "--dp-size", "2", SGLANG_MOE_PATCHES="none")
+    with started(first, stock):
+        expected = answers(stock, prompts=PROMPTS)
+        assert answers(first, prompts=PROMPTS) == expected
+        assert len([line for line in said(first) if "rehearsed in" in line]) == 2
+        rule = info(first)
+    measured = the_record(place)
+    assert (measured.missed, measured.unfinished, measured.need > 0) == ((), (), True)
+
+    second = sized("second", checkpoint(), place, "--dp-size", "2")
+    with started(second):
+        assert answers(second, prompts=PROMPTS) == expected
+        larger = info(second)
+    assert len([line for line in said(second) if "instead of the rule's" in line]) == 2
+    assert script.fraction_in_force(larger) > script.fraction_in_force(rule) == measured.rule_fraction
+    # Those of the same controller: which of them is asked first is the engine's choice.
+    tokens = {each["memory_usage"]["token_capacity"] for each in larger["internal_states"]}
+    assert tokens == {larger["max_total_num_tokens"]}
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
+    assert the_record(place).proven
+
+
+def of_two_stages(name: str, model: Path, folder: Path, **variables: str) -> Server:
+    """With the cache of prefixes; what each stage ran is in ``folder / name``."""
+    (folder / name / "steps").mkdir(parents=True)
+    given = ["--pp-size", "2", "--max-running-requests", "20", "--chunked-prefill-size", "128"]
+    path = on_path(str(folder.parent / "plugin"))
+    made = sized(name, model, folder / name, *given, PYTHONPATH=path, STEPS=str(folder / name / "steps"), **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_stages_of_a_pipeline_rehearse_the_same_and_are_sized_alike(folder: Path, checkpoint):
+    place = folder / "stages"
+    measured, _ = two_starts(lambda name, **more: of_two_stages(name, checkpoint(), place, **more), place)
+    assert "decode of one long request among 9 short ones" in measured.driven
+    steps, _ = ran(place / "first")
+    assert ["EXTEND", "128", "1", "128"] in steps
+    # Half of the 20 requests: the others are in the other batch.
+    assert ["DECODE", "10", "10", "10"] in steps
+
+
+def of_two_machines(name: str, model: Path, folder: Path) -> list[Server]:
+    """A server of two ranks, each on a machine with a record of its own, in ``folder / (name + its number)``."""
+    given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
+    places = [folder / f"{name}{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    return [sized(name, model, place, *given, str(rank)) for rank, place in enumerate(places)]
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_two_machines_are_sized_by_the_record_of_the_first(folder: Path, checkpoint):
+    found = []
+    for start in ("first", "second"):
+        one, other = of_two_machines(start, checkpoint(), folder)
+        if start == "second":
+            for rank in "01":
+                records = folder / f"first{rank}" / "records.json"
+                (folder / f"second{rank}" / "records.json").write_text(records.read_text())
+        with started(one, other):
+            found.append((answers(one, prompts=PROMPTS), sure(one), said(one)))
+            assert said(other) == []
+    (expected, rule, told), (same, larger, _) = found
+    assert same == expected
+    assert "rehearsed in" in told[-1]
+    measured, seen = (the_record(folder / f"first{rank}") for rank in "01")
+    assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
+    assert (seen.need, seen.lowest_serving, seen.made_of) == (0, FREE, measured.made_of)
+    assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"] == measured.rule_tokens
+    assert the_record(folder / "second0").proven
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+@pytest.mark.parametrize("without", ["0", "1"])
+def test_where_a_machine_does_not_take_part_nobody_waits_for_it(without: str, folder: Path, checkpoint):
+    one, other = of_two_machines(f"without{without}", checkpoint(), folder)
+    lacks, has = (one, other) if without == "0" else (other, one)
+    lacks.environment["SGLANG_MOE_PATCHES_KV_SIZING"] = "off"
+    with started(one, other):
+        answers(one, prompts=PROMPTS)
+    assert said(lacks) == []
+    why = "of --nnodes, not all of whose machines have said within 15 s that they have SGLANG_MOE_PATCHES_KV_SIZING"
+    (told,) = said(has)
+    assert why in told
+    kept = the_record(has.log.parent)
+    assert (kept.need, kept.driven) == (0, ())
+    # As the stand-in tells it at first, and later: it is saved once a minute.
+    assert kept.lowest_serving in (FREE + 1_000_000_000, FREE)
+
+
+@pytest.mark.product
+@DEFAULT_ENGINE_ONLY
+def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_why(folder: Path, checkpoint):
+    half, closed, given, begun = (folder / name for name in ("half", "closed", "given", "begun"))
+    for place in (half, closed, given, begun):
+        place.mkdir()
+    (half / "records.json").write_text('{"format": 1, "records": {"a')
+    (closed / "file").write_text("no folder")
+    nowhere, by_hand = str(closed / "file" / "records.json"), ("--mem-fraction-static", "0.91")
+    servers = [
+        sized("half", checkpoint(), half),
+        sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
+        sized("given", checkpoint(), given, *by_hand, GIVEN="0.91"),
+        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="given"),
+    ]
+    with started(*servers):
+        first, *others = answers(*servers, prompts=PROMPTS)
+        assert all(other == first for other in others)
+        fractions = [sure(each)["mem_fraction_static"] for each in servers]
+    assert fractions[0] == fractions[1] != fractions[2] == fractions[3] == 0.91
+    told = [said(each) for each in servers]
+    assert f"{half / 'records.json'} is not whole JSON; this start rehearses" in told[0][0]
+    assert the_record(half).need
+    assert (half / "records.json.unreadable").exists()
+    assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
+    assert told[2] == ["--mem-fraction-static 0.9100 is given and stands"]
+    assert not (given / "records.json").exists()
+    assert told[3][0].startswith("--mem-fraction-static is given, 0.9100: nothing is recorded")
+    assert the_record(begun).rule_fraction == 0.91

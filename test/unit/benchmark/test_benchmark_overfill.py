@@ -1,0 +1,63 @@
+"""The load that fills a KV cache: what it asks for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from common import overfill
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_moe_patches.memory.kv_sizing.script import Configuration
+
+
+def configured(**sizes: int) -> Configuration:
+    return Configuration(captured=64, vocabulary=5000, context=10_006, **sizes)
+
+
+@given(st.integers(1, 5000), st.integers(0, 10))
+def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> None:
+    assert 1 <= overfill.random_length(random.Random(seed), most) <= most
+
+
+@given(st.integers(8, 600), st.integers(128, 40_000), st.integers(1, 4))
+def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
+    requests: int, share: int, context: int
+) -> None:
+    c = Configuration(
+        captured=64,
+        vocabulary=5000,
+        context=10_006,
+        requests=requests,
+        cache_tokens=requests * share,
+        input_tokens=(context + 1) * share,
+        chunk=4096,
+    )
+    count, prompt, new = overfill.filling(c)
+    assert prompt + new <= c.input_tokens
+    # The scheduler's admission: the newcomer wants all its new tokens, who is in counts with 70 % of them.
+    running = 0
+    while running < count and prompt + new < c.cache_tokens - running * (prompt + 0.7 * new):
+        running += 1
+    assert running * prompt <= c.cache_tokens < running * (prompt + new)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "whole"),
+    [(2_277_347, 256, 1), (2_500_000, 256, 2), (12_000_000, 2048, 1), (900_000, 256, 0)],
+)
+def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
+    tokens: int, requests: int, whole: int
+) -> None:
+    c = Configuration(
+        captured=64,
+        vocabulary=5000,
+        context=10_006,
+        cache_tokens=tokens,
+        chunk=8192,
+        requests=requests,
+        input_tokens=65_000,
+    )
+    count, prompt, _ = overfill.filling(c)
+    assert (prompt == whole * 8192) if whole else (prompt < 8192)
+    assert 0.9 * tokens < count * prompt < tokens

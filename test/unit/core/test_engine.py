@@ -1,0 +1,113 @@
+"""The language in which changes look at the engine: what will run, and whose it is."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import pytest
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.engine import Unsupported
+
+
+def of_module(function, name):
+    """``function`` as if ``name`` were the module that defines it."""
+    return types.FunctionType(function.__code__, {**function.__globals__, "__name__": name})
+
+
+def template(hidden_states, residual=None):
+    layers = list(range(3))
+    hidden_states.mark = residual
+    return layers, hidden_states.shape
+
+
+def wrapped_by(name, function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    moved = types.FunctionType(wrapper.__code__, {"__name__": name}, closure=wrapper.__closure__)
+    return functools.wraps(function)(moved)
+
+
+@pytest.fixture
+def module():
+    made: Any = types.ModuleType("sglang.srt.made_up")
+    made.run = of_module(template, "sglang.srt.made_up")
+    made.Layer = type("Layer", (), {"__module__": "sglang.srt.made_up", "forward": made.run})
+    return made
+
+
+def test_the_engines_own_function_is_found(module):
+    assert engine.own(module, "run") is module.run
+    assert engine.own(engine.own(module, "Layer"), "forward") is module.run
+
+
+def test_what_is_missing_is_named(module):
+    with pytest.raises(Unsupported, match=r"sglang\.srt\.made_up has no walk"):
+        engine.own(module, "walk")
+    with pytest.raises(Unsupported, match="Layer has no backward"):
+        engine.get(module.Layer, "backward")
+    with pytest.raises(Unsupported, match=r"the engine has no sglang_moe_patches\.a or sglang_moe_patches\.b"):
+        engine.module("sglang_moe_patches.a", "sglang_moe_patches.b")
+
+
+def test_wrappers_of_ours_are_looked_through(module):
+    own = module.run
+    module.run = wrapped_by("sglang_moe_patches.changes.first", own)
+    module.run = wrapped_by("sglang_moe_patches.changes.second", module.run)
+    assert engine.own(module, "run") is own
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [("somebody_else.plugin", "somebody_else.plugin"), ("sglang.srt.plugins.hook_registry", "another plugin's hook")],
+)
+def test_a_function_that_somebody_wrapped_is_not_the_engines_own(module, name, who):
+    module.run = wrapped_by(name, module.run)
+    with pytest.raises(Unsupported, match=f"run is wrapped or replaced by {who}"):
+        engine.own(module, "run")
+    # Nor is it when ours came on top.
+    module.run = wrapped_by("sglang_moe_patches.changes.first", module.run)
+    with pytest.raises(Unsupported, match="run is wrapped or replaced by"):
+        engine.own(module, "run")
+
+
+def test_a_function_that_somebody_replaced_is_not_the_engines_own(module):
+    module.run = of_module(template, "somebody_else")
+    with pytest.raises(Unsupported, match="replaced by somebody_else"):
+        engine.own(module, "run")
+
+
+def test_a_class_that_somebody_replaced_is_not_the_engines_own(module):
+    module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
+    with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
+        engine.own(module, "Layer")
+
+
+def test_the_engines_own_decorators_are_the_engines(module):
+    own = module.run
+    module.run = wrapped_by("sglang.srt.utils", wrapped_by("torch.utils._contextlib", own))
+    assert engine.own(module, "run") is module.run
+
+
+def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
+    for function in (module.run, wrapped_by("sglang.srt.utils", module.run)):
+        assert engine.mentions(function, "hidden_states", "mark", "range", "layers", "shape")
+        assert not engine.mentions(function, "hidden_states", "nothing_of_the_kind")
+    assert engine.mentions(lambda: (lambda: template.deep)(), "deep")  # type: ignore[attr-defined]
+    assert not engine.mentions(None, "mark")
+    with pytest.raises(Unsupported, match="template does not use nothing"):
+        engine.require_mentions(template, "mark", "nothing")
+
+
+def test_assigning_is_told_from_reading():
+    assert engine.sets(template, "mark")
+    assert not engine.sets(template, "shape")
+
+
+def test_parameters_are_a_start_or_all_of_them():
+    assert engine.takes(template, ["hidden_states"])
+    assert not engine.takes(template, ["hidden_states"], exactly=True)
+    with pytest.raises(Unsupported, match=r"template takes \(hidden_states, residual\), expected \(residual, \.\.\.\)"):
+        engine.require_parameters(template, ["residual"])

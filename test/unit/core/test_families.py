@@ -1,0 +1,153 @@
+"""Which families of models offer their dead input, by their source alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang_moe_patches.core.dead_input import families
+
+LAYER = """
+class Block:
+    def __init__(self, config):
+        self.experts = get_moe_impl_class(None)(top_k=2)
+
+
+class {name}Layer:
+    def __init__(self, config):
+        self.mlp = Block(config)
+
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual, forward_batch)
+        return self.mlp(hidden_states), residual
+
+
+class {name}Model:
+    def __init__(self, config, layer={name}Layer):
+        self.layers = make_layers(layer)
+
+    def forward(self, hidden_states, residual, forward_batch):
+        for i in range(len(self.layers)):
+            layer = self.layers[i]
+            hidden_states, residual = layer(None, hidden_states, forward_batch, residual)
+        return hidden_states
+"""
+STAGES = """
+class StageLayer(ALayer):
+    def __init__(self, config):
+        self.mlp = Block(config)
+
+    @classmethod
+    def facts(cls):
+        return declare_attn({told}), declare_ffn(sparse=True)
+
+    def forward(self, hidden_states, forward_batch):
+        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
+        return self.mlp(hidden_states)
+
+
+class StageModel(AModel):
+    def __init__(self, config):
+        super().__init__(config, StageLayer)
+"""
+
+
+@pytest.fixture
+def scan(tmp_path):
+    def scan(**modules: str) -> dict[str, str]:
+        families._read.cache_clear()
+        for name, source in modules.items():
+            (tmp_path / f"{name}.py").write_text(source)
+        return families.scan(tmp_path)
+
+    return scan
+
+
+def test_a_family_offers_where_every_proof_holds_and_else_says_why(scan):
+    source = LAYER.format(name="A")
+    attends, binds = "        hidden_states = self.self_attn", "            layer = self"
+    assert scan(
+        a=source,
+        reads_it_again=source.replace("return self.mlp(", "return hidden_states + self.mlp("),
+        not_at_first=source.replace("hidden_states, residual = self.layer_communicator.prepare_attn", "x = self.norm"),
+        keeps_it=source.replace(attends, f"        self.kept = hidden_states\n{attends}"),
+        loop=source.replace(binds, f"            self.seen.append(hidden_states)\n{binds}"),
+        two=source.replace("(top_k=2)", "(top_k=2)\n        self.others = FusedMoE(top_k=2)"),
+        dense=source.replace("get_moe_impl_class(None)", "MLP"),
+    ) == {
+        "a": "",
+        "reads_it_again": "",  # what the norm after attention made
+        "not_at_first": "ALayer may still use its input",
+        "keeps_it": "ALayer may still use what attention read",
+        "loop": "AModel may keep its layers' inputs",
+        "two": "ALayer has 2 modules of routed experts",
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "plain"),
+    [
+        ("", True),
+        ("read=NORM_READOUT", True),
+        ("read=residual.attn_readout", True),  # the configuration decides
+        ("read=UNFUSED_NORM_READOUT", False),
+        ("update=PostNormAdd(norm)", False),
+    ],
+)
+def test_a_residual_that_may_be_more_than_a_sum_is_noticed(scan, told, plain):
+    imports = "from sglang.srt.models.a import ALayer, AModel, Block\n"
+    found = scan(a=LAYER.format(name="A"), b=imports + STAGES.format(told=told))
+    assert found == {"a": "", "b": "" if plain else "the residual of StageLayer may be more than a sum"}
+
+
+def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
+    imports = "from sglang.srt.models.broken import Something\nfrom sglang.srt.models.gone import Another\n"
+    found = scan(a=imports + LAYER.format(name="A"), broken="class Something(:\n    get_moe_impl_class")
+    assert found == {"a": ""}
+
+
+def test_experts_are_found_around_a_circle_of_classes_whichever_is_asked_first(tmp_path: Path):
+    circle = "class A:\n  x = B, C\nclass B:\n  x = A\nclass C:\n  def __init__(self):\n    self.experts = FusedMoE()\n"
+    (tmp_path / "a.py").write_text(circle + "class D:\n  x = E\nclass E:\n  x = D\n")
+    for first in "ABCDE":
+        engine = families._Engine(tmp_path)
+        module = engine.module("a")
+        assert module is not None
+        found = {name: engine.is_moe(module.classes[name]) for name in (first, *"ABCDE")}
+        assert found == {"A": True, "B": True, "C": True, "D": False, "E": False}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("from sglang.srt.models.b import Other", "from sglang.srt.models.a import Other"),
+        (
+            "from sglang.srt.models.b import TABLE\nOther = [TABLE]",
+            "from sglang.srt.models.a import Other\nTABLE = {1: Other}",
+        ),
+        (
+            "from sglang.srt.models.b import Base\nclass Other(Base): pass",
+            "from sglang.srt.models.a import Other\nclass Base(Other): pass",
+        ),
+    ],
+)
+def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
+    uses = LAYER.format(name="A").replace("        self.layers", "        self.other = Other()\n        self.layers")
+    assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}
+
+
+def test_what_must_be_refused_although_the_proofs_hold_is_in_a_list(scan, monkeypatch):
+    monkeypatch.setitem(families.REFUSED, "ALayer", "its experts read it")
+    assert scan(a=LAYER.format(name="A")) == {"a": "its experts read it"}
+
+
+def test_families_whose_experts_are_told_to_leave_their_input_alone_are_found_by_the_block(scan, tmp_path: Path):
+    told = LAYER.format(name="A").replace("(top_k=2)", "(top_k=2, inplace=False)")
+    user = "from sglang.srt.models.a import Block\nclass BLayer" + LAYER.format(name="B").partition("class BLayer")[2]
+    found = scan(a=told, b=user, c=LAYER.format(name="C"))
+    assert found == {"a": "", "b": "", "c": ""}
+    assert families.out_of_place(tmp_path, found) == ["a", "b"]

@@ -1,0 +1,19 @@
+"""What is said once in a process."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang_moe_patches.core import log
+
+
+def test_what_happens_at_every_forward_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    with caplog.at_level(logging.INFO, log.logger.name):
+        for rows in (16, 17):
+            log.once(logging.WARNING, "cut", "%d rows are cut", rows)
+        log.once(logging.INFO, "whole", "nothing is cut")
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "16 rows are cut"),
+        ("INFO", "nothing is cut"),
+    ]

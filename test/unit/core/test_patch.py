@@ -1,0 +1,221 @@
+"""Selecting, probing, applying and undoing changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sglang_moe_patches.core import engine, log, patch, runners
+from sglang_moe_patches.core.patch import Change, Patcher, PatchError, Plan, Status
+from sglang_moe_patches.core.variables import STRICT, Variable, zero_or_one
+from sglang_moe_patches.registry import CHANGES
+
+
+class Owner:
+    value = "stock"
+
+
+def change(name="a", plan=Plan.applied(lambda patcher: None), **more):
+    return Change(name, "", lambda: plan, **more)
+
+
+THREE = (change("one"), change("two"), change("three"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, {"one", "two", "three"}),
+        ("", {"one", "two", "three"}),
+        ("all", {"one", "two", "three"}),
+        ("none", set()),
+        ("two", {"two"}),
+        (" three, one ,", {"one", "three"}),
+    ],
+)
+def test_selected(value, expected):
+    assert patch.selected(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
+    with pytest.raises(ValueError, match=r"SGLANG_MOE_PATCHES: unknown change 'tow'.*one, two, three"):
+        patch.selected(THREE, {patch.SELECT_VARIABLE: "one,tow"})
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
+def test_strict(value, expected):
+    assert patch.strict({STRICT.name: value}) is expected
+
+
+def test_strict_refuses_other_values():
+    with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'yes'"):
+        patch.strict({STRICT.name: "yes"})
+
+
+@pytest.mark.parametrize("plan", [Plan.native("so"), Plan.not_needed("so"), Plan.unsupported("so")])
+def test_what_has_nothing_to_install_is_reported_as_it_is(plan):
+    assert patch.apply([change(plan=plan)], {"a"}) == {"a": plan}
+
+
+def test_what_is_not_as_expected_is_unsupported_with_its_own_words():
+    def look():
+        engine.get(Owner, "no_seam")
+
+    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    assert plan == Plan.unsupported("Owner has no no_seam")
+
+
+def test_an_engine_that_cannot_be_looked_at_is_unsupported():
+    def look():
+        raise AttributeError("no seam")
+
+    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    assert plan.status is Status.UNSUPPORTED
+    assert "AttributeError: no seam" in plan.reason
+
+
+def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at():
+    needless = Change("a", "", pytest.fail, unneeded=lambda server_args: f"backend is {server_args.backend}")
+    assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
+    plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
+    assert plan == Plan.not_needed("backend is triton")
+
+
+def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change():
+    """The engine may rename what ``unneeded`` asks its arguments for."""
+    asking = Change("a", "", pytest.fail, unneeded=lambda server_args: server_args.moe_runner_backend)
+    plan = patch.apply([asking, change("b")], {"a", "b"}, SimpleNamespace(moe_backend="triton"))
+    assert plan["a"].status is Status.UNSUPPORTED
+    assert "no attribute 'moe_runner_backend'" in plan["a"].reason
+    assert plan["b"].status is Status.APPLIED
+
+
+def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    for _ in range(2):
+        with patch.left_alone_if_it_fails("a layer"):
+            raise AttributeError("no runner")
+    assert [record.message for record in caplog.records] == [
+        "sglang-moe-patches: a layer is left alone: AttributeError: no runner"
+    ]
+    monkeypatch.setenv(STRICT.name, "1")
+    with pytest.raises(PatchError, match="a layer is left alone"), patch.left_alone_if_it_fails("a layer"):
+        raise AttributeError("no runner")
+
+
+def test_an_installation_that_fails_half_way_is_undone_and_unsupported():
+    def install(patcher):
+        patcher.replace(Owner, "value", "patched")
+        patcher.replace(Owner, "missing", "patched")
+
+    plan = patch.apply([change(plan=Plan.applied(install))], {"a"})["a"]
+    assert plan.status is Status.UNSUPPORTED
+    assert "installing failed and was undone: AttributeError" in plan.reason
+    assert Owner.value == "stock"
+
+
+# --- Variables -------------------------------------------------------------------------------------------------------
+
+
+SWITCH = Variable("A_SWITCH", "on or off", zero_or_one, default="0")
+
+
+def test_a_wrong_value_is_refused_where_its_change_is_selected_and_nowhere_else():
+    reads = change(variables=(SWITCH,))
+    with pytest.raises(ValueError, match="A_SWITCH: expected 0 or 1, got 'on'"):
+        patch.check_environment([reads], {"A_SWITCH": "on"})
+    patch.check_environment([reads], {"A_SWITCH": "on", patch.SELECT_VARIABLE: "none"})
+    patch.check_environment([reads], {"A_SWITCH": " 1 "})
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [({patch.SELECT_VARIABLE: "b"}, "unknown change 'b'"), ({STRICT.name: "2"}, "expected 0 or 1")],
+)
+def test_the_variables_of_the_package_are_checked_too(environ, words):
+    with pytest.raises(ValueError, match=words):
+        patch.check_environment([change()], environ)
+
+
+def test_every_variable_that_the_code_names_is_in_the_table():
+    package = Path(patch.__file__).parents[1]
+    named = {
+        name
+        for file in package.rglob("*.py")
+        for name in re.findall(r"\b(SGLANG_MOE_PATCHES(?:_[A-Z]+)*)\b", file.read_text())
+    }
+    assert named == {v.name for _, v in patch.variables(CHANGES) if v.name.startswith(patch.SELECT_VARIABLE)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SGLANG_MOE_PATCHES_STRIKT", ["; is it SGLANG_MOE_PATCHES_STRICT?"]),
+        ("SGLANG_MOE_PATCH", ["; is it SGLANG_MOE_PATCHES?"]),
+        ("SGLANG_MOE_PATCHES_SOMETHING_ELSE_ALTOGETHER", [""]),
+        ("SGLANG_MOE_PATCHES_STRICT", None),
+        ("SGLANG_MOE_PADDING", None),
+    ],
+)
+def test_a_name_like_ours_that_nobody_reads_is_said(name, words):
+    said = [f"{name} is set, and nothing reads it{hint}" for hint in words or ()]
+    assert patch.unread(CHANGES, {name: "1"}) == said
+
+
+# --- The patcher -----------------------------------------------------------------------------------------------------
+
+
+class Heir(Owner):
+    pass
+
+
+def test_what_is_inherited_is_replaced_on_the_heir_alone():
+    patcher = Patcher()
+    patcher.wrap(Heir, "value", lambda original: original + "+")
+    assert (Heir.value, Owner.value) == ("stock+", "stock")
+    patcher.undo()
+    assert "value" not in vars(Heir)
+
+
+def test_what_is_added_goes_away_again():
+    patcher = Patcher()
+    patcher.add(Owner, "added", 1)
+    patcher.undo()
+    assert not hasattr(Owner, "added")
+
+
+def test_undo_restores_what_was_there_in_reverse():
+    patcher = Patcher()
+    patcher.wrap(Owner, "value", lambda original: original + "+")
+    patcher.wrap(Owner, "value", lambda original: original + "+")
+    assert Owner.value == "stock++"
+    patcher.undo()
+    assert Owner.value == "stock"
+
+
+@pytest.mark.parametrize(
+    ("server", "needed"),
+    [
+        ({"moe_runner_backend": "flashinfer_trtllm"}, True),
+        ({"moe_runner_backend": "experimental_sgl_trtllm"}, True),
+        ({"moe_runner_backend": "auto"}, True),
+        ({"moe_runner_backend": "triton"}, False),
+        # Without speculation the engine may still name a backend for the draft model.
+        ({"moe_runner_backend": "triton", "speculative_moe_runner_backend": "auto"}, False),
+        (
+            {
+                "moe_runner_backend": "triton",
+                "speculative_algorithm": "EAGLE",
+                "speculative_moe_runner_backend": "flashinfer_trtllm",
+            },
+            True,
+        ),
+        ({"moe_runner_backend": "triton", "speculative_algorithm": "EAGLE"}, False),
+    ],
+)
+def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
+    reason = runners.unneeded_without(*runners.TRTLLM)(SimpleNamespace(**server))
+    assert (reason is None) == needed
+    assert needed or "triton" in reason

@@ -1,0 +1,117 @@
+"""The one wrapper around the engine's sequence of Triton kernels: which way a call goes, and what is left when a
+change is taken back."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+from sglang_moe_patches.core import engine, triton_sequence
+from sglang_moe_patches.core.patch import Patcher
+
+CALL = ("hidden", "w1", "w2", "weights", "ids")
+
+
+def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, config=None, *, inplace, hooks=None):
+    return "the engine's", hidden_states, w1, w2, topk_weights, topk_ids, config, inplace, hooks
+
+
+@pytest.fixture
+def module(monkeypatch):
+    module = ModuleType(triton_sequence.MODULE)
+    setattr(module, triton_sequence.NAME, sequence_of_the_engine)
+    monkeypatch.setattr(engine, "module", lambda name: module)
+    return module
+
+
+def a_route(name, takes=lambda how: True):
+    def way(*args, **kwargs):
+        return name, *sequence_of_the_engine(*args, **kwargs)[1:]
+
+    return lambda hidden_states, topk_ids, how: way if takes(how) else None
+
+
+IN_PLACE = a_route("in place", lambda how: how["inplace"])
+HOOKED = a_route("hooked", lambda how: how.get("hooks"))
+FIRST = {IN_PLACE: True, HOOKED: False}
+"""As two changes add them: which one is asked first."""
+
+
+def went(module, **how):
+    way, *given = getattr(module, triton_sequence.NAME)(*CALL, 7, **how)
+    assert given == [*CALL, 7, how["inplace"], how.get("hooks")]
+    return way
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([IN_PLACE, HOOKED])), ids=["as given", "reversed"])
+def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order):
+    patchers = []
+    for route in order:
+        patchers.append(Patcher())
+        triton_sequence.add(patchers[-1], route, first=FIRST[route])
+    assert getattr(module, triton_sequence.NAME).__wrapped__ is sequence_of_the_engine
+    assert went(module, inplace=False) == "the engine's"
+    assert went(module, inplace=True) == "in place"
+    assert went(module, inplace=True, hooks="hooks") == "in place"
+    assert went(module, inplace=False, hooks="hooks") == "hooked"
+    patchers[1].undo()
+    assert went(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
+    assert went(module, inplace=order[0] is HOOKED) == "the engine's"
+    patchers[0].undo()
+    assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
+
+
+def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
+    patchers = [Patcher(), Patcher()]
+    for patcher, route in zip(patchers, FIRST, strict=True):
+        triton_sequence.add(patcher, route)
+    for patcher in patchers:
+        patcher.undo()
+    assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
+    triton_sequence.add(Patcher(), HOOKED)
+    assert went(module, inplace=True) == "the engine's"
+
+
+@pytest.mark.parametrize("by_place", range(6))
+def test_arguments_may_come_by_their_names(module, by_place):
+    triton_sequence.add(Patcher(), IN_PLACE)
+    names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
+    given = dict(zip(names, (*CALL, 7), strict=True))
+    call = [given.pop(name) for name in names[:by_place]]
+    run = getattr(module, triton_sequence.NAME)
+    assert run(*call, **given, inplace=True) == ("in place", *CALL, 7, True, None)
+    assert run(*call, **given, inplace=False) == ("the engine's", *CALL, 7, False, None)
+
+
+def test_no_route_is_asked_while_tracing():
+    """Graphs must not depend on what is on offer, and the tracer knows no ContextVar."""
+
+    def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
+        return hidden_states * 2
+
+    wrapped = triton_sequence.make_sequence(sequence, lambda *call: pytest.fail("asked while tracing"))
+    compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
+    ones = torch.ones(2)
+    assert torch.equal(compiled(ones, ones, ones, ones, ones, inplace=True), ones * 2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace, hooks, defer_sum=False", None),
+        ("hidden_states, w1, w2, topk_ids, topk_weights, *, inplace, hooks", "takes (hidden_states, w1, w2, topk_ids"),
+        ("hidden_states, w1, w2, topk_weights, topk_ids, *, inplace", "takes no inplace, or no hooks"),
+        ("hidden_states, w1, w2, topk_weights, topk_ids, inplace, *, hooks", "takes inplace by its place"),
+        ("hidden_states, w1, w2, topk_weights, topk_ids, defer_sum, *, inplace, hooks", "takes defer_sum by its place"),
+    ],
+)
+def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):
+    monkeypatch.setattr(engine, "own", lambda owner, name: eval(f"lambda {parameters}: None"))
+    if reason is None:
+        assert triton_sequence.look()[0] is module
+    else:
+        with pytest.raises(engine.Unsupported) as refused:
+            triton_sequence.look()
+        assert reason in str(refused.value)

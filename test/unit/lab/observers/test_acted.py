@@ -1,0 +1,211 @@
+"""What the changes did, as it is counted and said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_moe_patches.changes.moe_workspace import COLUMNS, columns
+from sglang_moe_patches.core.dead_input import channel, counts
+from sglang_moe_patches.core.patch import Count, Patcher
+from sglang_moe_patches.lab.observers import acted
+from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput, of_all
+from sglang_moe_patches.registry import CHANGES
+
+WORKSPACE = (ChangeStatus("moe-workspace", "applied", ""),)
+RANGES = [(0, 512), (512, 1024), (1024, 1100)]
+OURS = "sglang_moe_patches."
+
+
+@pytest.mark.parametrize("count", {count.name: count for change in CHANGES for count in change.counts}.values())
+def test_what_is_counted_is_there_to_be_wrapped(count: Count) -> None:
+    """One that is not there is passed over: what it counts would be said not to have been done."""
+    if count.module.startswith(OURS):
+        assert acted.owner(count) is not None
+
+
+def test_a_name_stands_for_one_count() -> None:
+    counts = [count for change in CHANGES for count in change.counts]
+    assert len({count.name for count in counts}) == len(set(counts))
+
+
+class FusedMoE:
+    """As the engine's; ``does`` is what the changes do while it runs."""
+
+    def __init__(self, layer_id: int, does: Any = lambda: None) -> None:
+        self.layer_id, self.does = layer_id, does
+
+    def run_moe_core(self, dispatched: Any) -> Any:
+        self.does()
+        return dispatched
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, acted.LAYER[0], SimpleNamespace(FusedMoE=FusedMoE))
+
+
+@pytest.fixture
+def tally(engine: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(columns, "ranges", lambda hidden, wanted: RANGES[:wanted])
+    found, patcher = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT]), Patcher()
+    found.install(patcher)
+    yield found
+    patcher.undo()
+
+
+def dispatched(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
+    topk = SimpleNamespace(topk_ids=torch.zeros(tokens, top_k, dtype=torch.int32))
+    return SimpleNamespace(hidden_states=torch.empty(tokens, hidden, dtype=torch.bfloat16), topk_output=topk)
+
+
+def test_what_is_done_is_sorted_by_layer_and_only_what_is_done_counts(tally: acted.Tally) -> None:
+    for layer, slices in ((1, 3), (2, 1), (1, 2)):
+        FusedMoE(layer, lambda slices=slices: columns.ranges(0, slices)).run_moe_core(dispatched(5))
+    assert tally.acted.acts == (Act("columns", 1, False, times=2, most=3, total=5),)
+    assert tally.acted.layers == (1, 2)
+
+
+def test_what_is_offered_before_a_layer_s_experts_run_counts_for_them(tally: acted.Tally) -> None:
+    buffer = torch.empty(5, 64)
+    before = channel.exchange(buffer)
+
+    def takes() -> None:
+        assert channel.take_memory((5,), torch.float32, buffer.device) is not None
+        assert channel.take((5, 64), torch.float32, buffer.device) is None  # taken already
+
+    FusedMoE(7, takes).run_moe_core(dispatched(5))
+    channel.exchange(before)
+    FusedMoE(8).run_moe_core(dispatched(5))
+    assert tally.acted.acts == (Act("offered", 7, False, 1, 1, 1), Act("as scratch", 7, False, 1, 1, 1))
+    assert tally.acted.layers == (7, 8)
+
+
+def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> None:
+    layer = FusedMoE(1, lambda: columns.ranges(0, 2))
+    layer.run_moe_core(dispatched(5))
+    assert tally.take().acts
+    assert tally.acted == Acted()
+    layer.run_moe_core(dispatched(3))
+    assert tally.take() == Acted((1,), (Act("columns", 1, False, 1, 2, 2),), MoeInput(3, 8, 64, 2))
+
+
+def test_what_a_captured_graph_holds_is_told_apart(tally: acted.Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FusedMoE(1, lambda: columns.ranges(0, 2))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        layer.run_moe_core(dispatched(5))
+    assert [act.captured for act in tally.acted.acts] == [True, False]
+    only = Acted(tally.acted.layers, tally.acted.acts[:1])
+    assert acted.sentences(WORKSPACE, only)[0].endswith("up to 2 slices, as CUDA graphs were captured")
+    assert acted.sentences(WORKSPACE, tally.acted)[0].endswith("up to 2 slices")
+
+
+def test_the_largest_input_of_a_layer_is_known(tally: acted.Tally) -> None:
+    for tokens in (5, 70, 9):
+        FusedMoE(1).run_moe_core(dispatched(tokens))
+    FusedMoE(1).run_moe_core(dispatched=dispatched(8))  # as the engine calls it
+    FusedMoE(1).run_moe_core(SimpleNamespace(hidden_states=None))  # of another kind of dispatcher
+    assert tally.acted.largest == MoeInput(70, 8, 64, 2)
+    assert tally.acted.largest.bytes == 70 * 8 * 64 * 2
+
+
+def test_what_goes_wrong_with_counting_ends_no_forward(engine: None) -> None:
+    failed = []
+
+    def attempt(step: Any, *args: Any) -> None:
+        try:
+            step(*args)
+        except Exception as error:
+            failed.append(error)
+
+    patcher = Patcher()
+    acted.Tally([], attempt).install(patcher)
+    try:
+        assert FusedMoE("no number").run_moe_core(7) == 7
+    finally:
+        patcher.undo()
+    assert isinstance(failed[0], ValueError)
+
+
+UNOBSERVED = """
+import sys
+from sglang_moe_patches import plugin
+from sglang_moe_patches.core import patch
+patch.apply = lambda *args: {}
+plugin.activate()
+print([name for name in sys.modules if name.startswith("sglang_moe_patches.lab.observers.")])
+"""
+
+
+def test_a_process_that_nobody_observes_has_nothing_that_counts() -> None:
+    done = subprocess.run([sys.executable, "-c", UNOBSERVED], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# --- What is said of it -----------------------------------------------------------------------------------------------
+
+
+def test_a_change_says_in_how_many_layers_it_acted() -> None:
+    acts = (
+        *(Act("columns", layer, False, 10, layer + 1, 40) for layer in (1, 2, 3)),
+        Act("offered", 2, False, 9, 1, 9),
+    )
+    found = Acted((1, 2, 3), acts, MoeInput(16384, 8, 7168, 2))
+    assert acted.sentences(WORKSPACE, found) == [
+        "moe-workspace: ran in columns in 3 of 3 MoE layers, up to 4 slices; "
+        "offered the dead input in 1 of 3 MoE layers"
+    ]
+
+
+def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
+    small = MoeInput(512, 8, 7168, 2)
+    assert acted.sentences(WORKSPACE, Acted((1,), (), small)) == [
+        "moe-workspace: did nothing: no forward was large enough: the largest [tokens, top-k, hidden] was 58.7 MB, "
+        "slices start at 201.3 MB"
+    ]
+    large = MoeInput(16384, 8, 7168, 2)
+    assert acted.sentences(WORKSPACE, Acted((1,), (), large)) == ["moe-workspace: did nothing"]
+
+
+def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "300")
+
+    def said(tokens: int) -> str:
+        return acted.sentences(WORKSPACE, Acted((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[2]
+
+    starts = "slices start at 200.0 MB in Triton, 100.0 MB in Marlin"
+    assert said(999) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 99.9 MB, {starts}"
+    for tokens in (1000, 1999):
+        assert said(tokens).startswith(": no forward was large enough for Triton: the largest")
+        assert said(tokens).endswith(starts)
+    assert said(2000) == ""
+
+
+def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> None:
+    changes = (
+        ChangeStatus("output-buffer", "hardened", ""),
+        ChangeStatus("deferred-shared-experts", "applied", ""),
+        ChangeStatus("nvfp4-weights", "unsupported", "of something"),
+    )
+    found = Acted((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
+    assert acted.sentences(changes, found) == [
+        "output-buffer: offered the dead input in 1 of 2 MoE layers",
+        "deferred-shared-experts: had the shared experts of layers run last 2 times",
+    ]
+    assert acted.sentences(changes, Acted()) == []
+
+
+def test_the_layers_of_all_pipeline_stages_are_told_of() -> None:
+    one = Acted((1, 2), (Act("columns", 1, False, 5, 3, 9),), MoeInput(5, 8, 64, 2))
+    other = Acted((3,), (Act("columns", 1, False, 6, 2, 8), Act("columns", 3, False, 1, 2, 2)), MoeInput(9, 8, 64, 2))
+    assert of_all([one, other]) == Acted(
+        (1, 2, 3), (Act("columns", 1, False, 6, 3, 9), Act("columns", 3, False, 1, 2, 2)), MoeInput(9, 8, 64, 2)
+    )

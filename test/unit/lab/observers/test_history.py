@@ -1,0 +1,57 @@
+"""The replay of an allocator's record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_moe_patches.lab.observers.events import Moment
+from sglang_moe_patches.lab.observers.history import describe, replay
+
+
+def event(action, addr, size, *lines, time_us=0):
+    frames = [{"filename": f"/x/sglang/srt/{name}", "line": line, "name": "f"} for name, line in lines]
+    return {"action": action, "addr": addr, "size": size, "time_us": time_us, "frames": frames}
+
+
+def sizes(moment):
+    return [block.bytes for block in moment.blocks]
+
+
+def test_replay_follows_bytes_in_use_and_knows_what_is_alive():
+    events = [
+        event("alloc", 1, 1000, ("a.py", 3), time_us=5000),
+        event("segment_alloc", 9, 1 << 20, time_us=6000),  # from the driver: no tensor's
+        event("alloc", 2, 2048, ("b.py", 4), time_us=7000),
+        event("free_requested", 1, 1000, time_us=8000),
+        event("free_completed", 1, 1000, time_us=8000),
+        event("alloc", 1, 512, ("c.py", 5), time_us=9000),  # the address again
+        event("free_requested", 7, 4096, time_us=10000),  # from before the start
+    ]
+    line, moments = replay(events, [3, 6, 7])
+    assert line == [(0, 1024), (2, 3072), (3, 2048), (4, 2560), (5, -1536)]
+    assert [moment.bytes for moment in moments] == [3072, 2560, -1536, 3072]
+    assert [sizes(moment) for moment in moments] == [[2048, 1024], [2048, 512], [2048, 512], [2048, 1024]]
+    assert [block.code[0].split()[0] for block in moments[1].blocks] == ["b.py:4", "c.py:5"]
+    assert [block.after_mark for block in moments[1].blocks] == [0, 1]
+
+
+def test_an_empty_record():
+    assert replay([], [0]) == ([], [Moment(0, ())] * 2)
+
+
+def test_describe_shows_the_engines_lines_innermost_first():
+    def frame(path, line=1):
+        return {"filename": path, "line": line, "name": "f"}
+
+    assert describe([frame("/torch/x.py"), frame("/p/sglang_moe_patches/changes/y.py")]) == ()
+    here = str(Path(__file__))
+    code = describe(
+        [
+            frame("/p/sglang/srt/plugins/hook_registry.py"),
+            frame("/p/sglang/srt/layers/linear.py", 7),
+            frame("/p/sglang/srt/model_executor/model_runner.py"),
+            frame("/p/sglang/srt/models/deepseek_v2.py", 8),
+            frame(here),
+        ]
+    )
+    assert code == ("linear.py:7 f: ", "deepseek_v2.py:8 f: ")

@@ -1,0 +1,218 @@
+"""Which changes act in a server, what follows for its memory, and what is said not to be known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from common.shapes import MODELS
+from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.lab.predict import advice, asking, forward
+from sglang_moe_patches.lab.predict.advice import Server, acting
+from sglang_moe_patches.lab.predict.config import Read
+from sglang_moe_patches.lab.predict.forward import Acting
+from sglang_moe_patches.lab.predict.shapes import Layout
+from sglang_moe_patches.registry import CHANGES
+
+ALL = {change.name: "applied" for change in CHANGES}
+KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
+LAYER = {
+    **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False, "inplace": True},
+    **{"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 512, "fused_shared_experts": 0},
+    **{"shared_experts": True, "family": "deepseek_v2", "layer": "DeepseekV2DecoderLayer"},
+}
+RESOLVED = {
+    **{"tp_size": 4, "ep_size": 1, "dp_size": 1, "enable_dp_attention": False, "chunked_prefill_size": 16384},
+    **{"moe_runner_backend": "auto", "moe_a2a_backend": "none", "disable_cuda_graph": True},
+}
+
+
+def asked(layer: dict[str, Any] | None = LAYER, changes: dict[str, str] = ALL, **resolved: Any) -> dict[str, Any]:
+    told = [{"name": name, "status": status, "reason": ""} for name, status in changes.items()]
+    return {"resolved": RESOLVED | resolved, "layer": layer, "unknown": "", "changes": told}
+
+
+def advise(**facts: Any) -> dict[str, Any]:
+    return advice.advise(Read(MODELS["kimi-k2.5"]), asked(**facts), [])
+
+
+def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
+    model = MODELS["kimi-k2.5"]
+    assert acting(KIMI, True, ALL) == (Acting.stock(), Acting.patched(model))
+    found = advise()
+    assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
+    assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
+    assert found["unknown"] == list(advice.ALWAYS_UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("runner", "family", "shared", "expected"),
+    [
+        ("triton", "qwen3_moe", False, Acting(False, False, True, True)),
+        ("triton", "", False, Acting(columns=True)),
+        ("marlin", "deepseek_v2", True, Acting(True, True, True, True)),
+        ("marlin", "qwen3_moe", False, Acting(False, False, True, True)),
+        ("marlin", "", False, Acting(columns=True)),
+        ("flashinfer_trtllm_routed", "qwen3_moe", False, Acting(dead_input=True)),
+        ("deep_gemm", "deepseek_v2", True, Acting(inputs_dropped=True)),
+        (None, "", False, Acting()),
+    ],
+)
+def test_what_acts_follows_from_the_runner_and_the_family(runner, family, shared, expected):
+    server = replace(KIMI, runner=runner, family=family)
+    assert acting(server, shared, ALL) == (Acting.stock(), expected)
+
+
+def test_a_change_that_is_not_installed_does_not_act():
+    assert acting(KIMI, True, dict.fromkeys(ALL, "not selected")) == (Acting.stock(), Acting.stock())
+    without = ALL | {"moe-workspace": "unsupported"}
+    assert acting(KIMI, True, without)[1] == Acting(True, True, True, False)
+
+
+def test_what_the_engine_does_by_itself_is_stock():
+    newer = replace(KIMI, engine_drops=True)
+    hardened = ALL | {"output-buffer": "hardened"}
+    assert acting(newer, True, hardened) == (Acting(inputs_dropped=True), Acting(True, True, True, True))
+    nvfp4 = replace(newer, runner=runners.TRTLLM[1])
+    assert acting(nvfp4, True, hardened)[0] == Acting(True, True, True, False)
+
+
+def test_a_router_in_float32_is_deepseeks_alone():
+    newer = asked() | {"float_logits": True}
+    read = Read(MODELS["kimi-k2.5"])
+    assert advice.advise(read, newer, [])["server"]["float_logits"]
+    newer["layer"] = LAYER | {"family": "qwen3_moe"}
+    assert not advice.advise(read, newer, [])["server"]["float_logits"]
+
+
+def test_each_change_says_what_it_does_here_or_why_not():
+    found = {change["name"]: change for change in advise()["changes"]}
+    assert {name for name, change in found.items() if change["acts"]} >= {
+        *("output-buffer", "deferred-shared-experts", "moe-workspace"),
+    }
+    assert all(bool(change["does"]) == change["acts"] for change in found.values())
+    marlin = advise(layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"})
+    idle = {change["name"]: change["reason"] for change in marlin["changes"] if not change["acts"]}
+    assert "cutting it costs more than 2 %" in idle["moe-workspace"]
+    fused = advise(layer=LAYER | {"shared_experts": False})
+    idle = {change["name"]: change["reason"] for change in fused["changes"] if not change["acts"]}
+    assert idle["deferred-shared-experts"].endswith("in deepseek_v2 layers without shared experts of their own")
+    assert marlin["stock"] == marlin["patched"]
+
+
+def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
+    """Kimi-K2.5 in INT4 at TP=8: a range of 1,024 columns and its weights, the output in the dead input."""
+    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "400")
+    found = advise(
+        layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
+    )
+    workspace = {name: found[name]["parts"]["workspace"] for name in ("stock", "patched")}
+    rows = 16384 * 8
+    assert workspace["stock"] == rows * 2 * (256 + 7168) + 2 * 16384 * 7168
+    assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
+    assert workspace["patched"] <= 400e6
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"chunked_prefill_size": 1024}, "too small to cut"),
+        ({"layer": LAYER | {"top_k": 2}}, "a top-k of 2 has no sum to cut"),
+    ],
+    ids=["small chunk", "top-k of 2"],
+)
+def test_a_tensor_that_stays_whole_is_a_reason(facts, reason):
+    found = next(change for change in advise(**facts)["changes"] if change["name"] == "moe-workspace")
+    assert not found["acts"]
+    assert reason in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: what deep_gemm holds while it works"),
+        ({"layer": None}, "not predicted: the runner"),
+        ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: what SomethingNew quantizes"),
+        ({"dp_size": 4, "enable_dp_attention": True}, "not predicted: data-parallel attention"),
+        ({"moe_a2a_backend": "deepep"}, "not predicted: all-to-all by deepep"),
+        ({"tp_size": 3}, "does not divide by 3"),
+    ],
+    ids=["runner", "no layer", "format", "data-parallel", "all-to-all", "ranks"],
+)
+def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
+    found = advise(**facts)
+    assert found["stock"] is found["patched"] is None
+    assert any(reason in line for line in found["unknown"])
+
+
+def test_attention_that_is_not_known_is_no_place_of_the_peak():
+    read = Read(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
+    found = advice.advise(read, asked(), [])
+    assert "attention" not in found["stock"]["elsewhere"]
+    assert any(advice.AT_LEAST in line for line in found["unknown"])
+
+
+def test_a_kernels_own_workspace_is_said_to_come_on_top():
+    layer = LAYER | {"runner": runners.TRTLLM[1], "method": "ModelOptNvFp4FusedMoEMethod"}
+    found = advise(layer=layer)
+    assert any(advice.OWN_WORKSPACE in line for line in found["unknown"])
+    assert found["patched"]["parts"]["workspace"] == 0
+
+
+def test_without_an_engine_the_arguments_are_all_that_is_known():
+    read = Read(MODELS["kimi-k2.5"])
+    found = advice.advise(read, None, ["--tp", "8", "--chunked-prefill-size=4096", "--enable-metrics"])
+    assert found["server"]["layout"] == {"tp": 8, "ep": 1, "dp": 1}
+    assert found["server"]["tokens"] == 4096
+    assert found["stock"] is None
+    assert any("SGLang is not installed" in line for line in found["unknown"])
+    with pytest.raises(advice.CannotAdvise, match="invalid int"):
+        advice.advise(read, None, ["--tp", "all"])
+
+
+@pytest.mark.parametrize(
+    ("method", "blocks", "quantization", "words"),
+    [
+        ("UnquantizedFusedMoEMethod", False, None, "BF16"),
+        ("Fp8MoEMethod", True, forward.BLOCKS, "FP8 in blocks"),
+        ("CompressedTensorsW8A8Fp8MoE", False, "rows", "FP8 by rows"),
+        ("CompressedTensorsWNA16MoE", False, None, "INT4 or INT8 weights"),
+        ("ModelOptNvFp4FusedMoEMethod", False, None, "NVFP4"),
+        ("Mxfp4MoEMethod", False, None, "MXFP4"),
+        ("Unheard", False, "Unheard", "Unheard"),
+    ],
+)
+def test_a_format_is_known_by_the_engines_class(method, blocks, quantization, words):
+    assert advice._format(method, blocks) == (quantization, words)
+
+
+def test_the_terms_add_up():
+    found = json.loads(json.dumps(advise()))
+    rows = {title.strip(): (stock, patched) for title, stock, patched in advice.terms_of(found)}
+    assert rows["peak"] == ("3,027.2", "1,168.1")
+    for column, server in enumerate(("stock", "patched")):
+        parts = found[server]["parts"]
+        assert rows[f"at {forward.MOE}"][column] == f"{sum(parts.values()) / 1e6:,.1f}"
+        assert rows[forward.PARTS["workspace"]][column] == f"{parts['workspace'] / 1e6:,.1f}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpu", "said"),
+    [
+        (["--model-path", "x"], "h200", "give --model before the `--`"),
+        (["--model=x"], "h200", "give --model before the `--`"),
+        ([], "h20", "--gpu h20 is unknown; known: h200, h100, b200, a100"),
+    ],
+)
+def test_what_is_given_twice_or_unknown_is_refused(arguments, gpu, said):
+    with pytest.raises(advice.CannotAdvise, match=said):
+        advice.examine("x/y", arguments, gpu)
+
+
+def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
+    monkeypatch.setattr(asking.sys, "executable", "/bin/false")
+    with pytest.raises(asking.CannotAsk, match="without a word"):
+        asking.ask("folder", [], "h200", {})

@@ -1,0 +1,220 @@
+"""The memory that a forward should need, against every one that was measured (the results on the pages)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+from common import output
+from common.shapes import MODELS, Layout
+from sglang_moe_patches.lab.predict import forward
+from sglang_moe_patches.lab.predict.forward import Acting
+from whole import peak_memory
+
+WITHIN = 0.01
+#: What the formulas leave out of a runner: the sorted ids and their padding, seen to be up to this.
+SMALL = 1.5e6
+#: Releases without an output buffer of their own: what "stock" is predicted for.
+WITHOUT_BUFFER = ("0.5.11", "0.5.12", "0.5.12.post1")
+
+#: Results with the memory of a forward, or of a runner.
+WITH_MEMORY = ("peak-memory", "triton-server", "moe-workspace", "moe-workspace-marlin")
+#: The others, and why nothing in them can be compared with a prediction.
+WITHOUT = {
+    "cutedsl-memory": "computed by FlashInfer's own wrapper, nothing was measured",
+    "engine-suite": "outcomes of SGLang's own tests",
+    "launcher-cost": "times",
+    "mori-rows": "rows and times",
+    "mutations": "answers",
+    "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
+    "overhead": "times",
+    "kv-plans": "what was left of a GPU's memory: the allocator's blocks and libraries' workspaces, not tensors",
+    "regress": "answers, accuracy and the whole server's memory",
+    "residual-hole": "answers",
+    "serving": "tokens a second, and what was left of a GPU's memory",
+    "segments": "the largest of minutes of mixed batches behind prefixes",
+    "soak": "the largest of minutes of mixed batches, aborts and flushes",
+    "weight-shuffle": "loading, not a forward",
+}
+#: Measurements in these that are not what the formulas are of, and why.
+EXCEPT = {
+    "triton-server/moe-workspace-eager": "patched: columns before the dead input was their memory",
+    "triton-server/moe-workspace-graphs": "patched: the same",
+    "triton-server/moe-workspace-h100": "patched: the same",
+    "triton-server/kimi-k2.5-segments": "patched: its change is none that a forward's tensors tell",
+    "triton-server/kimi-k2.5-segments-decode": "patched: the same",
+}
+
+
+def results(benchmark: str) -> list[str]:
+    return sorted(f"{benchmark}/{path.stem}" for path in (output.RESULTS / benchmark).glob("*.json"))
+
+
+def near(measured: float, least: float = 0) -> object:
+    return pytest.approx(measured, rel=WITHIN, abs=least)
+
+
+def test_every_result_is_compared_or_named_with_the_reason():
+    benchmarks = {path.name for path in output.RESULTS.iterdir() if path.is_dir()}
+    assert benchmarks == {*WITH_MEMORY, *WITHOUT} | (benchmarks & {"models"})
+    assert all((output.RESULTS / f"{name}.json").exists() for name in EXCEPT)
+
+
+@pytest.mark.parametrize("name", results("peak-memory"))
+def test_a_forwards_memory_was_as_its_sizes_say(name):
+    result = output.load(name)
+    found = result["figures"]
+    assert result["conditions"]["engine"] in WITHOUT_BUFFER
+    for server, figures in found["memory"].items():
+        predicted = peak_memory.of_result(result, server)
+        # On 0.5.11 no buffer of a decode was given back.
+        held = -predicted.parts["released"] if result["conditions"]["engine"] == "0.5.11" else 0
+        assert predicted.live + held == near(figures["live_at_kernel_bytes"]), server
+        assert predicted.peak + held == near(figures["peak_forward_bytes"]), server
+
+
+@pytest.mark.parametrize("name", results("triton-server"))
+def test_whole_servers_needed_what_their_sizes_say(name):
+    result = output.load(name)
+    words = shlex.split(result["command"])
+    option = dict(zip(words, [*words[1:], ""], strict=True))
+    share = MODELS[option.get("--model", "kimi-k2.5")].shard(int(option.get("--shard", 4)))
+    model = forward.as_the_engine_runs(share, "triton")
+    newer = result["conditions"]["engine"] not in WITHOUT_BUFFER and model.q_lora_rank is not None
+    stock = Acting(inputs_dropped=newer)
+    for server, figures in result["figures"].items():
+        patched = server.startswith("patched")
+        if patched and name in EXCEPT:
+            continue
+        slices = figures["slices"][0] if figures["slices"] else 1
+        predicted = forward.predicted(
+            model,
+            Layout(tp=int(option.get("--tp", 1))),
+            "triton",
+            int(option.get("--tokens", 16384)),
+            Acting.patched(model) if patched else stock,
+            quantization=forward.BLOCKS if "--fp8" in words else None,
+            width=-(-model.hidden // (slices * 256)) * 256,
+            graphs="--graphs" in words,
+            float_logits=newer,
+        )
+        assert predicted.peak == near(figures["peak"]), server
+
+
+def cells_of(benchmark):
+    return [name for name in results(benchmark) if "cells" in output.load(name)["figures"]]
+
+
+@pytest.mark.parametrize("name", cells_of("moe-workspace-marlin"))
+def test_what_marlin_held_was_as_its_sizes_say(name, monkeypatch):
+    """By itself, with the output given or not; scales for as many weights as each checkpoint has them."""
+    for cell in output.load(name)["figures"]["cells"]:
+        rank = MODELS[cell["model"]].per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
+        given = cell.get("offered", False)
+        for width, measured, elsewhere in (
+            (rank.hidden, cell["stock_peak"], False),
+            (cell["width"], cell["peak"], given),
+        ):
+            packed = cell["w2_bytes"] / (rank.experts * rank.hidden * rank.intermediate)
+            monkeypatch.setattr(forward, "PACKED_BYTES", packed)
+            predicted = forward.marlin_workspace(rank, cell["tokens"], width=width, output_elsewhere=elsewhere)
+            assert predicted == near(measured, SMALL), cell
+
+
+@pytest.mark.parametrize("name", cells_of("moe-workspace"))
+def test_what_the_triton_runner_held_was_as_its_sizes_say(name):
+    """The runner alone, nothing on offer, in the ranges that it ran in; not of DeepSeek-V3 at TP=8 in FP8 on an H200,
+    where a tuned configuration pads rows: there up to 45 MB more."""
+    cells = output.load(name)["figures"]["cells"]
+    for cell in cells:
+        if name.startswith("moe-workspace/h200") and [cell[key] for key in ("model", "layout", "weights")] == [
+            *("deepseek-v3-fused", "tp8", "fp8")
+        ]:
+            continue
+        model = forward.as_the_engine_runs(MODELS[cell["model"]], "triton")
+        rank = model.per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
+        quantization = forward.BLOCKS if cell["weights"] == "fp8" else None
+        for width, measured in ((rank.hidden, cell["stock_peak"]), (cell["width"] or rank.hidden, cell["peak"])):
+            predicted = forward.triton_workspace(
+                rank, cell["tokens"], width=width, scratch=False, quantization=quantization
+            )
+            assert predicted == near(measured, SMALL), cell
+
+
+@pytest.mark.parametrize(
+    ("model", "runner", "tp", "where"),
+    [
+        ("qwen3-235b", "triton", 4, forward.MOE),
+        ("kimi-k2.5", "triton", 4, "attention"),  # by the allocator's history: its output projection's output is alive
+        ("kimi-k2.5", "flashinfer_trtllm_routed", 1, "the first layer's MLP"),
+        ("deepseek-v3", "flashinfer_trtllm_routed", 1, "attention"),
+        ("glm-4.5", "triton", 4, "the router"),
+    ],
+)
+def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
+    whole = forward.as_the_engine_runs(MODELS[model], runner)
+    workspace = 1536 * 2**20 + peak_memory.REFERENCE_SCRATCH
+    predicted = forward.predicted(
+        whole, Layout(tp=tp), runner, 16384, Acting.patched(whole), workspace=workspace, width=1024
+    )
+    assert predicted.where == where
+    assert predicted.peak == max(predicted.places.values()) == predicted.places[where]
+
+
+def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
+    whole = MODELS["kimi-k2.5"]
+    acting = Acting.patched(whole)
+    assert forward.predicted(whole, Layout(tp=4), "triton", 16384, acting) == forward.predicted(
+        whole.shard(4), Layout(), "triton", 16384, acting
+    )
+
+
+def test_expert_parallel_ranks_share_attention_and_not_their_experts():
+    model = MODELS["kimi-k2.5"]
+    tensor, expert = (
+        forward.predicted(model, layout, "triton", 16384, Acting.stock()) for layout in (Layout(8), Layout(8, ep=8))
+    )
+    assert expert.elsewhere == tensor.elsewhere
+    assert expert.parts["workspace"] > tensor.parts["workspace"]
+
+
+def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
+    """Qwen3-235B at TP=4: a byte for each element, and a float32 scale for every 128 of them; or one for a row."""
+    plain, blocks, by_rows = (
+        forward.predicted(
+            MODELS["qwen3-235b"], Layout(tp=4), "triton", 16384, Acting.stock(), quantization=quantization
+        )
+        for quantization in (None, forward.BLOCKS, "rows")
+    )
+    assert blocks.peak - plain.peak == 16384 * 8 * (384 + 4 * 3)
+    assert by_rows.peak - plain.peak == 16384 * 8 * (384 + 4)
+    assert blocks.live == plain.live
+
+
+def test_an_output_of_its_own_is_one_more_where_shared_experts_run_last_without_the_dead_input():
+    model = MODELS["kimi-k2.5"]
+    last = Acting(shared_last=True)
+    alone, both = (
+        forward.predicted(model, Layout(tp=4), "triton", 16384, acting)
+        for acting in (last, replace(last, dead_input=True))
+    )
+    assert alone.hidden_tensors == both.hidden_tensors + 1
+
+
+def test_the_table_of_a_prediction_has_every_part_and_every_place():
+    model = MODELS["glm-4.5"].fused()
+    both = {
+        name: forward.predicted(model, Layout(tp=4), "triton", 16384, acting)
+        for name, acting in (("stock", Acting.stock()), ("patched", Acting.patched(model)))
+    }
+    table = peak_memory.prediction_table({name: json.loads(json.dumps(vars(one))) for name, one in both.items()})
+    assert all(f"| {text} |" in table for text in forward.PARTS.values())
+
+    def cells(place):
+        return " | ".join(peak_memory.in_mb(one.places[place]) for one in both.values())
+
+    assert f"| **sum** | **{cells(forward.MOE).replace(' | ', '** | **')}** |" in table
+    for place in ("attention", "the router", "the first layer's MLP"):
+        assert f"| at another place: {place} | {cells(place)} |" in table

@@ -1,0 +1,350 @@
+"""FlashInfer's own CuteDSL wrapper on stand-ins of its kernels, against a dense computation and TRT-LLM's kernel."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
+from sglang_moe_patches.lab.reference import cutedsl
+from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
+from test_reference_kernels import Layer, assert_close, engine_function, pack, routing
+
+pytest.importorskip("flashinfer")
+try:
+    fused_moe = importlib.import_module("flashinfer.fused_moe.cute_dsl.fused_moe")
+except ImportError:
+    pytest.skip("this FlashInfer has no CuteDSL kernels here", allow_module_level=True)
+from flashinfer.cute_dsl.utils import convert_sf_from_mma_layout, convert_sf_to_mma_layout
+
+pytestmark = pytest.mark.every_release
+
+KERNELS = cutedsl.kernels()
+REAL = {target: pkgutil.resolve_name(target) for target in KERNELS}
+GATHER, FINALIZE = (next(target for target in REAL if part in target) for part in ("_gather_", "_finalize_"))
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashinfer.nvfp4_block_scale_interleave", kernels.nvfp4_block_scale_interleave)
+    for target, kernel in KERNELS.items():
+        monkeypatch.setattr(target, kernel)
+    wrapper = fused_moe.CuteDslMoEWrapper
+    make, core = wrapper.__init__, fused_moe._moe_core_impl
+    hooks = cutedsl.ON_ONE_STREAM
+    monkeypatch.setattr(wrapper, "__init__", lambda self, **arguments: hooks[INIT](make, self, **arguments))
+    monkeypatch.setattr(fused_moe, "_moe_core_impl", functools.partial(hooks[CORE], core))
+
+
+INIT, CORE = cutedsl.ON_ONE_STREAM
+
+
+def prepare(layer: Layer) -> dict[str, torch.Tensor]:
+    """Weights and scales as the engine makes them, with its own helper and FlashInfer's."""
+    interleave = engine_function("moe/moe_runner/flashinfer_cutedsl.py", "interleave_w13_halves")
+    w13, w13_scale, w2, w2_scale = layer.stored
+    arguments = {}
+    for name, weight, scale in (
+        ("w1", interleave(w13), interleave(w13_scale.view(torch.uint8))),
+        ("w2", w2, w2_scale.view(torch.uint8)),
+    ):
+        swizzled = kernels.nvfp4_block_scale_interleave(scale)
+        arguments[f"{name}_weight"] = weight
+        arguments[f"{name}_weight_sf"] = convert_sf_to_mma_layout(
+            swizzled, m=weight.shape[1], k=weight.shape[2] * 2, num_groups=layer.experts
+        )
+    return arguments | {
+        "w1_alpha": layer.prepared["output1_scale_gate_scalar"],
+        "w2_alpha": layer.prepared["output2_scale_scalar"],
+        "fc2_input_scale": torch.tensor([float(layer.dense["multiplier"])]),
+    }
+
+
+def make_wrapper(layer: Layer, top_k: int, max_num_tokens: int = 400, **more: Any) -> Any:
+    return fused_moe.CuteDslMoEWrapper(
+        **{
+            "num_experts": layer.experts,
+            "top_k": top_k,
+            "hidden_size": layer.hidden,
+            "intermediate_size": layer.intermediate,
+            "use_cuda_graph": True,
+            "max_num_tokens": max_num_tokens,
+            "device": "cpu",
+            **more,
+        }
+    )
+
+
+def run(wrapper: Any, weights: dict[str, torch.Tensor], tokens: Any, ids: torch.Tensor, scales: torch.Tensor) -> Any:
+    return wrapper.run(
+        x=tokens["hidden_states"],
+        x_sf=tokens["hidden_states_scale"].view(torch.uint8),
+        token_selected_experts=ids,
+        token_final_scales=scales.float(),
+        **weights,
+    )
+
+
+SIZES: list[dict[str, Any]] = [{}, {"experts": 3, "hidden": 384, "intermediate": 192, "seed": 5}]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["even", "uneven"])
+@pytest.mark.parametrize("preallocated", [True, False])
+# 300 tokens on one expert each: some expert has more than one tile, whose last is not full.
+@pytest.mark.parametrize(("n", "top_k"), [(1, 1), (5, 2), (33, 3), (300, 1)])
+def test_dense(sizes: dict[str, Any], preallocated: bool, n: int, top_k: int) -> None:
+    layer = Layer(**sizes)
+    tokens, (ids, scales) = layer.tokens(n), routing(n, layer.experts, top_k)
+    wrapper = make_wrapper(layer, top_k, use_cuda_graph=preallocated)
+    got = run(wrapper, prepare(layer), tokens, ids, scales)
+    assert_close(got, layer.expect(tokens, ids, scales))
+
+
+def test_the_experts_may_be_added_up_in_a_step_of_their_own() -> None:
+    """FlashInfer's deterministic mode; each expert's output is rounded first."""
+    if "use_fused_finalize" not in inspect.signature(fused_moe.CuteDslMoEWrapper).parameters:
+        pytest.skip("this FlashInfer has no deterministic mode")
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(33), routing(33, layer.experts, 3)
+    ids[4, 1] = -1  # nobody's: a padded slot
+    wrapper = make_wrapper(layer, 3, use_fused_finalize=False)
+    assert_close(run(wrapper, prepare(layer), tokens, ids, scales), layer.expect(tokens, ids, scales))
+
+
+@pytest.mark.parametrize("tile", [128, 256])
+def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
+    layer = Layer(experts=2)
+    tokens, (ids, scales) = layer.tokens(300), routing(300, 2, 2)
+    weights = prepare(layer)
+    inputs = {"tokens": tokens, "ids": ids, "scales": scales}
+    expected = run(make_wrapper(layer, 2), weights, **inputs)
+    wrapper = make_wrapper(layer, 2, tile_size=tile)
+    gemm = ((tile, 128), (tile // 128, 1), False)
+    wrapper.run = functools.partial(wrapper.run, tactic=(tile, gemm, gemm))
+    assert torch.equal(run(wrapper, weights, **inputs), expected)
+
+
+def test_same_layer_as_trtllm_kernel() -> None:
+    """Two layouts of the same weights, two stand-ins, one answer."""
+    layer = Layer(experts=8)
+    tokens, (ids, scales) = layer.tokens(40), routing(40, 8, 4)
+    # A power of two: TRT-LLM's kernel has it multiplied into a scale, this one has it apart.
+    layer.dense["multiplier"] = np.array(256.0)
+    layer.prepared["output1_scale_scalar"] = layer.prepared["output1_scale_gate_scalar"] * 256
+    got = run(make_wrapper(layer, 4), prepare(layer), tokens, ids, scales)
+    assert torch.equal(got, layer.call(tokens, topk_ids=pack(ids, scales)))
+
+
+def test_expert_parallel() -> None:
+    """Two ranks, each with half of eight experts, ids global."""
+    tokens = Layer().tokens(12)
+    ids, scales = routing(12, 8, 3)
+    ids[4, 1] = -1  # nobody's: a padded slot
+    ids[5] = torch.tensor([0, 1, 2])  # nothing for the second rank
+    for rank in range(2):
+        layer = Layer(seed=rank)
+        wrapper = make_wrapper(layer, 3, num_experts=8, num_local_experts=4, local_expert_offset=4 * rank)
+        got = run(wrapper, prepare(layer), tokens, ids, scales)
+        assert_close(got, layer.expect(tokens, ids - 4 * rank, scales))
+    assert got[5].eq(0).all()
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    layer = Layer(experts=8)
+    tokens, (ids, scales) = layer.tokens(200), routing(200, 8, 3)
+    weights, wrapper = prepare(layer), make_wrapper(layer, 3)
+    whole = run(wrapper, weights, tokens, ids, scales).clone()
+    for rows in (slice(0, 1), slice(7, 9), slice(63, 130)):
+        part = {name: tensor[rows] for name, tensor in tokens.items()}
+        assert torch.equal(run(wrapper, weights, part, ids[rows], scales[rows]), whole[rows])
+
+
+def test_no_tokens() -> None:
+    layer = Layer()
+    assert run(make_wrapper(layer, 2), prepare(layer), layer.tokens(0), *routing(0, 4, 2)).shape == (0, 256)
+
+
+holds_buffers = pytest.mark.skipif(
+    not keeps_buffers(fused_moe.CuteDslMoEWrapper), reason="this FlashInfer's wrapper keeps no buffers"
+)
+
+
+# --- FlashInfer's wrapper ---------------------------------------------------------------------------------------------
+
+
+@holds_buffers
+def test_more_tokens_than_the_buffers_are_for() -> None:
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(17), routing(17, 4, 2)
+    weights = prepare(layer)
+    with pytest.raises(ValueError, match=r"^num_tokens \(17\) exceeds max_num_tokens \(16\)$"):
+        run(make_wrapper(layer, 2, max_num_tokens=16), weights, tokens, ids, scales)
+    wrapper = make_wrapper(layer, 2, max_num_tokens=16, use_cuda_graph=False)  # allocates as it goes: no limit
+    assert_close(run(wrapper, weights, tokens, ids, scales), layer.expect(tokens, ids, scales))
+
+
+@holds_buffers
+def test_the_output_is_the_wrappers_own_and_the_next_run_overwrites_it() -> None:
+    layer = Layer()
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    first = run(wrapper, weights, layer.tokens(6, seed=1), *routing(6, 4, 2))
+    assert first.data_ptr() == wrapper._moe_output.data_ptr()
+    kept = first.clone()
+    second = run(wrapper, weights, layer.tokens(6, seed=2), *routing(6, 4, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, kept)
+
+
+@holds_buffers
+def test_another_output_put_into_the_wrapper_is_written_instead() -> None:
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    expected = run(wrapper, weights, tokens, ids, scales).clone()
+    own, wrapper._moe_output = wrapper._moe_output.fill_(3), torch.full((6, 256), float("nan"), dtype=torch.bfloat16)
+    got = run(wrapper, weights, tokens, ids, scales)
+    assert got.data_ptr() == wrapper._moe_output.data_ptr()
+    assert torch.equal(got, expected)
+    assert own.eq(3).all()
+
+
+def buffers(wrapper: Any) -> list[torch.Tensor]:
+    own = [value for value in vars(wrapper).values() if isinstance(value, torch.Tensor)]
+    return own + list(wrapper._moe_sort_buffers.values())
+
+
+@holds_buffers
+def test_what_is_left_in_the_buffers_does_not_matter() -> None:
+    layer = Layer()
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
+    expected = run(wrapper, weights, tokens, ids, scales).clone()
+    assert len(buffers(wrapper)) == 9
+    for buffer in buffers(wrapper):
+        buffer.view(torch.uint8).fill_(255)  # NaN as bfloat16 and as E4M3
+    assert torch.equal(run(wrapper, weights, tokens, ids, scales), expected)
+
+
+@holds_buffers
+@pytest.mark.parametrize("name", ["_gemm1_output", "_gemm1_output_scale", "_moe_output"])
+def test_the_buffers_are_what_is_computed_in(name: str) -> None:
+    """One that is too small ends the run; none is silently replaced."""
+    layer = Layer(experts=2)
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    setattr(wrapper, name, getattr(wrapper, name)[: 1 if name == "_moe_output" else 128])
+    with pytest.raises((RuntimeError, AssertionError)):
+        run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
+
+
+@holds_buffers
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out_tile_idx_to_expert_idx",
+        "out_tile_idx_to_mn_limit",
+        "out_expanded_idx_to_permuted_idx",
+        "out_permuted_idx_to_expanded_idx",
+    ],
+)
+def test_the_buffers_are_what_is_sorted_into(name: str) -> None:
+    layer = Layer(experts=2)
+    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
+    wrapper._moe_sort_buffers[name] = wrapper._moe_sort_buffers[name][:1]
+    with pytest.raises((RuntimeError, IndexError)):
+        run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
+
+
+def test_an_output_that_was_not_zeroed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
+    monkeypatch.setattr(FINALIZE, lambda out, **arguments: KERNELS[FINALIZE](out=out.fill_(8), **arguments))
+    got = run(make_wrapper(layer, 2), prepare(layer), tokens, ids, scales)
+    assert_close(got, 8 + layer.expect(tokens, ids, scales))
+
+
+# --- The layout -------------------------------------------------------------------------------------------------------
+
+
+def test_scales_make_the_round_trip_through_flashinfers_layout() -> None:
+    scales = torch.arange(3 * 256 * 8).to(torch.uint8).view(3, 256, 8)
+    mma = convert_sf_to_mma_layout(kernels.nvfp4_block_scale_interleave(scales), m=256, k=128, num_groups=3)
+    memory = cutedsl._memory(mma).view(3, -1)
+    assert torch.equal(convert_sf_from_mma_layout(mma, m=256, k=128, num_groups=3).flatten(), memory.flatten())
+    for expert in range(3):
+        assert torch.equal(kernels.undo_block_scale_interleave(memory[expert], 256, 8), scales[expert])
+
+
+def unchanged(weights: dict[str, torch.Tensor], layer: Layer) -> None:
+    pass
+
+
+def w13_halves(weights: dict[str, torch.Tensor], layer: Layer) -> None:
+    weights["w1_weight"] = layer.stored[0]
+
+
+def w13_scales_not_in_storage_order(weights: dict[str, torch.Tensor], layer: Layer) -> None:
+    weights["w1_weight_sf"] = weights["w1_weight_sf"].contiguous()
+
+
+def w2_scales_linear(weights: dict[str, torch.Tensor], layer: Layer) -> None:
+    weights["w2_weight_sf"] = layer.stored[3]
+
+
+def w2_rows_swapped(weights: dict[str, torch.Tensor], layer: Layer) -> None:
+    weights["w2_weight"] = weights["w2_weight"].roll(1, dims=1)
+
+
+@pytest.mark.parametrize(
+    "change", [unchanged, w13_halves, w13_scales_not_in_storage_order, w2_scales_linear, w2_rows_swapped]
+)
+def test_a_wrong_layout_gives_wrong_answers(change: Callable[[dict[str, torch.Tensor], Layer], None]) -> None:
+    """A stand-in that read past a wrong layout would hide exactly what it is there to find."""
+    layer = Layer()
+    tokens, (ids, scales) = layer.tokens(8), routing(8, 4, 4)
+    weights, expected = prepare(layer), layer.expect(tokens, ids, scales)
+    change(weights, layer)
+    got = run(make_wrapper(layer, 4), weights, tokens, ids, scales).double().numpy()
+    wrong = np.abs(got - expected).max() > 0.05 * np.abs(expected).max()
+    assert wrong == (change is not unchanged)
+
+
+# --- The kernels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", KERNELS)
+def test_signatures(target: str) -> None:
+    """What FlashInfer can be called with, its stand-in can: same names, order and defaults, or as an option."""
+    stand_in = inspect.signature(KERNELS[target]).parameters
+    for position, (name, parameter) in enumerate(inspect.signature(REAL[target]).parameters.items()):
+        if name not in stand_in:
+            assert parameter.kind is parameter.KEYWORD_ONLY, name
+            assert any(p.kind is p.VAR_KEYWORD for p in stand_in.values()), name
+            continue
+        assert stand_in[name].default == parameter.default, name
+        assert stand_in[name].kind == parameter.kind, name
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert list(stand_in).index(name) == position
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"ab_dtype": "float8_e4m3fn"},
+        {"sf_vec_size": 32},
+        {"c_dtype": "bfloat16"},
+        {"global_scale": None},
+        {"gated": False},
+        {"swiglu_limit": 7.0},
+        {"a_per_token_scale": torch.ones(3)},
+    ],
+)
+def test_refuses_what_it_does_not_do(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    monkeypatch.setattr(GATHER, lambda **arguments: KERNELS[GATHER](**{**arguments, **option}))
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        run(make_wrapper(layer, 2), prepare(layer), layer.tokens(3), *routing(3, 4, 2))

@@ -1,0 +1,934 @@
+"""The MoE stand-ins against a dense computation of its own, on weights that the engine itself prepared."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import interpreted
+import numpy as np
+import pytest
+import torch
+from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
+from sglang_moe_patches.lab.reference import nvfp4
+
+flashinfer = pytest.importorskip("flashinfer")
+
+VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+SWIGLU, RELU2 = 3, 6
+BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit in the last of eight places, relative
+
+
+def engine_function(module: str, name: str) -> Callable[..., Any]:
+    """A function of the engine below ``sglang/srt/layers``, as installed.
+
+    Importing its module needs the CUDA driver; the function itself needs only torch and FlashInfer, so its source is
+    compiled alone.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("sglang is not installed")
+    path = Path(spec.origin).parent / "srt/layers" / module
+    functions = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name]
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module(functions, []), str(path), "exec"), namespace)
+    function: Callable[..., Any] = namespace[name]
+    return function
+
+
+def engine_prepare() -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The engine's ``prepare_static_weights_for_trtllm_fp4_moe``, as installed."""
+    return engine_function("quantization/utils.py", "prepare_static_weights_for_trtllm_fp4_moe")
+
+
+@pytest.fixture(autouse=True)
+def interleave_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "nvfp4_block_scale_interleave", kernels.nvfp4_block_scale_interleave)
+
+
+# --- The dense computation -------------------------------------------------------------------------------------------
+
+
+def dense_decode(packed: torch.Tensor, block_scale: torch.Tensor) -> np.ndarray:
+    byte = packed.numpy()
+    values = np.stack((VALUES[byte & 15], VALUES[byte >> 4]), -1).reshape(*byte.shape[:-1], -1)
+    return values * np.repeat(block_scale.double().numpy(), 16, axis=-1)
+
+
+def dense_quantize(x: np.ndarray) -> np.ndarray:
+    """What a vector becomes by going through NVFP4 with a multiplier of 1, by search over all numbers."""
+    result = np.zeros_like(x)
+    for start in range(0, len(x), 16):
+        block = x[start : start + 16]
+        # Ties: argmin takes the first, and E4M3 and E2M1 tables are searched in an order that has the even one first.
+        scale = nearest(np.array([min(np.abs(block).max() / 6, 448.0)]), E4M3)[0]
+        if scale:
+            result[start : start + 16] = nearest(np.clip(block / scale, -6, 6), VALUES) * scale
+    return result
+
+
+def silu_gate(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def nearest(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    even_first = np.concatenate((table[::2], table[1::2]))
+    return even_first[np.abs(even_first[None] - x[:, None]).argmin(1)]
+
+
+@dataclass
+class Layer:
+    """Random experts: stored as a checkpoint has them, prepared as the engine does, and dense for comparison."""
+
+    experts: int = 4
+    hidden: int = 256
+    intermediate: int = 128
+    gated: bool = True
+    seed: int = 0
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False)
+    dense: dict[str, np.ndarray] = field(init=False)
+    prepared: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = self.intermediate * (2 if self.gated else 1)
+        # Some whole blocks much larger, so that block scales matter.
+        w13 = torch.randn(self.experts, rows, self.hidden, generator=generator) / self.hidden**0.5
+        w2 = torch.randn(self.experts, self.hidden, self.intermediate, generator=generator) / self.intermediate**0.5
+        w13 *= torch.rand(self.experts, rows, self.hidden // 16, generator=generator).repeat_interleave(16, -1) * 3
+        w2 *= torch.rand(self.experts, self.hidden, self.intermediate // 16, generator=generator).repeat_interleave(
+            16, -1
+        )
+        w13_packed, w13_scale = nvfp4.quantize(w13, nvfp4.global_scale_for(w13))
+        w2_packed, w2_scale = nvfp4.quantize(w2, nvfp4.global_scale_for(w2))
+        self.stored = w13_packed, w13_scale, w2_packed, w2_scale
+        # Different for each expert, so that a scale taken from another expert shows.
+        spread = torch.rand(self.experts, generator=generator) + 0.5
+        alpha1 = spread / nvfp4.global_scale_for(w13) / 448
+        alpha2 = spread.flip(0) / nvfp4.global_scale_for(w2)
+        multiplier = 300.0
+        self.dense = {
+            "w13": dense_decode(w13_packed, w13_scale),
+            "w2": dense_decode(w2_packed, w2_scale),
+            "alpha1": alpha1.double().numpy(),
+            "alpha2": (alpha2 / multiplier).double().numpy(),
+            "multiplier": np.array(multiplier),
+        }
+        prepared = engine_prepare()(
+            w13_packed,
+            w2_packed,
+            w13_scale,
+            w2_scale,
+            self.hidden,
+            self.intermediate,
+            self.experts,
+            is_gated=self.gated,
+        )
+        self.prepared = {
+            "gemm1_weights": prepared[0],
+            "gemm1_weights_scale": prepared[1],
+            "gemm2_weights": prepared[2],
+            "gemm2_weights_scale": prepared[3],
+            "output1_scale_gate_scalar": alpha1,
+            # The engine's g1_scale_c: without a gate the GEMM's scale is in the activation's input alone.
+            "output1_scale_scalar": alpha1 * multiplier if self.gated else torch.full_like(alpha1, multiplier),
+            "output2_scale_scalar": alpha2 / multiplier,
+        }
+
+    def tokens(self, n: int, seed: int = 1) -> dict[str, torch.Tensor]:
+        x = torch.randn(n, self.hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        packed, scales = kernels.fp4_quantize(x, torch.tensor(448.0), is_sf_swizzled_layout=False)
+        return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
+
+    def expect_one(
+        self,
+        x: np.ndarray,
+        expert: int,
+        activation: Callable[..., np.ndarray] | None = None,
+        quantize: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """One token's output of one expert, [hidden], float64.
+
+        :param x: [hidden]. activation: of (up, gate), or of the one vector where there is no gate.
+        :param quantize: what a vector becomes on its way into the second product.
+        """
+        activation = activation or (silu_gate if self.gated else lambda y: np.maximum(y, 0) ** 2)
+        y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
+        act = activation(y[: self.intermediate], y[self.intermediate :]) if self.gated else activation(y)
+        multiplier = self.dense["multiplier"]
+        act = quantize(act) if quantize else dense_quantize(act * multiplier) / multiplier
+        return multiplier * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
+
+    def expect(
+        self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, **options: Any
+    ) -> np.ndarray:
+        """float64 [tokens, hidden]; ids outside the layer are skipped. options: of ``expect_one``."""
+        x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
+        if "per_token_scale" in tokens:
+            x = x * tokens["per_token_scale"].double().numpy()[:, None]
+        out = np.zeros((len(x), self.hidden))
+        for token in range(len(x)):
+            for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+                if 0 <= expert < self.experts:
+                    out[token] += weight * self.expect_one(x[token], expert, **options)
+        return out
+
+    def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
+        return self.answer(tokens, **arguments)[0]
+
+    def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
+        """Every argument by its name, as the engine calls; logits decide which of the two kernels."""
+        named: dict[str, Any] = {
+            "routing_bias": None,
+            "gemm1_bias": None,
+            "gemm1_alpha": None,
+            "gemm1_beta": None,
+            "gemm1_clamp_limit": None,
+            "gemm2_bias": None,
+            "num_experts": self.experts,
+            "n_group": 0,
+            "topk_group": 0,
+            "intermediate_size": self.intermediate,
+            "local_expert_offset": 0,
+            "local_num_experts": self.experts,
+            "routed_scaling_factor": None,
+            "routing_method_type": 1,
+            "activation_type": SWIGLU if self.gated else RELU2,
+            **tokens,
+            **self.prepared,
+            **arguments,
+        }
+        if "routing_logits" in named:
+            return kernels.trtllm_fp4_block_scale_moe(**named)
+        ids = named["topk_ids"]
+        named.setdefault("top_k", (ids if isinstance(ids, torch.Tensor) else ids[0]).shape[1])
+        return kernels.trtllm_fp4_block_scale_routed_moe(**named)
+
+
+def routing(n: int, experts: int, top_k: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 without repetition and bfloat16 weights, [n, top_k]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(n, experts, generator=generator).argsort(-1)[:, :top_k].int()
+    return ids, torch.rand(n, top_k, generator=generator).bfloat16()
+
+
+def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (ids.int() << 16) | weights.bfloat16().view(torch.int16).int()
+
+
+def assert_close(got: torch.Tensor, expected: np.ndarray) -> None:
+    assert got.dtype == torch.bfloat16
+    # The rounding of the result, and float32 sums of terms that may cancel.
+    np.testing.assert_allclose(
+        got.double().numpy(), expected, rtol=BFLOAT16_ROUNDOFF, atol=1e-5 * np.abs(expected).max()
+    )
+
+
+LAYERS = [
+    pytest.param(Layer, {}, id="gated"),
+    pytest.param(Layer, {"experts": 3, "hidden": 384, "intermediate": 192, "seed": 5}, id="gated-uneven"),
+    pytest.param(Layer, {"gated": False}, id="relu2"),
+    pytest.param(Layer, {"gated": False, "experts": 3, "hidden": 128, "intermediate": 384}, id="relu2-uneven"),
+]
+
+
+@pytest.mark.every_release
+class TestRouted:
+    @pytest.mark.parametrize(("make", "sizes"), LAYERS)
+    @pytest.mark.parametrize(("n", "top_k"), [(1, 1), (5, 2), (33, 3)])
+    def test_dense(self, make: type[Layer], sizes: dict[str, Any], n: int, top_k: int) -> None:
+        layer = make(**sizes)
+        tokens = layer.tokens(n)
+        ids, weights = routing(n, layer.experts, top_k)
+        assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
+
+    def test_tuple(self) -> None:
+        layer = Layer()
+        tokens = layer.tokens(9)
+        ids, weights = routing(9, 4, 2)
+        packed = layer.call(tokens, topk_ids=pack(ids, weights))
+        assert torch.equal(layer.call(tokens, topk_ids=(ids, weights)), packed)
+
+    def test_expert_parallel(self) -> None:
+        """Two ranks, each with half of eight experts, ids global."""
+        tokens = Layer().tokens(12)
+        ids, weights = routing(12, 8, 3)
+        ids[4, 1] = -1  # nobody's: a padded slot
+        ids[5] = torch.tensor([0, 1, 2])  # nothing for the second rank
+        for rank in range(2):
+            layer = Layer(seed=rank)
+            got = layer.call(tokens, topk_ids=pack(ids, weights), num_experts=8, local_expert_offset=4 * rank)
+            assert_close(got, layer.expect(tokens, ids - 4 * rank, weights))
+        assert got[5].eq(0).all()
+
+    def test_writes_into_output(self) -> None:
+        layer = Layer()
+        tokens = layer.tokens(6)
+        ids, weights = routing(6, 4, 2)
+        ids[3] = 7  # a token without a local expert is zero, not what was there before
+        topk = pack(ids, weights)
+        output = torch.full((6, 256), float("nan"), dtype=torch.bfloat16)
+        returned = layer.call(tokens, topk_ids=topk, output=output)
+        assert returned is output
+        assert torch.equal(output, layer.call(tokens, topk_ids=topk))
+        assert output[3].eq(0).all()
+
+    @pytest.mark.parametrize(
+        "output",
+        [
+            torch.empty(5, 256, dtype=torch.bfloat16),
+            torch.empty(6, 257, dtype=torch.bfloat16),
+            torch.empty(6, 256),
+            torch.empty(256, 6, dtype=torch.bfloat16).T,
+            torch.empty(6, 512, dtype=torch.bfloat16)[:, :256],
+        ],
+        ids=["rows", "columns", "dtype", "transposed", "strided"],
+    )
+    def test_refuses_an_output_that_does_not_fit(self, output: torch.Tensor) -> None:
+        layer = Layer()
+        with pytest.raises(ValueError, match="output"):
+            layer.call(layer.tokens(6), topk_ids=pack(*routing(6, 4, 2)), output=output)
+
+    def test_no_tokens(self) -> None:
+        layer = Layer()
+        output = torch.empty(0, 256, dtype=torch.bfloat16)
+        ids, weights = routing(0, 4, 2)
+        assert layer.call(layer.tokens(0), topk_ids=pack(ids, weights), output=output) is output
+        assert layer.call(layer.tokens(0), topk_ids=pack(ids, weights)).shape == (0, 256)
+
+
+@pytest.mark.every_release
+class TestLayoutMatters:
+    """A stand-in that read past a wrong shuffle would hide exactly what it is there to find."""
+
+    @pytest.fixture
+    def setup(self) -> tuple[Layer, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        layer = Layer()
+        tokens = layer.tokens(8)
+        topk = pack(*routing(8, 4, 4))
+        return layer, tokens, topk, layer.call(tokens, topk_ids=topk)
+
+    @pytest.mark.parametrize("name", ["gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"])
+    def test_two_rows_swapped(self, setup: Any, name: str) -> None:
+        layer, tokens, topk, right = setup
+        tensor = layer.prepared[name].view(torch.uint8)
+        tensor[2, [3, 17]] = tensor[2, [17, 3]]
+        wrong = layer.call(tokens, topk_ids=topk)
+        assert not torch.equal(wrong, right)
+        tensor[2, [3, 17]] = tensor[2, [17, 3]]  # weights are read again at every call, never kept
+        assert torch.equal(layer.call(tokens, topk_ids=topk), right)
+
+    @pytest.mark.parametrize("name", ["gemm1_weights_scale", "gemm2_weights_scale"])
+    def test_two_block_scales_swapped(self, setup: Any, name: str) -> None:
+        layer, tokens, topk, right = setup
+        scales = layer.prepared[name].view(torch.uint8)[1].view(-1)
+        other = int((scales != scales[0]).nonzero()[-1])
+        scales[0], scales[other] = scales[other].item(), scales[0].item()
+        assert not torch.equal(layer.call(tokens, topk_ids=topk), right)
+
+    def test_gate_and_up_exchanged(self, setup: Any) -> None:
+        layer, tokens, topk, right = setup
+        half = layer.intermediate
+        w13 = layer.dense["w13"]
+        layer.dense["w13"] = np.concatenate((w13[:, half:], w13[:, :half]), axis=1)
+        exchanged = layer.expect(tokens, topk >> 16, topk.to(torch.int16).view(torch.bfloat16))
+        assert np.abs(right.double().numpy() - exchanged).max() > 0.1 * np.abs(exchanged).max()
+
+
+def route_by_loops(
+    logits: np.ndarray, bias: np.ndarray, top_k: int, method: int, groups: int, keep: int, factor: float
+) -> tuple[list[int], list[float]]:
+    """One token's experts and weights."""
+    experts = range(len(logits))
+    softmax = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    if method == 0:
+        chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
+        return chosen, [softmax[e] for e in chosen]
+    if method in (1, 4):
+        chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
+        return chosen, [softmax[e] / sum(softmax[c] for c in chosen) for e in chosen]
+    sigmoid = 1 / (1 + np.exp(-logits))
+    if method in (3, 8):
+        chosen = sorted(experts, key=lambda e: -logits[e])[:top_k]
+        return chosen, [sigmoid[e] for e in chosen]
+    score = sigmoid + bias
+    size = len(logits) // groups
+    members = [list(experts)[g * size : (g + 1) * size] for g in range(groups)]
+    best = sorted(members, key=lambda group: -sum(sorted(score[e] for e in group)[-2:]))[:keep]
+    chosen = sorted((e for group in best for e in group), key=lambda e: -score[e])[:top_k]
+    return chosen, [factor * sigmoid[e] / sum(sigmoid[c] for c in chosen) for e in chosen]
+
+
+class TestSelfRouting:
+    @pytest.mark.parametrize(
+        ("method", "biased", "n_group", "topk_group", "factor"),
+        [
+            (0, False, None, None, None),
+            (1, False, 0, 0, None),
+            (2, True, None, None, 2.5),
+            (2, False, 1, 1, None),
+            (2, True, 4, 2, 2.5),
+            (2, True, 2, 1, 1.0),
+            (3, False, None, None, None),
+            (4, False, None, None, None),
+            (6, False, None, None, None),
+            (7, True, None, None, None),
+            (8, False, None, None, None),
+        ],
+    )
+    def test_dense(
+        self, method: int, biased: bool, n_group: int | None, topk_group: int | None, factor: float | None
+    ) -> None:
+        layer = Layer(experts=8)
+        n, top_k = 40, 3
+        tokens = layer.tokens(n)
+        logits = torch.randn(n, 8, generator=torch.Generator().manual_seed(3)) * 2
+        # Large enough to change the choice, and different from the weights, which must not see it.
+        bias = torch.randn(8, generator=torch.Generator().manual_seed(4)).bfloat16() if biased else None
+        got = layer.call(
+            tokens,
+            routing_logits=logits,
+            routing_bias=bias,
+            top_k=top_k,
+            n_group=n_group,
+            topk_group=topk_group,
+            routed_scaling_factor=factor,
+            routing_method_type=method,
+        )
+        added = np.zeros(8) if bias is None else bias.double().numpy()
+        routed = [
+            route_by_loops(row, added, top_k, method, n_group or 1, topk_group or 1, factor or 1.0)
+            for row in logits.double().numpy()
+        ]
+        ids = torch.tensor([ids for ids, _ in routed])
+        weights = torch.tensor([weights for _, weights in routed], dtype=torch.float64).bfloat16()
+        assert_close(got, layer.expect(tokens, ids, weights))
+
+    def test_groups_change_the_choice(self) -> None:
+        """Otherwise the comparison above would not notice that they are ignored."""
+        layer = Layer(experts=8)
+        logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(3)) * 2
+        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": 2}
+        free = layer.call(layer.tokens(40), **arguments)
+        assert not torch.equal(layer.call(layer.tokens(40), **arguments, n_group=4, topk_group=2), free)
+
+    def test_equal_scores_go_to_the_lower_expert(self) -> None:
+        layer = Layer()
+        tokens = layer.tokens(3)
+        got = layer.call(tokens, routing_logits=torch.zeros(3, 4), top_k=2)
+        ids = torch.tensor([[0, 1]] * 3)
+        assert_close(got, layer.expect(tokens, ids, torch.full((3, 2), 0.5)))
+
+    def test_output_and_expert_parallel(self) -> None:
+        layer = Layer(seed=9)
+        tokens = layer.tokens(10)
+        logits = torch.randn(10, 8, generator=torch.Generator().manual_seed(6))
+        output = torch.full((10, 256), float("nan"), dtype=torch.bfloat16)
+        got = layer.call(tokens, routing_logits=logits, top_k=2, num_experts=8, local_expert_offset=4, output=output)
+        assert got is output
+        values, ids = logits.topk(2)
+        assert_close(got, layer.expect(tokens, ids - 4, values.softmax(-1).bfloat16()))
+
+    def test_no_tokens(self) -> None:
+        layer = Layer()
+        logits = torch.empty(0, 4)
+        for method in (0, 1, 2):
+            got = layer.call(layer.tokens(0), routing_logits=logits, top_k=2, routing_method_type=method)
+            assert got.shape == (0, 256)
+
+
+def geglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    return torch.nn.functional.gelu(torch.from_numpy(gate)).numpy() * up
+
+
+def swiglu_oai(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    """gpt-oss's: a limit of 2, a slope of 1.702, one more than up."""
+    gate = np.minimum(gate, 2)
+    return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -2, 2) + 1)
+
+
+def situ(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    """alpha 3, beta 1.5, a limit of 2."""
+    up, gate = np.clip(up, -2, 2), np.minimum(gate, 2)
+    return 1.5 * np.tanh(up / 1.5) * 3 * np.tanh(gate / 3) / (1 + np.exp(-gate))
+
+
+def per_token_quantize(x: np.ndarray) -> np.ndarray:
+    """bfloat16, then NVFP4 with a multiplier of the vector's own."""
+    x = torch.from_numpy(x).bfloat16().double().numpy()
+    multiplier = 448 * 6 / np.abs(x).max()
+    return dense_quantize(x * multiplier) / multiplier
+
+
+class TestActivations:
+    """Every one that the engine asks for, with the arguments as it derives them from the model's numbers."""
+
+    @pytest.mark.parametrize(
+        ("kind", "activation"),
+        [
+            (0, lambda y: torch.nn.functional.gelu(torch.from_numpy(y)).numpy()),
+            (2, lambda y: y / (1 + np.exp(-y))),
+            (6, lambda y: np.maximum(y, 0) ** 2),
+        ],
+    )
+    def test_without_a_gate(self, kind: int, activation: Any) -> None:
+        layer = Layer(gated=False)
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind)
+        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
+
+    @pytest.mark.parametrize(
+        ("kind", "activation", "options"),
+        [
+            (4, geglu, {}),
+            (3, lambda up, gate: silu_gate(np.clip(up, -2, 2), np.minimum(gate, 2)), {"gemm1_clamp_limit": 2.0}),
+            (3, swiglu_oai, {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 2.0}),
+        ],
+    )
+    def test_with_a_gate(self, kind: int, activation: Any, options: dict[str, float]) -> None:
+        layer = Layer()
+        layer.dense["alpha1"] *= 4  # so that the limit cuts something off
+        layer.prepared["output1_scale_gate_scalar"] *= 4
+        layer.prepared["output1_scale_scalar"] *= 4
+        # Limit and beta are those of what is not scaled yet.
+        alpha1 = layer.prepared["output1_scale_gate_scalar"]
+        given = {n: torch.full((4,), v) if n == "gemm1_alpha" else v / alpha1 for n, v in options.items()}
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind, **given)
+        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
+        assert not torch.equal(got, layer.call(tokens, topk_ids=pack(ids, weights)))
+
+    def test_situ(self) -> None:
+        layer = Layer()
+        layer.dense["alpha1"] *= 4
+        layer.prepared["output1_scale_gate_scalar"] *= 4
+        # Both halves are scaled before the tanh: all that is left is the intermediate's multiplier.
+        layer.prepared["output1_scale_scalar"] = torch.full((4,), float(layer.dense["multiplier"]))
+        given = {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}
+        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
+        got = layer.call(
+            tokens,
+            topk_ids=pack(ids, weights),
+            activation_type=10,
+            **{name: torch.full((4,), value) for name, value in given.items()},
+        )
+        assert_close(got, layer.expect(tokens, ids, weights, activation=situ))
+
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_a_scale_for_each_token(self, gated: bool) -> None:
+        layer = Layer(gated=gated)
+        # The engine's own: the checkpoint's activation scales are left out.
+        multiplier = float(layer.dense["multiplier"])
+        layer.prepared["output1_scale_scalar"] = layer.prepared["output1_scale_scalar"] / multiplier
+        layer.prepared["output2_scale_scalar"] = layer.prepared["output2_scale_scalar"] * multiplier
+        scale = torch.rand(9, generator=torch.Generator().manual_seed(7)) * 3 + 0.1
+        tokens = {**layer.tokens(9), "per_token_scale": scale}
+        ids, weights = routing(9, 4, 2)
+        got = layer.call(tokens, topk_ids=pack(ids, weights)).double().numpy()
+        expected = layer.expect(tokens, ids, weights, quantize=per_token_quantize)
+        # A value that is a simple fraction of its row's largest lies between two codes, and either is right.
+        assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+        same = layer.call({**tokens, "per_token_scale": torch.ones(9)}, topk_ids=pack(ids, weights)).double().numpy()
+        assert np.linalg.norm(same - expected) > 0.5 * np.linalg.norm(expected)
+
+
+class TestLeftToBeFinalized:
+    """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
+
+    def finalized(self, answer: list[torch.Tensor]) -> np.ndarray:
+        """By hand, slot by slot: [tokens, hidden]."""
+        rows, weights, row_of = answer
+        tokens, top_k = weights.shape
+        out = np.zeros((tokens, rows.shape[1]))
+        for token in range(tokens):
+            for slot in range(top_k):
+                if (row := int(row_of[token * top_k + slot])) >= 0:
+                    out[token] += float(weights[token, slot]) * rows[row].double().numpy()
+        return out
+
+    @pytest.mark.parametrize("form", ["packed", "tuple of bfloat16", "tuple of float32"])
+    def test_finalized_by_hand_is_the_finalized_result(self, form: str) -> None:
+        layer = Layer(experts=8)
+        tokens, (ids, weights) = layer.tokens(33), routing(33, 16, 3)
+        given = weights.float() if "float32" in form else weights
+        topk = pack(ids, weights) if form == "packed" else (ids, given)
+        parallel = {"num_experts": 16, "local_expert_offset": 4, "local_num_experts": 8}
+        answer = layer.answer(tokens, topk_ids=topk, do_finalize=False, **parallel)
+        rows, expert_weights, row_of = answer
+        assert [tensor.dtype for tensor in answer] == [torch.bfloat16, given.dtype, torch.int32]
+        assert torch.equal(expert_weights, given)
+        local = ((ids >= 4) & (ids < 12)).flatten()
+        assert row_of.shape == (99,)
+        assert torch.equal(row_of >= 0, local)
+        assert row_of[local].unique().numel() == local.sum()
+        assert row_of.max() < len(rows)
+        assert not torch.equal(row_of[local], row_of[local].sort().values)  # whoever ignores the index is seen
+
+        x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
+        for at in local.nonzero().flatten()[::7].tolist():
+            one = layer.expect_one(x[at // 3], int(ids.flatten()[at]) - 4)
+            assert_close(rows[int(row_of[at])], one)
+        whole = layer.call(tokens, topk_ids=topk, **parallel)
+        # Each row was rounded before the sum here, and only the sum there.
+        largest = rows[row_of[local].long()].abs().max().item()
+        np.testing.assert_allclose(
+            self.finalized(answer), whole.double().numpy(), rtol=BFLOAT16_ROUNDOFF, atol=3 * BFLOAT16_ROUNDOFF * largest
+        )
+
+    def test_one_expert_of_weight_one_is_the_finalized_result_to_the_bit(self) -> None:
+        layer = Layer()
+        tokens, (ids, _) = layer.tokens(20), routing(20, 4, 1)
+        topk = pack(ids, torch.ones(20, 1))
+        rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+        assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
+
+    @pytest.mark.parametrize("method", [1, 2])
+    def test_routing_of_its_own(self, method: int) -> None:
+        layer = Layer(experts=8)
+        tokens = layer.tokens(12)
+        logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
+        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": method, "routed_scaling_factor": 2.5}
+        answer = layer.answer(tokens, do_finalize=False, **arguments)
+        rows, weights, row_of = answer
+        assert weights.dtype == torch.bfloat16  # whatever the logits are
+        assert (row_of >= 0).all()
+        expected = 2.5 if method == 2 else 1.0
+        np.testing.assert_allclose(weights.double().sum(-1), expected, rtol=BFLOAT16_ROUNDOFF)
+        whole = layer.call(tokens, **arguments).double().numpy()
+        atol = 3 * BFLOAT16_ROUNDOFF * rows.abs().max().item()
+        np.testing.assert_allclose(self.finalized(answer), whole, rtol=BFLOAT16_ROUNDOFF, atol=atol)
+
+    def test_a_scale_for_each_token(self) -> None:
+        layer = Layer()
+        tokens = {**layer.tokens(6), "per_token_scale": torch.arange(1.0, 7.0)}
+        ids, _ = routing(6, 4, 1)
+        topk = pack(ids, torch.ones(6, 1))
+        rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+        assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
+
+    def test_no_tokens(self) -> None:
+        layer = Layer()
+        rows, weights, row_of = layer.answer(layer.tokens(0), topk_ids=pack(*routing(0, 4, 2)), do_finalize=False)
+        assert (rows.shape, weights.shape, row_of.shape) == ((0, 256), (0, 2), (0,))
+
+
+def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
+    """(place, kernel, call, keywords) of every call that the installed engine makes of what is stood in for."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("sglang is not installed")
+    names = {name for name, _ in STAND_INS}
+    found = []
+    for path in sorted((Path(spec.origin).parent / "srt").rglob("*.py")):
+        text = path.read_text()
+        if not any(name in text for name in names):
+            continue
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            inside = list(ast.walk(function))
+            # Keywords may be collected in a dict first, and another call's in one of the same name.
+            collected = [
+                (node.lineno, node.targets[0].id, [keyword.arg for keyword in node.value.keywords])
+                for node in inside
+                if isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and isinstance(node.value, ast.Call)
+                and getattr(node.value.func, "id", "") == "dict"
+            ]
+            for call in inside:
+                if not isinstance(call, ast.Call):
+                    continue
+                name = getattr(call.func, "id", "").removeprefix("_flashinfer_").removesuffix("_flashinfer")
+                if name not in names:
+                    continue
+                keywords = []
+                for keyword in call.keywords:
+                    if keyword.arg:
+                        keywords.append(keyword.arg)
+                        continue
+                    before = [
+                        line
+                        for line in collected
+                        if line[0] < call.lineno and line[1] == getattr(keyword.value, "id", "")
+                    ]
+                    keywords += max(before)[2]
+                found.append((f"{path.name}:{call.lineno}", name, call, keywords))
+    return found
+
+
+STAND_INS = [
+    ("fp4_quantize", "flashinfer"),
+    ("nvfp4_quantize", "flashinfer"),
+    ("nvfp4_block_scale_interleave", "flashinfer.quantization"),
+    ("trtllm_fp4_block_scale_moe", "flashinfer.fused_moe"),
+    ("trtllm_fp4_block_scale_routed_moe", "flashinfer.fused_moe"),
+]
+
+
+@pytest.mark.every_release
+def test_every_call_of_the_engine_is_one_that_the_stand_ins_take() -> None:
+    calls = engine_calls()
+    # Per-token scales came with 0.5.13.
+    assert {name for _, name, _, _ in calls} | {"nvfp4_quantize"} == {name for name, _ in STAND_INS}
+    for place, name, call, keywords in calls:
+        parameters = inspect.signature(getattr(kernels, name))
+        try:
+            parameters.bind(*call.args, **dict.fromkeys(keywords))
+        except TypeError as error:
+            pytest.fail(f"{place}: {name}: {error}")
+
+
+class TestBatchInvariance:
+    """Bit for bit: a token's answer does not depend on its neighbours, its place, or the number of threads."""
+
+    @pytest.fixture
+    def threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        yield
+        torch.set_num_threads(before)
+
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_any_number_of_rows(self, gated: bool, threads: None) -> None:
+        layer = Layer(experts=4, hidden=512, intermediate=128, gated=gated)
+        tokens = layer.tokens(70)
+        logits = torch.randn(70, 4, generator=torch.Generator().manual_seed(8))
+        arguments: dict[str, Any] = {"top_k": 3, "routing_method_type": 2, "routed_scaling_factor": 2.5}
+        together = layer.call(tokens, routing_logits=logits, **arguments)
+
+        def some(rows: torch.Tensor | slice) -> torch.Tensor:
+            chosen = {name: tensor[rows] for name, tensor in tokens.items()}
+            return layer.call(chosen, routing_logits=logits[rows], **arguments)
+
+        for n in range(1, 71):
+            assert torch.equal(some(slice(0, n)), together[:n]), n
+        for row in range(0, 70, 7):
+            assert torch.equal(some(slice(row, row + 1)), together[row : row + 1]), row
+        shuffled = torch.randperm(70, generator=torch.Generator().manual_seed(9))
+        assert torch.equal(some(shuffled), together[shuffled])
+        torch.set_num_threads(1)
+        assert torch.equal(some(slice(0, 70)), together)
+
+    def test_exact_before_any_rounding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """FP4 and bfloat16 hide nearly every difference in the last bit, so look before them."""
+        layer = Layer(hidden=1024)
+        tokens = layer.tokens(70)
+        seen: list[torch.Tensor] = []
+        quantize = nvfp4.quantize
+        monkeypatch.setattr(nvfp4, "quantize", lambda x, scale: (seen.append(x), quantize(x, scale))[1])
+
+        def intermediate(rows: slice) -> torch.Tensor:
+            chosen = {name: tensor[rows] for name, tensor in tokens.items()}
+            n = len(chosen["hidden_states"])
+            seen.clear()
+            layer.call(chosen, topk_ids=pack(torch.zeros(n, 1), torch.ones(n, 1)))
+            return seen[0].float()
+
+        together = intermediate(slice(0, 70))
+        for n in (1, 2, 3, 5, 8, 17, 33, 64):
+            assert torch.equal(intermediate(slice(0, n)), together[:n]), n
+
+    def test_neighbours_that_are_not_numbers(self) -> None:
+        """Padding rows may hold anything."""
+        layer = Layer()
+        tokens = layer.tokens(4)
+        ids, weights = routing(4, 4, 2)
+        right = layer.call(tokens, topk_ids=pack(ids, weights))
+        tokens["hidden_states_scale"][2:].view(torch.uint8).fill_(0x7F)
+        got = layer.call(tokens, topk_ids=pack(ids, weights))
+        assert torch.equal(got[:2], right[:2])
+        assert got[2:].isnan().all()
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("gemm1_bias", torch.zeros(4, 256)),
+            ("gemm2_bias", torch.zeros(4, 256)),
+            ("num_fused_shared_experts", 1),
+            ("valid_hidden_size", 256),
+            ("valid_intermediate_size", 128),
+            ("activation_type", 5),
+        ],
+    )
+    @pytest.mark.parametrize("routed", [True, False])
+    def test_by_name(self, name: str, value: object, routed: bool) -> None:
+        layer = Layer()
+        route: dict[str, Any] = (
+            {"topk_ids": pack(*routing(2, 4, 2))} if routed else {"routing_logits": torch.randn(2, 4), "top_k": 2}
+        )
+        with pytest.raises(NotImplementedError, match=name):
+            layer.call(layer.tokens(2), **route, **{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("routing_method_type", 5),
+            ("routing_method_type", 9),
+            ("routing_bias", torch.zeros(4)),  # with a method that has none
+            ("routing_replay_out", torch.zeros(2, 2)),
+            ("norm_topk_prob", False),
+        ],
+    )
+    def test_self_routing_by_name(self, name: str, value: object) -> None:
+        layer = Layer()
+        with pytest.raises(NotImplementedError, match=name):
+            layer.call(layer.tokens(2), routing_logits=torch.randn(2, 4), top_k=2, **{name: value})
+
+    @pytest.mark.parametrize("name", ["gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"])
+    def test_what_only_a_gate_has(self, name: str) -> None:
+        layer = Layer(gated=False)
+        with pytest.raises(NotImplementedError, match=name):
+            layer.call(layer.tokens(2), topk_ids=pack(*routing(2, 4, 2)), **{name: torch.ones(4)})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("intermediate_size", 64),
+            ("local_num_experts", 2),
+            ("output2_scale_scalar", None),
+            ("top_k", 1),
+            ("gemm1_clamp_limit", torch.ones(2)),
+            ("per_token_scale", torch.ones(3)),
+            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 1))),
+            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 2).half())),
+        ],
+    )
+    def test_what_does_not_fit_together(self, name: str, value: object) -> None:
+        layer = Layer()
+        with pytest.raises(ValueError):  # noqa: PT011
+            layer.call(layer.tokens(2), **{"topk_ids": pack(*routing(2, 4, 2)), name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cutile")],
+    )
+    def test_quantize_by_name(self, name: str, value: Any) -> None:
+        with pytest.raises(NotImplementedError, match=name):
+            kernels.fp4_quantize(torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("sfLayout", 1),
+            ("do_shuffle", True),
+            ("sf_vec_size", 32),
+            ("expanded_idx_to_permuted_idx", torch.zeros(2)),
+            ("out_scale", torch.ones(1)),
+            ("nvfp4_4over6", object()),
+        ],
+    )
+    def test_nvfp4_quantize_by_name(self, name: str, value: object) -> None:
+        with pytest.raises(NotImplementedError, match=name):
+            kernels.nvfp4_quantize(
+                torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{"per_token_activation": True, name: value}
+            )
+
+    def test_quantize_float32(self) -> None:
+        with pytest.raises(NotImplementedError, match="input of"):
+            kernels.fp4_quantize(torch.zeros(2, 32), torch.tensor(1.0))
+
+
+class TestInterleave:
+    @pytest.mark.parametrize("shape", [(128, 4), (256, 12), (3, 128, 8), (130, 6), (2, 1, 1)])
+    def test_every_byte(self, shape: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
+        got = kernels.nvfp4_block_scale_interleave(scales)
+        rows, cols = -(-shape[-2] // 128) * 128, -(-shape[-1] // 4) * 4
+        expected = torch.zeros(scales.numel() // (shape[-2] * shape[-1]), rows * cols, dtype=torch.uint8)
+        for batch, matrix in enumerate(scales.reshape(-1, *shape[-2:]).tolist()):
+            for r, row in enumerate(matrix):
+                for c, value in enumerate(row):
+                    tile = (r // 128) * (cols // 4) + c // 4
+                    expected[batch, tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = value
+        assert torch.equal(got, expected.flatten())
+
+    def test_measured_formula(self) -> None:
+        """As compared with the CUDA kernel."""
+        scales = torch.randint(0, 256, (384, 20), dtype=torch.uint8)
+        expected = scales.view(3, 4, 32, 5, 4).transpose(1, 3).flatten()
+        assert torch.equal(kernels.nvfp4_block_scale_interleave(scales), expected)
+
+    def test_wrong_arguments(self) -> None:
+        with pytest.raises(NotImplementedError, match="unswizzled_sf"):
+            kernels.nvfp4_block_scale_interleave(torch.zeros(128, 4))
+        with pytest.raises(ValueError, match="dimensions"):
+            kernels.nvfp4_block_scale_interleave(torch.zeros(128, dtype=torch.uint8))
+
+
+class TestQuantize:
+    def test_a_scale_for_each_row(self) -> None:
+        x = torch.randn(130, 96, generator=torch.Generator().manual_seed(4)).bfloat16()
+        x[:, ::5] *= torch.arange(1, 131)[:, None].bfloat16()
+        x[7] = 0
+        packed, linear, scale = kernels.nvfp4_quantize(
+            x, torch.tensor([1 / 2688]), sfLayout=2, per_token_activation=True, backend="cute-dsl"
+        )
+        assert (packed.shape, linear.shape, scale.shape) == ((130, 48), (130, 6), (130,))
+        assert packed.dtype == linear.dtype == torch.uint8
+        values = nvfp4.decode(packed, linear.view(torch.float8_e4m3fn)) * scale[:, None]
+        torch.testing.assert_close(values.abs().amax(-1), x.float().abs().amax(-1), rtol=1e-5, atol=0)
+        assert (values - x.float()).norm() < 0.15 * x.float().norm()
+        assert values[7].eq(0).all()
+        _, swizzled, _ = kernels.nvfp4_quantize(x, torch.tensor([1 / 2688]), per_token_activation=True)
+        assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
+
+    @pytest.mark.parametrize(("layout", "swizzled"), [(0, True), (2, False)])
+    def test_without_one_it_is_fp4_quantize(self, layout: int, swizzled: bool) -> None:
+        x = torch.randn(5, 64).bfloat16()
+        got = kernels.nvfp4_quantize(x, torch.tensor(3.0), layout)
+        expected = kernels.fp4_quantize(x, torch.tensor(3.0), is_sf_swizzled_layout=swizzled)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+    def test_layouts(self) -> None:
+        x = torch.randn(130, 96).bfloat16()
+        multiplier = nvfp4.global_scale_for(x)
+        packed, linear = kernels.fp4_quantize(x, multiplier, is_sf_swizzled_layout=False)
+        assert packed.shape == (130, 48)
+        assert linear.shape == (130, 6)
+        assert packed.dtype == linear.dtype == torch.uint8
+        assert torch.equal(packed, nvfp4.quantize(x, multiplier)[0])
+        assert torch.equal(linear, nvfp4.quantize(x, multiplier)[1].view(torch.uint8))
+        packed_again, swizzled = kernels.fp4_quantize(x, multiplier)
+        assert torch.equal(packed_again, packed)
+        assert swizzled.shape == (256, 8)
+        assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
+
+    def test_global_scale(self) -> None:
+        x = torch.randn(4, 32).bfloat16()
+        for got, expected in zip(
+            kernels.fp4_quantize(x, torch.tensor([0.25]), is_global_scale_inversed=True),
+            kernels.fp4_quantize(x, torch.tensor(4.0)),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+        for got, expected in zip(kernels.fp4_quantize(x), kernels.fp4_quantize(x, torch.tensor(1.0)), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(("name", "home"), STAND_INS)
+def test_signature(name: str, home: str) -> None:
+    """Every installed parameter is one of ours, in the same order and with the same default."""
+    theirs = inspect.signature(getattr(importlib.import_module(home), name)).parameters
+    ours = inspect.signature(getattr(kernels, name)).parameters
+    assert [p for p in ours if p in theirs] == list(theirs)
+    for parameter, given in theirs.items():
+        # "Read it from the environment" is an object of FlashInfer's own; ours is None, which refuses anything else.
+        theirs_own = type(given.default).__module__.startswith("flashinfer.quantization")
+        assert ours[parameter].default == (None if theirs_own else given.default), parameter
+    extra = [p for p in ours if p not in theirs]
+    assert all(ours[p].default is not inspect.Parameter.empty for p in extra), extra
+
+
+def test_the_triton_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    ran, said = interpreted.passed(["test_reference_kernels_cuda.py"], timeout=600)
+    assert ran == 19, said  # not skipped

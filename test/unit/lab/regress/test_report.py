@@ -1,0 +1,389 @@
+import dataclasses
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sglang_moe_patches.lab.regress import report
+from sglang_moe_patches.lab.regress.compare import Answer, Comparison, Memory, Run, compare
+
+HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/a.png onerror=alert(1)> {{ 7*7 }} & \"quoted\""
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+def answers(count: int, right: int) -> tuple[Answer, ...]:
+    return tuple(Answer(f"q{i}", f"so {i}", 7, 7 if i < right else None, (i, i + 1)) for i in range(count))
+
+
+def run(name: str, count: int = 20, right: int = 18, **changes) -> Run:
+    buffers = 3 if name == "stock" else 1
+    values = {
+        "engine": "0.5.12.post1",
+        "command": ("python", "-m", "sglang.launch_server", "--model-path", "a b"),
+        "answers": answers(count, right),
+        "startup_s": 21.25,
+        "latency_s": 10.0,
+        "input_tokens": 12345,
+        "output_tokens": 678,
+        "memory": Memory("cpu", None, 1_358_400_000 if name == "stock" else 819_500_000, 16384, 40, 3, buffers),
+        "changes": (("output-buffer", "applied", ""), ("deferred-shared-experts", "native", "the engine has it")),
+    }
+    return Run(name=name, **{**values, **changes})
+
+
+def same(**changes) -> Comparison:
+    return compare(run("stock", **changes), run("patched", **changes), require_identical=True)
+
+
+def different(text: str = HOSTILE, question: str = "q3", tokens: tuple[int, ...] = (3, 99)) -> Comparison:
+    stock, patched = (
+        dataclasses.replace(one, answers=tuple(dataclasses.replace(a, question=question) for a in one.answers))
+        for one in (run("stock"), run("patched"))
+    )
+    changed = list(patched.answers)
+    changed[3] = dataclasses.replace(changed[3], text=text, tokens=tokens, predicted=None)
+    return compare(stock, dataclasses.replace(patched, answers=tuple(changed)), require_identical=True)
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects them and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def terminal(comparison: Comparison) -> str:
+    text = io.StringIO()
+    report.print_table(comparison, Console(file=text, width=120))
+    return text.getvalue()
+
+
+def line(table: str, label: str) -> str:
+    return next(text for text in table.splitlines() if label in text)
+
+
+def test_the_table_has_every_figure():
+    table = terminal(same())
+    for label, stock, patched in (
+        ("Accuracy", "90.0 % (18 of 20)", "90.0 % (18 of 20)"),
+        ("Input throughput", "1,234.5 token/s", "1,234.5 token/s"),
+        ("Output throughput", "67.8 token/s", "67.8 token/s"),
+        ("Live when the MoE kernel starts", "1,358.4 MB", "819.5 MB"),
+        ("MoE output buffers per forward", " 3 ", " 1 "),
+        ("MoE layers", " 3 ", " 3 "),
+        ("McNemar", "p = 1 (0 lost, 0 gained)", ""),
+        ("Largest drop that it may be", "13.9 points (one-sided 95 % interval)", ""),
+        ("Answers with a different text", "0 of 20", ""),
+        ("Token for token identical", "yes", ""),
+    ):
+        text = line(table, label)
+        assert stock in text, label
+        assert patched in text.replace(stock, "", 1) or stock == patched, label
+    assert "Patched answers exactly as stock does." in table
+    assert "All 20 answers are identical, token for token." in table
+    assert "deferred-shared-experts: native (the engine has it)" in table
+
+
+def test_the_table_says_what_the_allocator_took_and_what_of_it_was_never_a_tensor():
+    table = terminal(same(memory=Memory("cuda", reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)))
+    assert "5,000.0 MB" in line(table, "Taken by PyTorch's allocator")
+    assert "2,000.0 MB" in line(table, "Of that, never a tensor (slack)")
+
+
+def test_the_table_of_a_worse_run():
+    table = terminal(different())
+    assert "Patched is WORSE than stock." in table
+    assert "1 of 20 answers differs although identical answers were required." in table
+    assert "no, 1 of 20 differ" in line(table, "Token for token identical")
+
+
+def unable(**changes) -> Comparison:
+    """Identical answers were not required, and too few are right for a drop to show."""
+    stock = run("stock", **{"right": 4, **changes})
+    return compare(stock, dataclasses.replace(stock, name="patched"), require_identical=False)
+
+
+def test_a_run_that_could_show_nothing_says_so_and_what_to_change():
+    table = terminal(unable())
+    assert "INCONCLUSIVE: no drop could have been detected." in table
+    assert "no worse" not in table
+    assert "not known (4 of 20 right)" in line(table, "Largest drop")
+    assert report.inconclusive(unable()) == (
+        "stock answers 4 of 20 questions correctly, too few for a drop of more than 3 points to be seen at "
+        "--alpha 0.05; ask more questions (--num-questions), or use a model that can answer them, or make identical "
+        "answers the test (--require-identical --parallel 1)"
+    )
+    assert "ask at least 99 (--num-questions)" in report.inconclusive(unable(count=90, right=90))
+    assert '<header class="open">' in report.render_html(unable())
+    assert report.verdict(same(right=0)) == "Patched answers exactly as stock does"
+    assert report.verdict(same(count=99, right=90)) == "Patched is no worse than stock by more than 3 points"
+
+
+def lost(losses: int, gains: int, count: int = 200, **settings) -> Comparison:
+    """Of questions that are right but for those."""
+    whole = answers(count, count)
+
+    def wrong(name, first, number):
+        spoiled = [dataclasses.replace(answer, predicted=None) for answer in whole[first : first + number]]
+        return run(name, answers=(*whole[:first], *spoiled, *whole[first + number :]))
+
+    runs = wrong("stock", 0, gains), wrong("patched", gains, losses)
+    return compare(*runs, require_identical=False, **settings)
+
+
+def test_an_inconclusive_run_says_how_many_questions_it_takes():
+    found = lost(5, 4)
+    assert report.verdict(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
+    said = report.inconclusive(found)
+    assert said.startswith("5 lost and 4 gained of 200 questions may be a drop of up to 3.")
+    assert (
+        f"more than --max-drop 3; ask some {found.questions_needed} (--num-questions), which show it in 80 of" in said
+    )
+    assert "more than the 1,319 of GSM8K" in report.inconclusive(lost(4, 4, 400, max_drop=1.0))
+    assert "will show no less if they go like these" in report.inconclusive(lost(4, 0, 120))
+    table = terminal(found)
+    assert "INCONCLUSIVE" in table
+    assert "no worse" not in table
+    assert f"{found.largest_drop:.1f} points" in line(table, "Largest drop")
+    assert report.verdict(lost(0, 0, 400, max_drop=1.0)) == "Patched is no worse than stock by more than 1 point"
+
+
+def test_what_was_not_measured_is_left_out_or_said():
+    assert "MoE output buffers" not in terminal(same(memory=None))
+    assert "Peak memory" not in terminal(same())
+    one_sided = compare(run("stock"), run("patched", memory=None), require_identical=True)
+    assert "not measured" in line(terminal(one_sided), "MoE output buffers")
+    assert "Activation memory" not in report.render_html(one_sided)
+
+
+def test_a_gpu_without_the_observed_kernels_shows_peak_and_tokens_alone():
+    """The Triton runner: nobody saw a kernel start, or an output buffer."""
+    comparison = same(memory=Memory("cuda", 3_027_700_000, None, 16384, 40, None, None))
+    table, page = terminal(comparison), report.render_html(comparison)
+    assert line(table, "Peak memory of one forward").count("3,027.7 MB") == 2
+    assert line(table, "Tokens in the largest forward").count("16,384") == 2
+    for label in ("MoE output buffers", "Live when", "MoE layers", "Held by"):
+        assert label not in table
+    assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
+    assert "MoE output buffers" not in page
+    assert "3,027.7 MB" in "".join(svg for _, svg in report._plots(comparison))
+
+
+def test_what_is_saved_is_said_in_tokens_of_kv_cache():
+    def memory(peak, tokens=16384, cache=1152.0 * 61):
+        return Memory("cuda", peak, None, tokens, 40, None, None, None, cache)
+
+    def compared(stock, patched):
+        return compare(run("stock", memory=stock), run("patched", memory=patched), require_identical=False)
+
+    comparison = compared(memory(3_028_000_000), memory(1_168_000_000))
+    # 1.86 GB at 70,272 bytes a token.
+    assert "26,468" in line(terminal(comparison), "KV tokens that the difference could hold")
+    assert "SGLANG_MOE_PATCHES_KV_SIZING=auto" in "".join(report.notes(comparison))
+    for stock, patched in (
+        (memory(1_168_000_000), memory(3_028_000_000)),  # nothing saved
+        (memory(3_028_000_000), memory(1_168_000_000, tokens=8192)),  # of another forward
+        (memory(3_028_000_000), memory(1_168_000_000, cache=None)),
+        (memory(None), memory(None)),
+        (memory(3_028_000_000), None),
+    ):
+        assert "KV tokens" not in terminal(compared(stock, patched))
+        assert "mem-fraction-static" not in "".join(report.notes(compared(stock, patched)))
+
+
+def test_an_observer_that_failed_is_reported():
+    comparison = same(not_observed="observing failed: KeyError: 'output'")
+    sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."
+    assert sentence in " ".join(terminal(comparison).split())
+    assert sentence in report.notes(comparison)
+
+
+def test_console_markup_in_names_is_text():
+    assert "[bold]reason[/oops]" in terminal(same(changes=(("x", "unsupported", "[bold]reason[/oops]"),)))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (9_999, "9,999 B"),
+        (10_000, "10.0 kB"),
+        (9_999_940, "9,999.9 kB"),
+        (9_999_960, "10.0 MB"),
+        (234_900_000, "234.9 MB"),
+        (17_200_000_000, "17.2 GB"),
+        (20_000_000_000_000_000, "20,000.0 TB"),
+        (None, "not measured"),
+    ],
+)
+def test_human_units(value, text):
+    assert report._bytes(value) == text
+
+
+@pytest.mark.parametrize("comparison", [same(), different(), same(memory=None), same(count=1, right=0), unable()])
+def test_the_page_is_whole_and_loads_nothing(comparison):
+    html = report.render_html(comparison)
+    page = Page(html)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+            assert not (attributes.get(name) or "").startswith(("http", "//", "file", "data")), (tag, attributes)
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+    style = "".join(re.findall(r"<style.*?</style>", html, re.S))
+    assert "@import" not in style
+    assert not re.search(r"url\((?!#)", html)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))  # clip paths of one plot must not cut another
+
+
+def test_headline_first():
+    for comparison, headline in (
+        (same(), "Patched answers exactly as stock does"),
+        (lost(2, 2), "Patched is no worse than stock by more than 3 points"),
+        (different(), "Patched is WORSE than stock"),
+    ):
+        html = report.render_html(comparison)
+        assert re.search(r"<main>\s*<header[^>]*>\s*<h1>(.*?)</h1>", html).group(1) == headline
+
+
+def test_hostile_text_is_shown_and_not_run():
+    comparison = different(text=HOSTILE, question=HOSTILE)
+    html = report.render_html(comparison)
+    assert "<script" not in html
+    assert "<img" not in html
+    assert HOSTILE in Page(html).text
+    changes = ((HOSTILE, HOSTILE, HOSTILE),)
+    assert "<script" not in report.render_html(same(changes=changes, command=(HOSTILE,), engine=HOSTILE))
+
+
+def test_the_page_shows_differences_commands_and_statuses():
+    text = Page(report.render_html(different(text="so, 43"))).text
+    assert "Question 4, from token 2 on" in text
+    for part in ("so 3", "so, 43", "token ids from there: 99", "token ids from there: 4"):
+        assert part in text
+    assert text.count("--model-path 'a b'") == 2
+    assert text.count("the engine has it") == 2
+    assert "from token" not in Page(report.render_html(same())).text
+
+
+def test_tokens_that_differ_below_the_same_text_are_explained():
+    text = Page(report.render_html(different(text="so 3", tokens=(3,)))).text
+    assert "same text, other tokens" in text
+    assert "end of the answer" in text
+
+
+def test_every_difference_is_there_and_only_the_first_are_unfolded():
+    stock = run("stock")
+    patched = run("patched", answers=tuple(dataclasses.replace(a, tokens=(5,)) for a in stock.answers))
+    page = Page(report.render_html(compare(stock, patched, require_identical=False)))
+    folds = [attributes for tag, attributes in page.tags if tag == "details"]
+    assert len(folds) == 20
+    assert sum("open" in attributes for attributes in folds) == report.OPEN_DIFFERENCES
+
+
+def test_notes_say_what_the_run_cannot_show():
+    def notes(comparison: Comparison) -> str:
+        return " ".join(report.notes(comparison))
+
+    assert "5 questions lost and none gained: 25.0 percentage points" in notes(same())
+    assert "says nothing" not in notes(same())
+    assert "accuracy says nothing" in notes(same(right=2))
+    assert "interval of the drop in accuracy ends below" in notes(same())
+    assert "no GPU was used" in notes(same())
+    cuda = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
+    assert "no GPU was used" not in notes(same(memory=cuda))
+    assert "Peak memory of one forward: the largest" in notes(same(memory=cuda))
+    assert "Neither" not in notes(same(memory=cuda))
+    assert "Memory was not measured" in notes(same(memory=None))
+
+
+def test_the_interval_is_wilsons():
+    low, high = report._interval(run("stock", count=20, right=18))
+    assert (low, high) == pytest.approx((0.69896, 0.97213), abs=1e-4)
+
+
+def test_the_plots_show_the_values():
+    svg = "".join(svg for _, svg in report._plots(same()))
+    for text in ("90.0 %", "1,234.5", "67.8", "1,358.4 MB", "819.5 MB"):
+        assert text in svg
+
+
+def test_write_and_read_again(tmp_path):
+    comparison = different(text="a lone \ud800 surrogate")
+    path = report.write(comparison, tmp_path / "deep" / "report")
+    assert path == tmp_path / "deep" / "report" / "report.html"
+    assert "WORSE" in path.read_text(encoding="utf-8")
+    data = json.loads((path.parent / "report.json").read_text())
+    assert Comparison.from_dict(data) == comparison
+    assert sorted(p.name for p in path.parent.iterdir()) == ["report.html", "report.json"]
+    report.write(same(), path.parent)
+    assert "exactly as stock does" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("at", ["render_html", "write_bytes"])
+def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch, at):
+    report.write(same(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_bytes = Path.write_bytes
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def half(self, data):
+        write_bytes(self, data[: len(data) // 2])
+        if "html" in self.name:
+            raise KeyboardInterrupt
+
+    if at == "render_html":
+        monkeypatch.setattr(report, "render_html", interrupted)
+    else:
+        monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.write(different(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_report_appears_only_whole(tmp_path, monkeypatch):
+    written = []
+    write_bytes = Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda self, data: written.append(self) or write_bytes(self, data))
+    report.write(same(), tmp_path)
+    assert len(written) == 2
+    assert not {path.name for path in written} & {"report.json", "report.html"}  # those are renamed into place
+
+
+def test_importing_the_report_is_cheap():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, sglang_moe_patches.lab.regress.report, sglang_moe_patches.lab.reference.model\n"
+        "heavy = {'matplotlib', 'scipy', 'jinja2', 'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,1757 @@
+"""kv-sizing: which servers, what a record gives, what becomes of a file of records, and when which request is put."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_moe_patches import cli
+from sglang_moe_patches.core import patch
+from sglang_moe_patches.core.gpu_memory import Memory
+from sglang_moe_patches.core.patch import Patcher, Plan
+from sglang_moe_patches.lab import doctor
+from sglang_moe_patches.memory.kv_sizing import (
+    decide,
+    facts,
+    images,
+    launcher,
+    metric,
+    ranks,
+    record,
+    rehearse,
+    script,
+    seams,
+    size,
+)
+from sglang_moe_patches.memory.kv_sizing.conduct import ATTEMPTS, Conductor
+from sglang_moe_patches.memory.kv_sizing.facts import GIB
+from sglang_moe_patches.memory.kv_sizing.record import Record
+from sglang_moe_patches.memory.kv_sizing.script import Batch, Configuration, PhaseKind
+from sglang_moe_patches.memory.kv_sizing.size import Start
+from sglang_moe_patches.memory.kv_sizing.watch import EVERY_S, SAVED_EVERY_S, Watch
+from sglang_moe_patches.registry import CHANGES
+from typer.testing import CliRunner
+
+GB = 1_000_000_000
+KEY = "0123456789abcdef"
+
+# --- Which servers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"), [("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("given", "given")]
+)
+def test_what_is_asked(text, asked):
+    assert decide.KV_SIZING.read({decide.KV_SIZING.name: text}) == asked
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("now", "now is not there yet; expected off, auto or given"), ("1", "expected off, auto or given, got '1'")],
+)
+def test_anything_else_is_one_line_that_names_the_variable(text, why):
+    with pytest.raises(ValueError, match=f"^{decide.KV_SIZING.name}: {why}$"):
+        patch.check_environment(CHANGES, {decide.KV_SIZING.name: text})
+
+
+def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
+    assert decide.record_path({decide.KV_RECORD.name: "/x/kv.json"}) == Path("/x/kv.json")
+    assert decide.record_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/sglang-moe-patches") / decide.FILE
+
+
+ARGUMENTS = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8, "disaggregation_mode": "null"}
+WITH = {
+    "--attn-cp-size": {"attn_cp_size": 2},
+    "--disaggregation-mode": {"disaggregation_mode": "decode"},
+    "--enable-lora": {"lora_paths": ["x"]},
+    "--enable-dp-attention-local-control-broadcast": {
+        "attn_dp_size": 2,
+        "enable_dp_attention_local_control_broadcast": 1,
+    },
+    "--moe-dense-tp-size": {"attn_dp_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True},
+}
+ATTENTION = {"attn_dp_size": {"dp_size": 1, "attn_dp_size": 2}, "dp_size": {"dp_size": 2}}
+ATTENTION["both, as 0.5.23 tells it"] = ATTENTION["attn_dp_size"] | {"enable_dp_attention": True}
+ATTENTION["dp_size"] |= {"enable_dp_attention": True}
+
+
+def test_a_plain_server_is_sized_where_it_is_asked_for():
+    assert decide.stands_back(True, ARGUMENTS, {}) is None
+    assert decide.stands_back(False, ARGUMENTS, {}) == "SGLANG_MOE_PATCHES_KV_SIZING=auto turns it on"
+    assert decide.stands_back(True, {**ARGUMENTS, "device": "cpu"}, {}) == "--device is cpu"
+
+
+@pytest.mark.parametrize("name", [*decide.NEVER, *decide.WATCHED])
+def test_what_is_not_driven_stays_with_the_rule_and_is_named(name):
+    given = {**ARGUMENTS, **WITH.get(name, {name.removeprefix("--").replace("-", "_"): "EAGLE"})}
+    why = {True: decide.stands_back(True, given, {}), False: decide.only_watched(given)}
+    assert f"of {name}, " in str(why.pop(name in decide.NEVER))
+    assert list(why.values()) == [None]
+
+
+@pytest.mark.parametrize("given", ATTENTION.values(), ids=ATTENTION)
+def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(given):
+    assert decide.stands_back(True, {**ARGUMENTS, **given}, {}) is decide.only_watched({**ARGUMENTS, **given}) is None
+    for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
+        alone = {**ARGUMENTS, **WITH[name], "attn_dp_size": 1}
+        assert decide.stands_back(True, alone, {}) is None
+        assert f"of {name}, " in str(decide.stands_back(True, {**alone, **given}, {}))
+    server = script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
+    c = script.configuration(given, server)
+    assert (c.ranks, c.gathered) == (2, 2)
+    for phase in script.rehearsed(c).phases:
+        assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
+    of_both = script.configuration({**given, "dp_size": 4, "attn_dp_size": 2}, server)
+    assert (of_both.ranks, of_both.gathered) == (8, 2)
+    assert [each.bound for each in script.rehearsed(of_both).phases] == [
+        each.bound for each in script.rehearsed(c).phases
+    ]
+
+
+def test_replicas_are_each_driven_as_if_they_were_alone():
+    replicas = {**ARGUMENTS, "dp_size": 4}
+    assert decide.stands_back(True, replicas, {}) is decide.only_watched(replicas) is None
+    c = script.configuration(replicas, script.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
+    assert (c.ranks, c.gathered) == (4, 1)
+    assert {phase.bound.all_ranks for phase in script.rehearsed(c).phases} == {0}
+
+
+def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
+    told = script.ServerFacts(1, 50_000, 1, 1, 20, 4096, 1000)
+    given = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_req_input_len": 3000}
+    whole, c = (script.configuration({**given, "pp_size": stages}, told) for stages in (1, 2))
+    assert (whole.batch, c.batch) == (20, 10)
+    assert decide.only_watched({**ARGUMENTS, "pp_size": 2}) is None
+    assert "mixed chunk" in [phase.name for phase in script.rehearsed(whole).phases]
+    assert "mixed chunks: each stage has several batches under way" in script.rehearsed(c).not_driven
+    phases = {phase.kind: phase for phase in script.rehearsed(c).phases}
+    for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+        assert phases[kind].bound.requests == 10
+        assert len(phases[kind].prompts(script.Tokens("x", 1000))) == 20
+    prompts = phases[PhaseKind.LONG_AMONG_SHORT].prompts(script.Tokens("x", 1000))
+    assert phases[PhaseKind.LONG_AMONG_SHORT].bound.longest == len(prompts[0]) > 2000
+    assert {phase.bound.longest for phase in script.rehearsed(whole).phases} == {0}
+    graphs = script.rehearsed(replace(c, captured=4))
+    (captured,) = [phase for phase in graphs.phases if phase.kind is PhaseKind.CAPTURED_DECODE]
+    assert captured.bound.requests == len(captured.prompts(script.Tokens("x", 1000))) == 4
+    # Four prompts of a page do not fit into one chunk.
+    paged = script.rehearsed(replace(c, captured=4, page=32))
+    assert PhaseKind.CAPTURED_DECODE not in {phase.kind for phase in paged.phases}
+    assert any(why.startswith("captured decode of 4 requests: ") for why in paged.not_driven)
+    assert script.configuration({**given, "pp_size": 2, "pp_max_micro_batch_size": 3}, told).batch == 3
+
+
+def test_the_fraction_in_force_is_the_schedulers():
+    assert script.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
+    told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
+    assert script.fraction_in_force(told) == 0.9
+
+
+@pytest.mark.parametrize("name", decide.IN_THE_ENGINE)
+def test_where_the_engine_does_it_otherwise_it_stays_with_the_rule(name):
+    assert decide.stands_back(True, ARGUMENTS, {name: "1"}) == f"{name} is set"
+    assert decide.stands_back(True, ARGUMENTS, {name: "0"}) is None
+
+
+def test_ranks_with_requests_of_their_own_that_do_not_say_what_they_run_stay_with_the_rule():
+    silent = {decide.TELLS_NOTHING: "1"}
+    assert decide.stands_back(True, ARGUMENTS, silent) is None
+    assert decide.stands_back(True, ARGUMENTS | {"attn_dp_size": 2}, silent) == f"{decide.TELLS_NOTHING} is set"
+
+
+def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
+    arguments = type("ServerArgs", (), {"__post_init__": lambda self: None})
+    before = vars(arguments)["__post_init__"]
+    monkeypatch.delenv(decide.KV_SIZING.name, raising=False)
+    launcher.hook_server_args(SimpleNamespace(ServerArgs=arguments), Patcher())
+    assert vars(arguments)["__post_init__"] is before
+    change = next(each for each in CHANGES if each.name == "kv-sizing")
+    assert "turns it on" in str(change.unneeded(SimpleNamespace(**ARGUMENTS)))
+
+
+class Resolving:
+    """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
+
+    def __init__(self, fraction=None):
+        self.mem_fraction_static = fraction
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.mem_fraction_static = self.mem_fraction_static or 0.88
+
+
+def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    early, patcher = Resolving(), Patcher()
+    launcher.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
+    try:
+        assert not launcher.given_by_the_user(Resolving())
+        assert launcher.given_by_the_user(Resolving(0.88))
+        assert launcher.given_by_the_user(early)  # it arrived resolved
+    finally:
+        patcher.undo()
+    assert launcher.given_by_the_user(SimpleNamespace(_raw_input={"mem_fraction_static": 0.9}))
+    assert not launcher.given_by_the_user(SimpleNamespace(_raw_input={"mem_fraction_static": None}))
+
+
+# --- The fingerprint -------------------------------------------------------------------------------------------------
+
+
+def test_what_listens_elsewhere_is_the_same_server_and_what_runs_otherwise_is_not():
+    def key(**arguments):
+        return record.fingerprint({"arguments": decide.lasting({**ARGUMENTS, **arguments})})
+
+    assert key(port=1, host="a", log_level="error", mem_fraction_static=0.9) == key(port=2, mem_fraction_static=0.8)
+    assert key(some_new_flag=False) == key()
+    assert len({key(), key(chunked_prefill_size=8192), key(tp_size=4), key(some_new_flag=True)}) == 4
+
+
+def test_what_a_release_has_by_itself_is_not_said():
+    @dataclass
+    class Arguments:
+        model_path: str
+        tp_size: int = 1
+        page_size: int | None = None
+
+    struct = type("Struct", (), {"__struct_fields__": ("a", "b"), "__struct_defaults__": (5,)})
+    given = Arguments("m", 2, 64)
+    assert decide.defaults_of(given) == {"tp_size": 1, "page_size": None}
+    assert decide.defaults_of(struct()) == {"b": 5}
+    assert decide.lasting(vars(given), decide.defaults_of(given)) == {"model_path": "m", "tp_size": 2, "page_size": 64}
+    assert decide.lasting({"tp_size": 1}, decide.defaults_of(given)) == {}
+
+
+def test_no_secret_gets_into_a_file():
+    told = decide.lasting({"api_key": "x", "ssl_keyfile": "x", "some_password": "x", "max_total_tokens": 5})
+    assert told == {"max_total_tokens": 5}
+    assert decide.variables_of({"SGLANG_AUTH_TOKEN": "x", "SGLANG_X": "1", "HOME": "/"}) == {"SGLANG_X": "1"}
+
+
+def test_variables_of_changes_count_and_those_of_this_one_and_of_commands_do_not():
+    environ = {"SGLANG_MOE_PATCHES_SEGMENTS": "on", "SGLANG_MOE_PATCHES_OBSERVE": "/tmp", decide.KV_SIZING.name: "auto"}
+    assert decide.variables_of(environ) == {"SGLANG_MOE_PATCHES_SEGMENTS": "on"}
+
+
+# --- What a record gives ---------------------------------------------------------------------------------------------
+
+START = Start(before=140 * GB, total=141 * GB, fraction=0.8)
+MEASURED = Record(
+    measured=1000.0,
+    total=141 * GB,
+    before=140 * GB,
+    rule_fraction=0.8,
+    rule_tokens=382_206,
+    fraction=0.8,
+    tokens=382_206,
+    kv_bytes=20 * GB,
+    need=8 * GB,
+    ranks=(8 * GB, 7 * GB),
+    driven=("prefill chunk",),
+)
+
+
+def test_what_was_not_needed_goes_to_the_kv_cache_but_for_the_margin():
+    found = size.decide(START, MEASURED)
+    assert found.fraction == pytest.approx(1 - (8 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    assert found.reserve >= 8 * GB + size.MARGIN
+    assert found.rehearse
+    assert not size.decide(START, replace(MEASURED, proven=True)).rehearse
+
+
+@pytest.mark.parametrize(
+    ("known", "why", "rehearses"),
+    [
+        (None, "nothing is recorded", True),
+        (Record(unfinished=("0 of a",)), "nothing is recorded", True),
+        (Record(unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
+        (replace(MEASURED, unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
+        (replace(MEASURED, missed=("mixed chunk",)), "did not bring about: mixed chunk", False),
+        (replace(MEASURED, ooms=2), "2 servers ran out of memory", False),
+        (replace(MEASURED, before=130 * GB), "1,000 MB of the GPU are others', 11,000 MB when it was measured", False),
+        (replace(MEASURED, need=26 * GB), "0.0 % more KV cache", False),
+        (replace(MEASURED, need=27 * GB), "more KV cache, less than 2%", False),
+        (replace(MEASURED, serving_need=26 * GB), "less than 2%", False),
+    ],
+)
+def test_the_rule_stands_with_a_reason(known, why, rehearses):
+    found = size.decide(START, known)
+    assert found.fraction is None
+    assert why in found.why
+    assert found.rehearse is rehearses
+    assert found.reserve == START.reserve
+
+
+def test_where_no_memory_is_free_nothing_is_divided():
+    assert size.decide(Start(0, GB, 0.9), MEASURED).why == "no memory is free"
+
+
+def test_a_file_that_cannot_be_read_is_the_reason():
+    found = size.decide(START, None, "x.json is not whole JSON")
+    assert (found.fraction, found.why, found.rehearse) == (None, "x.json is not whole JSON", True)
+
+
+def test_after_an_out_of_memory_a_server_takes_less():
+    assert size.decide(START, replace(MEASURED, ooms=1)).reserve >= 8 * GB + 2 * size.MARGIN
+
+
+def test_a_request_table_that_grows_with_the_kv_cache_is_paid_for():
+    larger = size.decide(START, replace(MEASURED, table_bytes=2 * GB))
+    plain = size.decide(START, MEASURED)
+    grows = (20 * GB + 28 * GB - plain.reserve) / (20 * GB) - 1
+    assert larger.reserve == pytest.approx(plain.reserve + grows * 2 * GB, abs=0.03 * GB)
+
+
+amounts = st.integers(0, 200 * GB)
+
+
+@given(amounts, amounts, amounts, amounts, amounts, st.floats(0, 1), st.floats(0, 0.99), st.integers(0, 3))
+def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving, table, kv, before, f, rule, ooms):
+    start = Start(before=max(1, before), total=max(1, before), fraction=rule)
+    known = Record(
+        need=need,
+        serving_need=serving,
+        table_bytes=table,
+        kv_bytes=kv,
+        before=before,
+        total=start.total,
+        fraction=f,
+        ooms=ooms,
+    )
+    found = size.decide(start, known)
+    if found.fraction is not None:
+        assert rule < found.fraction < 1
+        assert start.before * (1 - found.fraction) >= max(need, serving) + size.MARGIN - 1
+    else:
+        assert found.why
+
+
+def test_memory_that_others_gave_back_meanwhile_is_not_taken_for_ours():
+    assert size.lowest(seen=20 * GB, began=25 * GB, reserved_growth=4 * GB) == 20 * GB
+    assert size.lowest(seen=24 * GB, began=25 * GB, reserved_growth=4 * GB) == 21 * GB
+
+
+# --- The file --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "kv.json"
+    known = replace(MEASURED, made_of={"model": "m", "arguments": {"tp_size": 2}}, lowest_serving=5, proven=True)
+    record.change(path, KEY, lambda old: known)
+    assert record.read(path) == {KEY: known}
+    assert record.read(tmp_path / "none.json") == {}
+
+
+def test_other_records_stay_and_one_can_be_forgotten(tmp_path):
+    path = tmp_path / "kv.json"
+    record.change(path, "a", lambda old: MEASURED)
+    record.change(path, "b", lambda old: record.begun(old, 0, "launch"))
+    record.change(path, "a", lambda old: None)
+    assert record.read(path) == {"b": Record(unfinished=("0 of launch",))}
+
+
+BROKEN = {
+    "empty": ("", "is not whole JSON"),
+    "half": ('{"format": 1, "records": {"a": {"need": 12', "is not whole JSON"),
+    "a list": ("[]", "is no file of records"),
+    "another format": ('{"format": 2, "records": {}}', "has format 2, this version reads 1"),
+    "a number": ('{"format": 1, "records": {"a": 5}}', "has a record that is none"),
+    "text for bytes": ('{"format": 1, "records": {"a": {"need": "many"}}}', "whose need is 'many'"),
+    "a bool for bytes": ('{"format": 1, "records": {"a": {"need": true}}}', "whose need is True"),
+    "less than nothing": ('{"format": 1, "records": {"a": {"need": -1}}}', "whose need is -1"),
+    "no number": ('{"format": 1, "records": {"a": {"fraction": NaN}}}', "whose fraction is nan"),
+    "ranks": ('{"format": 1, "records": {"a": {"ranks": [1, null]}}}', "whose ranks is None"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_a_reason_and_is_put_aside_when_the_next_record_is_written(tmp_path, name):
+    text, why = BROKEN[name]
+    path = tmp_path / "kv.json"
+    path.write_text(text)
+    with pytest.raises(record.Unreadable, match=why):
+        record.read(path)
+    record.change(path, KEY, lambda old: MEASURED)
+    assert record.read(path) == {KEY: MEASURED}
+    assert (tmp_path / "kv.json.unreadable").read_text() == text
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60))
+def test_whatever_a_file_has_it_is_read_or_a_reason(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("any") / "kv.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    with suppress(record.Unreadable):
+        assert record.read(path) == {}
+
+
+def test_fields_that_a_newer_version_has_are_left_out(tmp_path):
+    path = tmp_path / "kv.json"
+    path.write_text('{"format": 1, "records": {"a": {"need": 5, "of_the_future": 1}}}')
+    assert record.read(path) == {"a": Record(need=5)}
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
+        record.change(tmp_path / "file" / "kv.json", KEY, lambda old: MEASURED)
+
+
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A folder in which nobody writes; root does in spite of its mode, so for root opening says what it would say."""
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    if os.geteuid() == 0:
+        opens = Path.open
+
+        def refuses(self, mode="r", *given, **more):
+            if self.parent == tmp_path and set(mode) & set("wax+"):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return opens(self, mode, *given, **more)
+
+        monkeypatch.setattr(Path, "open", refuses)
+    yield tmp_path
+    tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_read_only_folder_is_one_line(read_only):
+    with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
+        record.change(read_only / "kv.json", KEY, lambda old: MEASURED)
+
+
+def test_what_does_not_change_is_not_written(tmp_path):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: None)
+    assert not path.exists()
+    record.change(path, KEY, lambda old: MEASURED)
+    written = path.stat().st_ino
+    record.change(path, KEY, lambda old: old)
+    assert path.stat().st_ino == written
+    record.change(path, KEY, record.ran_out)
+    assert path.stat().st_ino != written
+
+
+def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: MEASURED)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record.os, "fsync", fail)
+    with pytest.raises(record.Unwritable, match="No space left on device"):
+        record.change(path, KEY, lambda old: None)
+    monkeypatch.undo()
+    assert record.read(path) == {KEY: MEASURED}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kv.json", "kv.json.lock"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sglang_moe_patches.memory.kv_sizing import record
+
+setattr(record.os, sys.argv[2], lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+record.change(Path(sys.argv[1]), sys.argv[3], lambda old: None)
+"""
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_who_is_killed_while_it_writes_leaves_the_old_file_and_nobody_waiting(tmp_path, at):
+    path = tmp_path / "kv.json"
+    record.change(path, KEY, lambda old: MEASURED)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), at, KEY], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert record.read(path) == {KEY: MEASURED}
+    record.change(path, KEY, record.ran_out)
+    assert record.read(path) == {KEY: replace(MEASURED, ooms=1)}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kv.json", "kv.json.lock"]
+
+
+def test_who_writes_while_another_does_waits_for_it_and_loses_nothing(tmp_path):
+    path = tmp_path / "kv.json"
+    other = threading.Thread(target=record.change, args=(path, KEY, record.ran_out))
+
+    def slowly(old):
+        other.start()
+        other.join(0.5)  # as long as it may take to come in between
+        return record.ran_out(old)
+
+    record.change(path, KEY, slowly)
+    other.join()
+    assert record.read(path)[KEY].ooms == 2
+
+
+# --- What becomes of a record ----------------------------------------------------------------------------------------
+
+
+def test_a_first_rehearsal_is_the_record_and_a_second_one_proves_it_or_makes_it_larger():
+    first = record.rehearsed(record.begun(Record(), 0, "a"), MEASURED, 0)
+    assert (first.attempts, first.need, first.proven) == (0, 8 * GB, False)
+    second = replace(MEASURED, need=9 * GB, fraction=0.9, rule_tokens=0, proven=True)
+    became = record.rehearsed(record.begun(first, 0, "b"), second, 0)
+    assert (became.need, became.proven, became.rule_tokens, became.fraction) == (9 * GB, True, 382_206, 0.9)
+    assert record.rehearsed(first, replace(second, need=GB), 0).need == 8 * GB
+
+
+def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_is_no_proof():
+    stopped = replace(MEASURED, need=12 * GB, driven=(), missed=("mixed chunk",), fraction=0.9)
+    became = record.rehearsed(MEASURED, stopped, 0, stopped=True)
+    assert (became.need, became.proven, became.missed, became.driven) == (12 * GB, False, (), MEASURED.driven)
+    assert size.decide(START, became).reserve >= 12 * GB + size.MARGIN - 1
+
+
+def test_a_replica_is_no_proof_where_another_needs_more_than_it_set_aside():
+    second = replace(MEASURED, fraction=0.9, proven=True)  # 14 GB set aside
+    for more, proven in ((14 * GB - 1, True), (15 * GB, False)):
+        meanwhile = record.rehearsed(MEASURED, replace(MEASURED, need=more), 1, stopped=True)
+        became = record.rehearsed(meanwhile, second, 0)
+        assert (became.need, became.proven) == (more, proven)
+
+
+def test_rehearsals_that_do_not_end_are_counted_by_launch_and_forgiven_by_gpu():
+    both = record.begun(record.begun(Record(), 0, "a"), 1, "a")
+    assert both.attempts == 1
+    assert record.of_others(both, "a").attempts == 0
+    one = record.rehearsed(both, MEASURED, 0)
+    assert (one.attempts, record.of_others(one, "b").attempts) == (1, 1)
+    # The second replica ends its server again and again, long after the first is done.
+    again = record.rehearsed(record.begun(record.begun(one, 0, "b"), 1, "b"), MEASURED, 0)
+    assert again.attempts == size.MOST_ATTEMPTS
+    assert "2 rehearsals have begun and not ended" in size.decide(START, again).why
+    assert record.rehearsed(again, MEASURED, 1).attempts == 0
+
+
+def test_what_is_seen_while_serving_counts_from_then_on():
+    seen = record.served(record.served(MEASURED, 12 * GB, 5 * GB), 12 * GB, 2 * GB)
+    assert (seen.serving_need, seen.lowest_serving) == (10 * GB, 2 * GB)
+    assert record.served(seen, 12 * GB, 6 * GB) == seen
+    assert size.decide(START, seen).reserve >= 10 * GB + size.MARGIN - 1
+    again = record.rehearsed(seen, MEASURED, 0)
+    assert (again.serving_need, again.lowest_serving) == (10 * GB, 2 * GB)
+
+
+def test_a_record_is_told_to_people():
+    made = {"model": "m", "device": "H200", "devices": 2, "engine": "0.5", "torch": "2", "driver": "x"}
+    known = replace(MEASURED, made_of={**made, "arguments": {"tp_size": 2}, "changes": {"moe-workspace": "applied"}})
+    text = "\n".join(record.described(KEY, replace(known, lowest_serving=3 * GB, ooms=1, left_out=("y: z",))))
+    for part in (KEY, "m on 2 x H200", "8,000 MB needed", "8,000, 7,000 by rank", "382,206 tokens", "prefill chunk"):
+        assert part in text
+    for part in (
+        "rehearses once more",
+        "3,000 MB free",
+        "out of memory while serving: 1",
+        "moe-workspace: applied",
+        "y: z",
+    ):
+        assert part in text
+    assert "not driven: y: z" in text
+    assert "1 rehearsals have begun and not ended" in "\n".join(record.described(KEY, Record(unfinished=("0 of a",))))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(5, "less than a minute"), (60, "1 minute"), (7200, "2 hours"), (260_000, "3 days")]
+)
+def test_an_age_in_words(seconds, words):
+    assert record.age(Record(measured=1000.0), 1000.0 + seconds) == words
+
+
+def test_doctor_lists_and_forgets(tmp_path, monkeypatch):
+    path = tmp_path / "kv.json"
+    monkeypatch.setenv(decide.KV_RECORD.name, str(path))
+    assert doctor.kv_records() == [f"{path}: 0 records"]
+    for name in ("abc", "abd", "xyz"):
+        record.change(path, name, lambda old: MEASURED)
+    assert doctor.kv_records()[0] == f"{path}: 3 records"
+    assert doctor.kv_records("ab") == [f"{path}: abc, abd forgotten"]
+    with pytest.raises(ValueError, match="has no record q; it has xyz"):
+        doctor.kv_records("q")
+    assert doctor.kv_records("all") == [f"{path}: 1 forgotten"]
+    said = CliRunner().invoke(cli.app, ["doctor", "--kv"])
+    assert (said.exit_code, said.output) == (0, f"{path}: 0 records\n")
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not whole JSON"):
+        doctor.kv_records()
+    refused = CliRunner().invoke(cli.app, ["doctor", "--forget", "x"])
+    assert refused.exit_code == 2
+
+
+# --- The script ------------------------------------------------------------------------------------------------------
+
+LIMITS = Configuration(
+    chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
+)
+
+
+def test_a_rehearsal_drives_what_plan_drives_and_more():
+    planned = [phase.name for phase in script.derive(LIMITS, logprobs=False).phases]
+    phases = {phase.name: phase for phase in script.rehearsed(LIMITS).phases}
+    assert set(planned) <= set(phases)
+    kinds = {phase.kind: phase for phase in phases.values()}
+    assert kinds[PhaseKind.PENALTIES].sampling.keys() >= {"presence_penalty", "frequency_penalty", "logit_bias"}
+    prompts = kinds[PhaseKind.LONG_AMONG_SHORT].prompts(script.Tokens("x", 5000))
+    assert len(prompts) == LIMITS.requests
+    assert len(prompts[0]) > 0.9 * LIMITS.input_tokens
+    assert {len(prompt) for prompt in prompts[1:]} == {script.SHORT_PROMPT}
+
+
+@given(
+    st.integers(16, 4096),
+    st.integers(20, 5000),
+    st.integers(200, 50_000),
+    st.integers(1, 300),
+    st.sampled_from([1, 64]),
+)
+def test_every_request_of_a_rehearsal_is_admitted(chunk, longest, cache, requests, page):
+    c = replace(LIMITS, chunk=chunk, input_tokens=longest, cache_tokens=cache, requests=requests, captured=0, page=page)
+    for phase in script.rehearsed(c).phases:
+        if phase.kind in (PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+            for prompt in phase.prompts(script.Tokens("x", 5000)):
+                assert len(prompt) <= max(longest, script.SHORT_PROMPT)
+                assert phase.new_tokens >= 2
+
+
+def batch(mode="EXTEND", tokens=0, requests=1, **more):
+    return rehearse.Forward(Batch(mode, tokens, requests, **more), graph=False)
+
+
+class Server:
+    """In the place of a scheduler: answers every request with one forward of all tokens that were put at once."""
+
+    def __init__(self, limits=LIMITS, refuses=(), loses=(), late=lambda: False):
+        self.put, self.aborts = [], 0
+        self.refuses, self.loses = refuses, loses
+        load = script.rehearsed(limits)
+        self.conductor = Conductor(load, limits, self.make, lambda: "abort", late)
+
+    def make(self, name, prompt, new, sampling):
+        return SimpleNamespace(name=name, prompt=prompt, new=new, sampling=sampling)
+
+    def step(self, idle=False):
+        got = self.conductor.put(idle)
+        self.aborts += got.count("abort")
+        new = [each for each in got if each != "abort"]
+        self.put += new
+        return new
+
+    def serve(self, requests):
+        bounds = self.conductor._phase.bound
+        wide = dict.fromkeys(script.LEAST, 10**9)
+        if self.conductor._phase.name not in self.refuses:
+            self.conductor.saw(rehearse.Forward(Batch(bounds.modes[0], **wide), graph=bool(bounds.graph)))
+        for each in requests:
+            if self.conductor._phase.name not in self.loses:
+                self.conductor.answered(each.name)
+
+
+def run(server, most=5000):
+    for _ in range(most):
+        got = server.step(idle=True)
+        if server.conductor.over:
+            return server.conductor
+        if got:
+            server.serve(got)
+    raise AssertionError("it never ends")
+
+
+def test_every_phase_is_brought_about_in_turn():
+    server = Server()
+    conductor = run(server)
+    assert conductor.driven == [phase.name for phase in conductor.load.phases]
+    assert conductor.missed == []
+    rising = [len(each.prompt) for each in server.put[: script.RISING]]
+    assert rising == sorted(rising)
+    assert rising[-1] == LIMITS.chunk
+    assert len({each.name for each in server.put}) == len(server.put)
+
+
+def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():
+    server = Server(refuses=("prefill chunk",))
+    conductor = run(server)
+    assert conductor.missed == ["prefill chunk"]
+    assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS
+
+
+def test_requests_that_a_server_loses_are_not_waited_for():
+    assert run(Server(loses=("prefill chunk",))).over
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_decodes_on_when_its_batch_was_seen_is_aborted(stages):
+    server = Server(limits=replace(LIMITS, stages=stages))
+    (decode,) = [each for each in server.conductor.load.phases if each.kind is PhaseKind.EAGER_DECODE]
+    server.conductor.load = replace(server.conductor.load, phases=(decode,))
+    first = server.step()
+    assert len(first) == LIMITS.requests
+    assert server.step() == []
+    assert server.aborts == 0
+    server.conductor.saw(batch("DECODE", requests=LIMITS.requests, tokens=LIMITS.requests))
+    server.step()
+    assert server.aborts == 1
+    assert server.step() == []
+    assert server.aborts == stages  # each turn of a pipeline is another batch's
+    assert not server.conductor.over  # what was aborted is still to be answered
+    for each in first:
+        server.conductor.answered(each.name)
+    server.step()
+    assert server.conductor.over
+    assert server.conductor.driven == [decode.name]
+
+
+def test_when_time_or_memory_runs_short_nothing_further_begins():
+    server = Server()
+    server.serve(server.step())
+    server.conductor.end()
+    conductor = run(server)
+    assert conductor.missed
+    assert len(conductor.missed) + len(conductor.driven) == len(conductor.load.phases)
+    assert run(Server(late=lambda: True)).driven == []
+
+
+# --- Inbox and outbox ------------------------------------------------------------------------------------------------
+
+
+def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_more():
+    zmq = pytest.importorskip("zmq")
+    polls = iter([["a", "b"], [], ["c"]])
+    inbox = rehearse.Inbox(SimpleNamespace(fileno=7), lambda: next(polls))
+
+    def drained():
+        found = []
+        while True:
+            try:
+                found.append(inbox.recv_pyobj(zmq.NOBLOCK))
+            except zmq.ZMQError:
+                return found
+
+    assert [drained(), drained(), drained()] == [["a", "b"], [], ["c"]]
+    assert inbox.fileno == 7
+
+
+SMALL = replace(LIMITS, chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0)
+
+
+class FlushCacheReqOutput:
+    """As the engine's; it is known by its name."""
+
+    def __init__(self, success):
+        self.success = success
+
+
+class Outbox:
+    def __init__(self):
+        self.sent = []
+
+    def send_output(self, output, recv_obj=None):
+        self.sent.append(output)
+
+
+class Scheduler:
+    """One rank, as far as a rehearsal touches it: every request that is put is a forward, then an answer."""
+
+    def __init__(self, monkeypatch, reads=True, free=lambda forwards: 9 * GB, flushes=True):
+        import zmq
+
+        self.zmq, self.flushes, self.forwards, self.drawn = zmq, flushes, 0, []
+        self.real = SimpleNamespace(recv_pyobj=self._nothing)
+        self.recv_from_tokenizer = self.real if reads else None
+        self.send_to_tokenizer, self.send_to_detokenizer = Outbox(), Outbox()
+        self.enable_metrics, self.forward_ct = True, 7
+        self.tp_worker = SimpleNamespace(
+            model_runner=type("Runner", (), {"forward": lambda runner, batch: self._forward(runner)})()
+        )
+        self.tp_worker.model_runner.forward_pass_id = 11
+        monkeypatch.setattr(rehearse.gpu_memory, "read", lambda gpu: Memory(free(self.forwards), 10 * GB))
+        monkeypatch.setattr(rehearse, "server_facts", lambda runner: SimpleNamespace(hybrid=""))
+        monkeypatch.setattr(rehearse, "limits_of", lambda scheduler, facts: SMALL)
+        monkeypatch.setattr(rehearse, "batch_facts", lambda batch: batch)
+        monkeypatch.setattr(rehearse, "make_abort", lambda: "abort")
+        monkeypatch.setattr(rehearse, "make_flush", lambda: "flush")
+        monkeypatch.setattr(rehearse, "make_request", lambda name, prompt, *more: SimpleNamespace(name=name))
+
+    def _nothing(self, *flags):
+        raise self.zmq.Again()
+
+    def _forward(self, runner):
+        import torch
+
+        assert not self.enable_metrics
+        self.forwards += 1
+        self.forward_ct += 1
+        runner.forward_pass_id += 1
+        random.random()
+        torch.rand(1)
+        return SimpleNamespace(can_run_graph=False)
+
+    def is_fully_idle(self):
+        return True
+
+    def turn(self, bound):
+        """One turn of its loop."""
+        read = []
+        while True:
+            try:
+                read.append(self.recv_from_tokenizer.recv_pyobj(self.zmq.NOBLOCK))
+            except self.zmq.ZMQError:
+                break
+        self.bound = bound
+        self.process_input_requests(read)
+        return read
+
+    def process_input_requests(self, read):
+        for each in read:
+            if each == "flush":
+                self.send_to_tokenizer.send_output(FlushCacheReqOutput(self.flushes))
+            elif each != "abort":
+                wide = dict.fromkeys(script.LEAST, 10**9)
+                self.tp_worker.model_runner.forward(Batch((self.bound() or script.Bound(("EXTEND",))).modes[0], **wide))
+                answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
+                self.send_to_detokenizer.send_output(answer)
+
+
+class Notes:
+    """What ranks leave for the first; those of ``others`` are there when it looks for the last time of ``looks``."""
+
+    def __init__(self, *others, looks=1):
+        self.left, self.others, self.looks, self.low = [], list(others), looks, False
+
+    def little_is_left(self):
+        self.low = True
+
+    def little_is_left_somewhere(self):
+        return self.low
+
+    def leave(self, result):
+        self.left.append(result)
+
+    def everybodys(self):
+        self.looks -= 1
+        return [*self.left, *self.others] if self.looks <= 0 else None
+
+
+def rehearse_it(scheduler, turns=3000, notes=None):
+    """:returns: its result, and what of it is left in the scheduler."""
+    results: list[rehearse.Result] = []
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, notes or Notes(), leads=True)
+    before = state_of(scheduler)
+    rehearsal.begin()
+    conductor = rehearsal._conductor
+    for _ in range(turns):
+        scheduler.turn(lambda: conductor._phase and conductor._phase.bound)
+        if results:
+            assert state_of(scheduler) == before
+            return results[0]
+    raise AssertionError("it never ends")
+
+
+def state_of(scheduler):
+    import torch
+
+    runner = scheduler.tp_worker.model_runner
+    plain = {name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn", "bound")}
+    return (
+        plain,
+        dict(vars(runner)),
+        [dict(vars(box)) for box in (scheduler.send_to_tokenizer, scheduler.send_to_detokenizer)],
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
+    scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB - forwards * 1_000_000)
+    result = rehearse_it(scheduler)
+    assert result.driven == tuple(phase.name for phase in script.rehearsed(SMALL).phases)
+    assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
+    assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
+    assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
+
+
+def test_a_rehearsal_ends_before_memory_does(monkeypatch):
+    scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB if forwards < 5 else rehearse.LEAST_FREE - 1)
+    result = rehearse_it(scheduler)
+    assert result.stopped
+    assert result.missed
+    assert scheduler.forwards < 10
+
+
+def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(monkeypatch):
+    left, notes = [3 * GB], Notes()
+    other = Scheduler(monkeypatch, reads=False, free=lambda forwards: left[0])
+    rehearsal = rehearse.Rehearsal(other, 0, print, notes, leads=False)
+    rehearsal.begin()
+    other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    assert not notes.low
+    left[0] = rehearse.LEAST_FREE - 1
+    other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    assert notes.low
+    first = Scheduler(monkeypatch)
+    result = rehearse_it(first, notes=notes)
+    assert (result.driven, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
+
+
+def test_a_store_that_does_not_answer_ends_the_rehearsal_and_not_the_server(monkeypatch):
+    notes = Notes()
+    monkeypatch.setattr(notes, "little_is_left_somewhere", lambda: 1 // 0)
+    assert "ZeroDivisionError" in rehearse_it(Scheduler(monkeypatch), notes=notes).failure
+
+
+def test_a_stage_is_not_idle_while_batches_are_under_way(monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    under_way = [None, object()]
+    vars(scheduler).update(mbs=under_way)
+    rehearsal = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True)
+    rehearsal.begin()
+    seen = []
+    monkeypatch.setattr(rehearsal._conductor, "put", lambda idle: seen.append(idle) or [])
+    for _ in range(2):
+        rehearsal._poll()
+        under_way[1] = None
+    assert seen == [False, True]
+
+
+def test_a_cache_that_is_not_flushed_is_a_failure(monkeypatch):
+    assert rehearse_it(Scheduler(monkeypatch, flushes=False)).failure == "requests were left"
+
+
+def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(monkeypatch):
+    def free(forwards):
+        if forwards > 3:
+            raise RuntimeError("no answer")
+        return 9 * GB
+
+    assert rehearse_it(Scheduler(monkeypatch, free=free)).failure == "RuntimeError: no answer"
+
+
+def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(monkeypatch):
+    scheduler = Scheduler(monkeypatch, reads=False, free=lambda forwards: (9 - forwards) * GB)
+    results: list[rehearse.Result] = []
+    rehearsal = rehearse.Rehearsal(scheduler, 0, results.append, Notes(), leads=False)
+    before = state_of(scheduler)
+    rehearsal.begin()
+    for _ in range(2):
+        scheduler.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    scheduler.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
+    assert state_of(scheduler) == before
+    assert [(each.lowest, each.failure, each.driven) for each in results] == [(7 * GB, "", ())]
+
+
+@pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
+def test_the_largest_captured_decode_is_of_what_was_captured(name, monkeypatch):
+    told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: SimpleNamespace(max_bs=144)})
+    none = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: None})
+    for asked, captured in ((150, 144), (100, 100)):
+        assert script.configuration({"cuda_graph_max_bs": asked}, told).captured == captured
+        assert script.configuration({"cuda_graph_max_bs": asked}, none).captured == asked
+
+
+def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(monkeypatch, caplog):
+    scheduler = Scheduler(monkeypatch)
+    scheduler.process_input_requests = another = print
+    rehearsal = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True)
+    rehearsal.begin()
+    assert scheduler.process_input_requests is not another
+    rehearsal._undo.append(lambda: 1 // 0)
+    rehearsal.end()  # whoever waits for this rank would wait for ever, if it raised
+    assert scheduler.process_input_requests is another
+    assert "not all is what it was" in caplog.text
+
+
+def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(monkeypatch):
+    first, other = Scheduler(monkeypatch), Scheduler(monkeypatch)
+    other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
+    before = state_of(other)[0]
+    results: list[rehearse.Result] = []
+    lead = rehearse.Rehearsal(first, 0, results.append, Notes(), leads=True)
+    follow = rehearse.Rehearsal(other, 0, results.append, Notes(), leads=False)
+    lead.begin()
+    follow.begin()
+
+    def bound():
+        return lead._conductor._phase and lead._conductor._phase.bound
+
+    while not results:
+        assert other.turn(bound) == []
+        read = first.turn(bound)
+        assert {type(each) for each in read} <= {rehearse.Put}  # which the engine hands to all ranks
+        other.process_input_requests(read)
+    assert [each.failure for each in results] == ["", ""]
+    assert other.forwards == first.forwards > 0
+    assert state_of(other)[0] == before
+
+
+def refused(scheduler):
+    """:returns: why there is no rehearsal."""
+    rehearsal, before = rehearse.Rehearsal(scheduler, 0, print, Notes(), leads=True), state_of(scheduler)
+    with pytest.raises(RuntimeError) as why:
+        rehearsal.begin()
+    rehearsal.end()
+    assert state_of(scheduler) == before
+    return str(why.value)
+
+
+def a_pool(name, *bases, **has):
+    return type(name, bases or (object,), {})() if not has else type(name, bases or (object,), has)()
+
+
+PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool"), a_pool("HybridReqToTokenPool")
+
+
+@pytest.mark.parametrize(
+    ("pool", "table", "named"),
+    [
+        (a_pool("MHATokenToKVPool"), PLAIN_TABLE, ""),
+        (a_pool("SWAKVPool"), PLAIN_TABLE, ""),
+        (a_pool("HybridLinearKVPool"), STATE_TABLE, ""),
+        (a_pool("SWAKVPool"), STATE_TABLE, "SWAKVPool"),
+        (a_pool("HybridLinearKVPool"), PLAIN_TABLE, ""),
+        (a_pool("MHATokenToKVPool"), STATE_TABLE, "MHATokenToKVPool"),
+        (a_pool("DeepSeekV4TokenToKVPool", type("BaseSWAKVPool", (), {})), PLAIN_TABLE, "DeepSeekV4TokenToKVPool"),
+        (a_pool("Another", type("SWAKVPool", (), {})), PLAIN_TABLE, "Another"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed(pool, table, named, monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    runner = scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool, runner.req_to_token_pool = pool, table
+    if named:
+        assert refused(scheduler) == f"pools of the kind {named} are not rehearsed yet"
+    else:
+        assert rehearse_it(scheduler).driven
+
+
+def test_sliding_windows_in_a_pool_that_is_not_called_so_are_not_rehearsed(monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    runner = scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool, runner.req_to_token_pool, runner.is_hybrid_swa = a_pool("Windows"), PLAIN_TABLE, True
+    assert refused(scheduler) == "pools of the kind Windows are not rehearsed yet"
+
+
+@pytest.mark.parametrize(("chunk", "tokens", "enough"), [(64, 64, False), (64, 67, True), (None, 200, False)])
+def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, enough, monkeypatch):
+    scheduler = Scheduler(monkeypatch)
+    limits = replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
+    monkeypatch.setattr(rehearse, "limits_of", lambda scheduler, facts: limits)
+    if enough:
+        assert rehearse_it(scheduler).driven
+    else:
+        assert refused(scheduler) == f"sliding windows of {tokens} tokens have no room for {limits.largest} more"
+
+
+# --- Sliding windows, states, images ---------------------------------------------------------------------------------
+
+
+def facts_of(monkeypatch, pool, table, **runner):
+    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
+    config = SimpleNamespace(context_len=1000, vocab_size=5000)
+    given = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": config, "max_total_num_tokens": 900}
+    return facts.server_facts(SimpleNamespace(**{**given, **runner}))
+
+
+def test_a_sliding_windows_pool_bounds_what_is_driven(monkeypatch):
+    pool = a_pool("SWAKVPool", size_swa=700, mem_usage=2)
+    told = facts_of(monkeypatch, pool, PLAIN_TABLE, sliding_window_size=128)
+    assert (told.hybrid, told.window, told.window_tokens, told.kv_bytes) == ("sliding-window", 128, 700, 2 * GIB)
+    c = script.configuration({}, told)
+    assert (c.window, c.window_tokens, c.states) == (128, 700, False)
+    whole = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, sliding_window_size=128)
+    assert (whole.window, whole.window_tokens) == (0, 0)  # one KV cache for all layers
+
+
+def test_states_count_as_kv_cache_and_end_a_prefix(monkeypatch):
+    table = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+    told = facts_of(monkeypatch, a_pool("HybridLinearKVPool", mem_usage=2), table)
+    assert (told.hybrid, told.kv_bytes, told.window_tokens) == ("Mamba", 5 * GIB, 0)
+    assert script.configuration({}, told).states
+
+
+def of_kind(c, kind):
+    found = [phase for phase in script.rehearsed(c).phases if phase.kind is kind]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("page", [1, 64, 96])
+def test_a_prefix_ends_where_a_state_is_kept(page):
+    c = replace(LIMITS, states=True, page=page)
+    before = of_kind(c, PhaseKind.BEHIND_PREFIX).bound.longest_prefix
+    assert before % script.STATE_EVERY == before % page == 0
+    assert 0 <= LIMITS.input_tokens - LIMITS.chunk - before < script.STATE_EVERY * page
+    alone = of_kind(replace(c, chunk=1000, radix_cache=False, page=1), PhaseKind.BEHIND_PREFIX)
+    assert alone.bound.longest_prefix == 9 * 1000  # where a chunk ended
+
+
+def test_no_more_prompts_are_driven_together_than_there_are_windows_for():
+    short = replace(LIMITS, input_tokens=100)
+    assert short.together == 11
+    assert replace(short, window=512, window_tokens=2570).together == 4
+    assert replace(short, window=512, window_tokens=1000).together == 1
+
+
+def test_requests_share_a_prefix_where_there_are_windows_for_all_of_them():
+    assert of_kind(replace(LIMITS, window=128, window_tokens=40_000), PhaseKind.SHARED_PREFIX)
+    assert of_kind(replace(LIMITS, window=4096, window_tokens=40_000), PhaseKind.SHARED_PREFIX) is None
+
+
+@pytest.mark.parametrize(("requests", "sharers"), [(300, 8), (9, 8), (8, 7), (3, 2), (2, None)])
+def test_as_many_share_a_prefix_as_run_beside_the_filler(requests, sharers):
+    c = replace(LIMITS, requests=requests)
+    phase = of_kind(c, PhaseKind.SHARED_PREFIX)
+    assert (phase and phase.bound.requests) == sharers
+    if phase:
+        before = phase.bound.prefix // sharers
+        new = [len(prompt) - before for prompt in phase.prompts(script.Tokens("x", 5000))[1:]]
+        assert len(new) == sharers
+        assert LIMITS.chunk > sum(new) == phase.bound.tokens
+
+
+def test_a_decode_of_all_requests_stays_in_the_windows_pool():
+    def new(**windows):
+        return of_kind(replace(LIMITS, **windows), PhaseKind.EAGER_DECODE).new_tokens
+
+    plain = new()
+    assert new(window=16, window_tokens=46_500) == plain  # a window for each
+    few = new(window=4096, window_tokens=20_000)
+    assert 2 < few < plain
+    assert LIMITS.requests * (few + script.SHORT_PROMPT) + 2 * LIMITS.chunk <= 20_000
+
+
+def test_where_requests_follow_the_pools_all_that_was_needed_may_grow_with_them():
+    plain, follows = (size.decide(START, replace(MEASURED, requests_follow=each)) for each in (False, True))
+    grows = (20 * GB + 28 * GB - plain.reserve) / (20 * GB) - 1
+    assert follows.reserve == pytest.approx(plain.reserve + grows * 8 * GB, abs=0.03 * GB)
+    served = size.decide(START, replace(MEASURED, requests_follow=True, serving_need=9 * GB))
+    assert served.reserve > follows.reserve + GB
+
+
+def test_what_the_rule_keeps_for_images_is_kept_beside_what_was_needed():
+    kept = size.decide(replace(START, images=6 * GB), MEASURED)
+    assert kept.reserve >= 8 * GB + 6 * GB + size.MARGIN
+    assert kept.fraction == pytest.approx(1 - (14 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    # What was taken while serving was taken by images too.
+    assert size.decide(replace(START, images=6 * GB), replace(MEASURED, serving_need=12 * GB)) == kept
+    assert size.decide(replace(START, images=6 * GB), replace(MEASURED, serving_need=15 * GB)).reserve >= 17 * GB
+
+
+def test_images_are_said_not_to_be_driven(monkeypatch):
+    told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, is_multimodal=True)
+    assert script.rehearsed(replace(LIMITS, images=script.configuration({}, told).images)).not_driven == (
+        "images: the engine's own allowance is kept for them",
+    )
+
+
+@pytest.fixture
+def seeing(monkeypatch):
+    """A model runner that takes images, for which the rule makes the fraction a tenth smaller."""
+    monkeypatch.setattr(images, "factor", lambda config: config)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.5)
+    return SimpleNamespace(model_config=0.9)
+
+
+def test_the_rules_share_for_images_and_their_cache_are_kept(seeing):
+    assert images.allowance(seeing, {}, 0.81, 100) == pytest.approx(9.5 * GIB, abs=1)
+
+
+def test_where_the_rule_keeps_nothing_for_images_it_stands(seeing):
+    seeing.model_config = 1.0
+    with pytest.raises(images.NothingKept, match="the rule keeps nothing for them"):
+        images.allowance(seeing, {}, 0.81, 100)
+
+
+def test_graphs_that_images_have_captured_while_serving_leave_the_rule(seeing, monkeypatch):
+    monkeypatch.setenv(images.GRAPHS, "1")
+    with pytest.raises(images.NothingKept, match=f"nor what {images.GRAPHS} captures"):
+        images.allowance(seeing, {}, 0.81, 100)
+
+
+# --- The watch -------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def watched(readings, not_yet=0):
+    saved, clock, left = [], Clock(), iter(readings)
+
+    def save(lowest, ran_out):
+        saved.append((lowest, ran_out))
+        return len(saved) > not_yet
+
+    return Watch(lambda: next(left), save, clock), clock, saved
+
+
+def test_the_lowest_is_saved_now_and_then_and_at_the_end():
+    watch, clock, saved = watched([Memory(9 * GB), Memory(8 * GB), Memory(5 * GB), Memory(7 * GB), Memory(6 * GB)])
+    watch.look()
+    assert saved == [(8 * GB, False)]
+    for _ in range(3):
+        clock.now += EVERY_S
+        watch.look()
+        watch.look()  # too early: nothing is read
+    assert saved == [(8 * GB, False)]
+    watch.end()
+    assert saved == [(8 * GB, False), (5 * GB, False)]
+
+
+def test_what_found_no_place_is_saved_again():
+    watch, clock, saved = watched([Memory(9 * GB)] * 4, not_yet=1)
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    assert saved == [(9 * GB, False)] * 2
+
+
+def test_the_lowest_is_shown_each_time():
+    shown: list[int] = []
+    left, clock = iter([Memory(9 * GB), Memory(8 * GB), Memory(9 * GB)]), Clock()
+    watch = Watch(lambda: next(left), lambda *found: True, clock, shown.append)
+    for _ in range(2):
+        watch.look()
+        clock.now += EVERY_S
+    assert shown == [8 * GB, 8 * GB]
+
+
+def test_a_metric_is_there_where_metrics_are(monkeypatch):
+    from prometheus_client import REGISTRY
+
+    state = SimpleNamespace(get_world_group=lambda: SimpleNamespace(rank_in_group=3))
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
+    metric.of({}, 1)(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"gpu": "1", "rank": "3"}) is None
+    metric.of({"enable_metrics": True}, 1)(5)
+    assert REGISTRY.get_sample_value(metric.NAME, {"gpu": "1", "rank": "3"}) == 5
+    metric.of({"enable_metrics": True}, 1)(6)  # a name that is taken is no reason to end a server
+
+
+def test_what_hardly_fell_is_not_written_again():
+    watch, clock, saved = watched([Memory(9 * GB), Memory(9 * GB), Memory(9 * GB - 5), Memory(8 * GB)])
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    assert saved == [(9 * GB, False), (8 * GB, False)]
+
+
+def test_an_allocator_that_gave_up_is_remembered_once():
+    watch, clock, saved = watched([Memory(9 * GB, ooms=1)] + [Memory(9 * GB, ooms=2)] * 3)
+    for _ in range(3):
+        watch.look()
+        clock.now += SAVED_EVERY_S
+    watch.end()
+    assert [ran_out for _, ran_out in saved] == [True]
+
+
+def test_a_server_that_ends_for_want_of_memory_says_so():
+    watch, _, saved = watched([Memory(GB)])
+    watch.end(ran_out=True)
+    assert saved == [(GB, True)]
+
+
+def test_a_watch_that_fails_says_it_once_and_ends_no_server(caplog):
+    watch, clock, saved = watched([Memory(GB)])
+    watch.look()
+    clock.now += EVERY_S
+    watch.look()
+    watch.end()
+    assert saved == []
+    assert caplog.text.count("free memory is not watched any more") == 1
+
+
+# --- A start of several ranks ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """What the driver says to one rank, and the file that it would read."""
+
+    path: Path
+    device: str = "H200"
+    total: int = 141 * GB
+    before: int = 140 * GB
+    silent: bool = False
+
+    def read(self):
+        if self.silent:
+            raise RuntimeError("the driver does not answer")
+        return Memory(self.before, self.total)
+
+
+LAUNCH = "1@2.0"
+
+
+def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", sees=False, **arguments):
+    """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
+
+    class Told(Exception):
+        pass
+
+    def first_ask(told):
+        everybody.append(told)
+        raise Told
+
+    def run(rank, agree):
+        given = SimpleNamespace(**{"model_path": "m", "tp_size": len(ranks), "mem_fraction_static": 0.8, **arguments})
+        given.node_rank = given.base_gpu_id = rank if arguments.get("nnodes") else 0  # one rank a machine
+        setattr(given, launcher.MARK, not by_user)
+        model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: config))
+        runner = SimpleNamespace(server_args=given, gpu_id=rank, mem_fraction_static=0.8, model_config=model)
+        runner.is_multimodal = sees
+        state = seams.State(ranks[rank].path)
+        monkeypatch.setattr(seams.ranks, "agree", agree)
+        seams._size(state, runner, ranks[rank].before / GIB, False)
+        if state.start is not None:
+            state.set_aside = seams._set_aside(state, runner, 0)
+        assert runner.mem_fraction_static == given.mem_fraction_static
+        return state, runner.mem_fraction_static
+
+    everybody: list[seams.Told] = []
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_launch", lambda replicas: LAUNCH)
+    monkeypatch.setattr(seams, "_is_first", lambda runner: runner.gpu_id == 0)
+    monkeypatch.setattr(seams.gpu_memory, "read", lambda gpu: ranks[gpu].read())
+    monkeypatch.setattr(seams.gpu_memory, "device", lambda gpu: ranks[gpu].device)
+    for rank in range(len(ranks)):
+        with suppress(Told):
+            run(rank, agree or first_ask)
+    caplog.clear()
+    with caplog.at_level("INFO", logger=seams.logger.name):
+        found = [run(rank, agree or (lambda told: everybody)) for rank in range(len(ranks))]
+    states, fractions = zip(*found, strict=True)
+    return states, set(fractions), [each.message.removeprefix(seams.SAYS) for each in caplog.records]
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch, caplog):
+    """A file with the record of a server with two ranks."""
+    path = tmp_path / "kv.json"
+    (first, _), _, _ = start(monkeypatch, caplog, Rank(path), Rank(path))
+    record.change(path, first.key, lambda old: MEASURED)
+    return path
+
+
+SIZED = 0.9285  # 8 GB of 140 were needed, and 2 GB are the margin
+
+
+def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(recorded, monkeypatch, caplog):
+    for path in (recorded, recorded.parent / "none.json", recorded.parent):
+        states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(path))
+        assert (fractions, said) == ({SIZED}, [])
+        assert [(state.fraction, state.known) for state in states] == [(SIZED, MEASURED)] * 2
+
+
+def test_replicas_of_this_launch_that_have_begun_are_no_failures(recorded, monkeypatch, caplog):
+    (key,) = record.read(recorded)
+    for launch, fraction in ((LAUNCH, SIZED), ("a third", 0.8)):
+        known = replace(MEASURED, unfinished=("0 of another", f"1 of {launch}"))
+        record.change(recorded, key, lambda old, known=known: known)
+        assert start(monkeypatch, caplog, Rank(recorded), Rank(recorded))[1] == {fraction}
+
+
+def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_one_each():
+    says = "from sglang_moe_patches.memory.kv_sizing import seams; print(seams._launch(True), seams._launch(False))"
+    asked = [sys.executable, "-c", says]
+    found = [subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
+    (replica, alone), (another, other) = found
+    assert replica == another == seams._launch(False)
+    assert replica.startswith(f"{os.getpid()}@")
+    assert len({replica, alone, other}) == 3
+
+
+def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):
+    monkeypatch.setattr(images, "factor", lambda config: 0.95)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.0)
+    states, fractions, _ = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), sees=True)
+    kept = 0.8 / 0.95 - 0.8
+    (fraction,) = fractions
+    assert fraction == pytest.approx(SIZED - kept, abs=2 * size.ENDS)
+    assert [state.start.images for state in states] == [pytest.approx(kept * 140 * GB, abs=GIB)] * 2
+
+
+def test_where_nothing_is_kept_for_images_the_rule_stands(recorded, monkeypatch, caplog):
+    monkeypatch.setattr(images, "factor", lambda config: 1.0)
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), sees=True)
+    why = "images are not rehearsed yet, and the rule keeps nothing for them"
+    assert (fractions, said) == ({0.8}, [f"the engine's rule, 0.8000: {why}"])
+    assert [state.start for state in states] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kept", "part"), [(0, "margin, measured"), (6 * GB, "margin, 6,000 MB the engine's for images, measured")]
+)
+def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, caplog):
+    def sized(state, runner, *given):
+        state.first, state.known, state.fraction = True, MEASURED, 0.9
+        state.start = replace(START, images=kept)
+        state.decision = size.decide(state.start, MEASURED)
+
+    monkeypatch.setattr(seams, "_set_aside", lambda state, runner, before: 0)
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_size", sized)
+    runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1, server_args=SimpleNamespace())
+    with caplog.at_level("INFO", logger=seams.logger.name):
+        seams._make_pool(lambda runner: None, seams.State(Path("x")), False)(runner)
+    assert f"2,000 MB of {part}" in caplog.text
+
+
+@pytest.mark.parametrize("text", ['{"format": 1, "records": {"a', "\0", None])
+def test_where_the_first_rank_cannot_read_all_start_by_the_rule(text, recorded, monkeypatch, caplog):
+    if text is None:
+        recorded.unlink()
+        recorded.mkdir()
+    else:
+        recorded.write_text(text)
+    states, fractions, (said,) = start(monkeypatch, caplog, Rank(recorded), Rank(recorded))
+    assert fractions == {0.8}
+    assert said.startswith(f"the engine's rule, 0.8000: {recorded} ")
+    assert said.endswith("; this start rehearses")
+    assert all(state.decision.rehearse for state in states)
+
+
+def another(**changed):
+    return lambda monkeypatch: changed
+
+
+OF_ANOTHER = {
+    "GPU": another(device="B200"),
+    "GPU of the kind with more memory": another(total=282 * GB),
+    "model": another(config='{"layers": 2}'),
+    "argument": another(chunked_prefill_size=64),
+    "variable": lambda monkeypatch: monkeypatch.setenv("SGLANG_MOE_PATCHES_SEGMENTS", "on"),
+    "driver": lambda monkeypatch: monkeypatch.setattr(seams.gpu_memory, "driver", lambda: "another"),
+    "engine": lambda monkeypatch: monkeypatch.setattr(seams.engine, "version", lambda: "another"),
+    "torch": lambda monkeypatch: monkeypatch.setattr("torch.__version__", "another"),
+    "package": lambda monkeypatch: monkeypatch.setattr("sglang_moe_patches.__version__", "another"),
+    "status of a change": lambda monkeypatch: monkeypatch.setattr(seams.patch, "_in_force", {"a": Plan.native()}),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER)
+def test_a_record_of_another_is_none(what, recorded, monkeypatch, caplog):
+    changed = OF_ANOTHER[what](monkeypatch) or {}
+    rank = Rank(recorded, **{name: changed.pop(name) for name in ("device", "total") if name in changed})
+    states, fractions, said = start(monkeypatch, caplog, rank, rank, **changed)
+    assert fractions == {0.8}
+    assert said == ["the engine's rule, 0.8000: nothing is recorded of this configuration; this start rehearses"]
+    assert all(state.decision.rehearse for state in states)
+
+
+def test_beside_a_second_server_on_a_gpu_all_start_by_the_rule(recorded, monkeypatch, caplog):
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded, before=100 * GB))
+    assert fractions == {0.8}
+    assert said == ["the engine's rule, 0.8000: 41,000 MB of the GPU are others', 1,000 MB when it was measured"]
+    assert not any(state.decision.rehearse for state in states)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"device": "H100"}, "the ranks differ in: device"),
+        ({"silent": True}, "RuntimeError: the driver does not answer"),
+    ],
+)
+def test_where_one_rank_cannot_tell_all_start_by_the_rule_and_nothing_is_recorded(
+    other, why, recorded, monkeypatch, caplog
+):
+    for both in ((Rank(recorded), Rank(recorded, **other)), (Rank(recorded, **other), Rank(recorded))):
+        states, fractions, said = start(monkeypatch, caplog, *both)
+        assert (fractions, said) == ({0.8}, [f"the engine's rule, 0.8000: {why}"])
+        assert [state.start for state in states] == [None, None]
+
+
+def test_a_users_fraction_stands_beside_a_record(recorded, monkeypatch, caplog):
+    states, fractions, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), by_user=True)
+    assert (fractions, said) == ({0.8}, ["--mem-fraction-static 0.8000 is given and stands"])
+    assert [state.start for state in states] == [None, None]
+
+
+# --- A rehearsal of several ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch, caplog):
+    """The first rank's, with a rehearsal in front of it."""
+    (state, _), _, _ = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), Rank(tmp_path / "kv.json"))
+    scheduler = Scheduler(monkeypatch)
+    vars(scheduler).update(server_args=SimpleNamespace())
+    caplog.clear()
+    caplog.set_level("INFO", logger=seams.logger.name)
+    monkeypatch.setattr(seams.ranks, "Notes", Notes)
+    state.set_aside = 28 * GB
+    return seams.Serving(state, scheduler)
+
+
+def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free_is_recorded(
+    tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "kv.json"
+    one, other = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), attn_cp_size=2)[0]
+    assert one.key != other.key  # nobody waits for another
+    states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
+    rule = "the engine's rule, 0.8000: of --attn-cp-size, whose phases are not driven yet; "
+    assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded"])
+    assert not any(each.decision.rehearse for each in states)
+    for state, free in zip(states, (9 * GB, 7 * GB), strict=True):
+        scheduler = Scheduler(monkeypatch)
+        vars(scheduler).update(server_args=SimpleNamespace())
+        monkeypatch.setattr(seams.gpu_memory, "read", lambda gpu, free=free: Memory(free, 141 * GB))
+        serving = seams.Serving(state, scheduler)
+        serving.begin()
+        scheduler.process_input_requests([])
+        serving.end()
+    (kept,) = record.read(path).values()
+    assert (kept.need, kept.lowest_serving) == (0, 7 * GB)
+    assert kept.serving_need == pytest.approx(21 * GB, abs=1)
+    assert "7,000 MB of 28,000 MB stayed free at the worst moment seen" in "\n".join(record.described(KEY, kept))
+    _, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
+    seen = ": 7,000 MB until now, at the worst moment seen"
+    assert (fractions, said) == ({0.8}, [f"{rule}what stays free while it serves is recorded{seen}"])
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
+    made, here = torch.distributed.HashStore(), threading.local()
+    world = SimpleNamespace(ranks=2, here=here)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.ranks)
+    return world
+
+
+def test_what_ranks_leave_is_found_when_all_have(store):
+    made = []
+    for rank in range(2):
+        store.here.rank = rank
+        made.append(ranks.Notes())
+    first, other = made
+    assert first.everybodys() is None
+    assert not first.little_is_left_somewhere()
+    other.leave(rehearse.Result(lowest=2))
+    other.little_is_left()
+    assert first.little_is_left_somewhere()
+    assert first.everybodys() is None
+    first.leave(rehearse.Result(lowest=1))
+    assert [each.lowest for each in first.everybodys()] == [1, 2]
+
+
+# --- Several machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machines_of(store, monkeypatch):
+    """What ranks find out of one another; ``None``: one that has not the variable."""
+    monkeypatch.setattr(ranks, "WAIT_S", 2.0)
+
+    def ask(rank, takes_part):
+        store.here.rank = rank
+        return ranks.all_take_part(takes_part)
+
+    def found(*take_part):
+        store.ranks = len(take_part)
+        asking = [(rank, each) for rank, each in enumerate(take_part) if each is not None]
+        with ThreadPoolExecutor() as pool:
+            return set(pool.map(lambda each: ask(*each), asking))
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("take_part", "together"),
+    [
+        ((True, True, True), True),
+        ((True, False, True), False),
+        ((False, True, True), False),
+        ((True, True, None), False),
+        ((None, True, True), False),
+    ],
+)
+def test_machines_decide_together_or_none_does(take_part, together, machines_of):
+    assert machines_of(*take_part) == {together}
+
+
+def test_a_machine_that_comes_too_late_finds_that_the_others_have_given_up(machines_of):
+    assert machines_of(None, True) == {False}
+    assert machines_of(True, True) == {False}
+
+
+def test_machines_with_another_version_do_not_decide_together(machines_of, monkeypatch):
+    monkeypatch.setattr(ranks, "_KEY", "another: ")
+    assert machines_of(None, True) == {False}
+
+
+def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "kv.json"
+
+    def waits(told):
+        raise AssertionError("another rank was waited for")
+
+    for found in (lambda takes_part: False, lambda takes_part: 1 // 0):
+        monkeypatch.setattr(seams.ranks, "all_take_part", found)
+        states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), nnodes=2, agree=waits)
+        assert fractions == {0.8}
+        assert all(state.decision.watch for state in states)
+        assert len(said) == 2  # by the first rank of each machine
+        assert all("the engine's rule, 0.8000: of --nnodes, " in line for line in said)
+
+
+@pytest.fixture
+def two_machines(monkeypatch, caplog, tmp_path):
+    """A server of two ranks on two machines, whose files are the first's record and another."""
+    monkeypatch.setattr(seams.ranks, "all_take_part", bool)
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+
+    def begin():
+        return start(monkeypatch, caplog, *map(Rank, paths), nnodes=2)
+
+    (one, other), _, _ = begin()
+    assert one.key == other.key
+    record.change(paths[0], one.key, lambda old: MEASURED)
+    return paths, one.key, begin
+
+
+def test_two_machines_are_sized_by_the_record_of_the_first(two_machines):
+    _, _, begin = two_machines
+    states, fractions, _ = begin()
+    assert fractions == {SIZED}
+    assert [state.elsewhere for state in states] == [False, True]
+
+
+def test_what_another_machine_has_seen_while_serving_counts_for_all(two_machines):
+    (_, path), key, begin = two_machines
+    record.change(path, key, lambda old: record.served(Record({"model": "m"}), 12 * GB, GB))
+    states, (less,), _ = begin()
+    assert less == pytest.approx(1 - (11 * GB + size.MARGIN) / (140 * GB), abs=2 * size.ENDS)
+    assert [state.known.lowest_serving for state in states] == [GB] * 2
+    record.change(path, key, record.ran_out)
+    (after_one,) = begin()[1]
+    assert after_one < less
+    record.change(path, key, record.ran_out)
+    assert begin()[1] == {0.8}
+
+
+def test_what_another_machine_sees_is_kept_in_its_own_file(two_machines, monkeypatch):
+    (_, path), key, begin = two_machines
+    (_, other), _, _ = begin()
+    scheduler = Scheduler(monkeypatch)
+    vars(scheduler).update(server_args=SimpleNamespace())
+    monkeypatch.setattr(seams.gpu_memory, "read", lambda gpu: Memory(3 * GB, 141 * GB))
+    other.decision = replace(other.decision, rehearse=False)
+    serving = seams.Serving(other, scheduler)
+    serving.begin()
+    serving.end(ran_out=True)
+    kept = record.read(path)[key]
+    assert (kept.lowest_serving, kept.ooms, kept.need, kept.made_of) == (3 * GB, 1, 0, other.made_of)
+
+
+def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):
+    serving._notes = Notes(rehearse.Result(failure="no answer"))
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    assert [each.message for each in caplog.records] == [
+        f"{seams.SAYS}the rehearsal failed, and nothing is recorded: rank 1: no answer"
+    ]
+    assert not serving.state.path.exists()
+
+
+def test_where_others_gave_memory_back_meanwhile_nothing_is_recorded(serving, monkeypatch, caplog):
+    serving._notes = Notes(rehearse.Result(lowest=50 * GB, set_aside=28 * GB))
+    serving._rehearsed(rehearse.Result(lowest=50 * GB))
+    assert "more memory was free than was set aside, so nothing is recorded: others gave it back" in caplog.text
+    assert not serving.state.path.exists()
+
+
+def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, read_only, monkeypatch, caplog):
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: [told, ""])
+    serving.begin()
+    (said,) = [each.message for each in caplog.records]
+    assert said.startswith(f"{seams.SAYS}no rehearsal: {serving.state.path} cannot be written (")
+    assert state_of(serving.scheduler) == before
+
+
+def test_a_rehearsal_that_cannot_begin_is_not_counted(serving, monkeypatch, caplog):
+    serving.scheduler.tp_worker.model_runner.token_to_kv_pool = a_pool("UnifiedSWAKVPool")
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: [told, told])
+    serving.begin()
+    assert [each.message for each in caplog.records] == [
+        f"{seams.SAYS}no rehearsal: pools of the kind UnifiedSWAKVPool are not rehearsed yet"
+    ]
+    assert not serving.state.path.exists()
+    assert state_of(serving.scheduler) == before
+
+
+def test_what_states_took_and_that_requests_follow_them_is_recorded(serving, monkeypatch):
+    runner = serving.scheduler.tp_worker.model_runner
+    runner.token_to_kv_pool = a_pool("HybridLinearKVPool", mem_usage=2)
+    runner.req_to_token_pool = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+    runner.model_config, runner.max_total_num_tokens = SimpleNamespace(context_len=1000, vocab_size=5000), 900
+    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
+    serving._notes = Notes()
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    (written,) = record.read(serving.state.path).values()
+    assert (written.kv_bytes, written.requests_follow, written.need) == (5 * GIB, True, 19 * GB)
+
+
+PLAIN = {"hybrid": "", "kv_tokens": 900, "kv_bytes": 20 * GB, "table_bytes": GB}
+
+
+def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(serving, monkeypatch):
+    monkeypatch.setattr(seams, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
+    serving._notes = Notes(rehearse.Result(lowest=5 * GB, set_aside=30 * GB), looks=3)
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    turn = serving.scheduler.process_input_requests
+    for _ in range(2):
+        assert not serving.state.path.exists() or record.read(serving.state.path) == {}
+        turn([])
+    (written,) = record.read(serving.state.path).values()
+    assert (written.ranks, written.need) == ((19 * GB, 25 * GB), 25 * GB)
+    assert serving.scheduler.process_input_requests is not turn
+    assert serving._notes.looks == 0
+
+
+def test_the_first_rank_does_not_wait_for_ever(serving, monkeypatch, caplog):
+    monkeypatch.setattr(rehearse, "ENDING_S", 0.0)
+    serving._notes = Notes(looks=9)
+    serving._rehearsed(rehearse.Result(lowest=9 * GB))
+    assert "nothing is recorded: not every rank has said what it saw" in caplog.text
+    assert not serving.state.path.exists()
+
+
+@pytest.mark.parametrize(("free", "stages", "aside"), [(60, 1, 28), (60, 2, 40), (40, 2, 28), (None, 2, 28)])
+def test_a_stage_with_more_left_than_the_fraction_says_may_need_it(free, stages, aside, monkeypatch):
+    def sized(state, runner, *given):
+        state.start = START
+
+    monkeypatch.setenv(decide.KV_SIZING.name, "auto")
+    monkeypatch.setattr(seams, "_size", sized)
+    monkeypatch.setattr(seams, "server_facts", lambda runner: SimpleNamespace(**PLAIN))  # a KV cache of 20 GB
+    monkeypatch.setattr(seams.gpu_memory, "read", lambda gpu: Memory(free * GB, 141 * GB))
+    state = seams.State(Path("x"))
+    runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=stages), pre_model_load_memory=1)
+    seams._make_pool(lambda runner: None, state, False)(runner)
+    assert state.set_aside == pytest.approx(aside * GB, abs=1)
+
+
+def test_a_rank_whose_first_can_write_nothing_takes_its_rehearsal_back(serving, monkeypatch):
+    before = state_of(serving.scheduler)
+    monkeypatch.setattr(seams.ranks, "agree", lambda told: ["kv.json cannot be written", told])
+    serving.state.first = False
+    serving.begin()
+    assert state_of(serving.scheduler) == before
