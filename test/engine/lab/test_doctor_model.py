@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import models
 import pytest
 from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
 from sglang_moe_patches.lab.predict import advice
+from whole import models
 
 
 @pytest.fixture

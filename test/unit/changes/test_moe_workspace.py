@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import interpreted
-import moe_workspace as moe_workspace_benchmark
 import pytest
-from common import output
+from common import moe_tables, output
 from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
@@ -145,7 +144,7 @@ def test_the_ranges_are_every_column_once_in_order(hidden, width):
 
 def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
     """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
-    found = moe_workspace_benchmark.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    found = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in found.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())

@@ -1,7 +1,7 @@
 """What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
 
-    python benchmark/models.py --json benchmark/results/models/0.5.23.json
-    python benchmark/models.py --only gpt-oss-120b
+    python benchmark whole/models --json benchmark/results/models/0.5.23.json
+    python benchmark whole/models --only gpt-oss-120b
 
 Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with the sizes in models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
@@ -75,10 +75,10 @@ def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         found = output.load(f"peak-memory/{path.stem}")["figures"]
         share = MODELS[found["model"]].shard(found["shard"])
-        quantization = forward.BLOCKS if found["served"].get("fp8") else None
+        quantization = forward.BLOCKS if found["served"]["fp8"] else None
         key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], quantization)
         peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
-        knob = found.get("moe_workspace_mb")
+        knob = found["moe_workspace_mb"]
         wholes[key] = f"{peaks}, {knob} MB asked for" if knob else peaks
     for cell in _cells():
         layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
