@@ -224,7 +224,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
     from sglang_moe_patches.core.dead_input.look import known, make_offering
-    from sglang_moe_patches.core.patch import SELECT_VARIABLE, look
+    from sglang_moe_patches.core.patch import SELECT_VARIABLE, probe
     from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 
     started, folder = work / "started", work / "model"
@@ -246,7 +246,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     changes += [deferred_shared_experts.CHANGE, moe_workspace.CHANGE] if options.runner == "triton" else []
     installs = []
     for change in changes:
-        plan = look(change)
+        plan = probe(change)
         if plan.install is None:
             raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
         installs.append(plan.install)

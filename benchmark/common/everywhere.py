@@ -27,7 +27,7 @@ SIDES = ("stock", "patched")
 
 
 def narrowest(original: Callable[..., int], alignment: int, operand_bytes: int) -> Callable[..., int]:
-    """``columns.slice_width`` that bounds a slice by nothing but where one can start."""
+    """``column_slices.slice_width`` that bounds a slice by nothing but where one can start."""
     parameters = inspect.signature(original)
 
     @functools.wraps(original)
@@ -44,11 +44,13 @@ def narrowest(original: Callable[..., int], alignment: int, operand_bytes: int) 
 
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, in the patched servers of a test."""
-    from sglang_moe_patches.changes.moe_workspace import columns
+    from sglang_moe_patches.changes.moe_workspace import column_slices
 
-    columns.slice_width = narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+    column_slices.slice_width = narrowest(
+        column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES
+    )
     # No tensor is too small, and no layer too fast.
-    columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = 1, math.inf
+    column_slices.MIN_TENSOR_BYTES, column_slices.MAX_SLOWDOWN_FRACTION = 1, math.inf
 
 
 class Acted:
@@ -71,7 +73,7 @@ class Acted:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self.times[count.name] += bool(count.of(result, *args, **kwargs))
+            self.times[count.name] += bool(count.amount(result, *args, **kwargs))
             return result
 
         return counted

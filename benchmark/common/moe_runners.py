@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_moe_patches.changes.moe_workspace import columns, marlin, promise, triton
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, triton
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import channel
@@ -128,7 +128,7 @@ class Runner(ABC):
         if variant is None:
             yield
             return
-        slices, before = variant.slices, {name: getattr(columns, name) for name in (self.rule, *FORCED)}
+        slices, before = variant.slices, {name: getattr(column_slices, name) for name in (self.rule, *FORCED)}
 
         def width(tokens: int, top_k: int, hidden: int, *sizes: Any, **given: Any) -> int:
             step = self.slice_step(given)
@@ -136,7 +136,7 @@ class Runner(ABC):
 
         if slices:
             for name, value in {self.rule: width, **FORCED}.items():
-                setattr(columns, name, value)
+                setattr(column_slices, name, value)
         self.ran = []
         try:
             setattr(self._module, self._function, self._with_change(variant))
@@ -145,13 +145,13 @@ class Runner(ABC):
         finally:
             setattr(self._module, self._function, self.stock)
             for name, value in before.items():
-                setattr(columns, name, value)
+                setattr(column_slices, name, value)
 
     def _with_change(self, variant: Variant) -> Any:
         """The function that the change puts in the place of the engine's."""
         key = (variant.mb, variant.copies, bool(variant.slices))
         if key not in self._patched:
-            name, copying = columns.MOE_WORKSPACE_MB.name, sum_and_copy.sum_and_copy
+            name, copying = column_slices.MOE_WORKSPACE_MB.name, sum_and_copy.sum_and_copy
             os.environ[name] = "" if variant.mb is None else str(variant.mb)
             if not variant.copies:
                 sum_and_copy.sum_and_copy = _sum_only
@@ -169,7 +169,7 @@ def _sum_only(experts_output: Any, output: Any, scale: float, copied: Any) -> No
 
 
 #: What the rule has to be told where a number of slices is asked for.
-FORCED = {"SMALLEST_TENSOR_BYTES": 1, "MOST_OF_THE_TIME": float("inf")}
+FORCED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
 
 
 def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
@@ -196,7 +196,7 @@ class TritonRunner(Runner):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: nobody to talk to
         from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-        super().__init__(triton.plan(), fused_moe, "_fused_moe_kernel_sequence", promise)
+        super().__init__(triton.plan(), fused_moe, "_fused_moe_kernel_sequence", deferred_tensor)
         self._set_up_engine()
 
     def _set_up_engine(self) -> None:
@@ -300,7 +300,7 @@ class TritonRunner(Runner):
         return TritonBatch(layer, pristine, dispatch)
 
     def slice_step(self, given: dict[str, Any]) -> int:
-        return math.lcm(columns.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"])
+        return math.lcm(column_slices.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"])
 
 
 @dataclass
@@ -370,7 +370,7 @@ class MarlinRunner(Runner):
                 batch.run()
 
     def slice_step(self, given: dict[str, Any]) -> int:
-        return columns.MARLIN_ALIGNMENT
+        return column_slices.MARLIN_ALIGNMENT
 
 
 class MarlinLayer:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 
 from common import output, timing
 from common.moe_runners import rank_of
@@ -87,7 +87,7 @@ def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tu
     for key, widths in measured.items():
         model, layout, weights, _, tokens = key
         rank, fp8 = rank_of(model, layout, fused=True), weights == "fp8"
-        width = columns.slice_width(
+        width = column_slices.slice_width(
             *(tokens, rank.top_k, rank.hidden, rank.intermediate, 2),
             activation_itemsize=1 if fp8 else 2,
             weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if fp8 else 2),
@@ -267,18 +267,18 @@ def marlin_rule(one: dict[str, Any]) -> tuple[float, float, int]:
     """What the rule makes of a cell: microseconds of the layer, of the slices, and how many it takes by itself."""
     _, top_k, hidden, inner = one["sizes"]
     rows = one["tokens"] * top_k
-    layer = 2 * rows * hidden * 3 * inner / columns.MARLIN_OPERATIONS_PER_US
-    layer += (one["weight_bytes"] + 4 * rows * hidden) / columns.BYTES_PER_US
-    each, for_each_row = columns.MARLIN_SLICE_US
-    cost = columns.MARLIN_START_US + 2 * one["w2_bytes"] / columns.MARLIN_COPIED_BYTES_PER_US
+    layer = 2 * rows * hidden * 3 * inner / column_slices.MARLIN_OPERATIONS_PER_US
+    layer += (one["weight_bytes"] + 4 * rows * hidden) / column_slices.BYTES_PER_US
+    each, for_each_row = column_slices.MARLIN_SLICE_US
+    cost = column_slices.MARLIN_START_US + 2 * one["w2_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
     cost += (one["slices"] - 1) * (each + rows * for_each_row)
-    width = columns.packed_slice_width(
+    width = column_slices.packed_slice_width(
         *(one["tokens"], top_k, hidden, inner, 2),
         gate_columns=2 * inner,
         column_bytes=one["w2_bytes"] // hidden,
         weight_bytes=one["weight_bytes"],
     )
-    return layer, cost, len(columns.ranges(hidden, width))
+    return layer, cost, len(column_slices.ranges(hidden, width))
 
 
 def fresh(one: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.

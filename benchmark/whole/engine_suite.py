@@ -31,7 +31,7 @@ from typing import Any
 from common import machine, output, plugins, processes, stand_ins
 from common.everywhere import SIDES
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.servers.keeper import Kept
+from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 REGISTERED = Path("test") / "registered"
 #: Folders, or files in others, by what their paths contain.
@@ -139,7 +139,7 @@ def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> di
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
     begun = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
-        kept = Kept(command, own, log, join_error=True, cwd=str(path.parent))
+        kept = Supervised(command, own, log, join_error=True, cwd=str(path.parent))
         try:
             while kept.exit_code() is None and time.monotonic() < begun + limit_s:
                 time.sleep(0.2)

@@ -19,16 +19,16 @@ from typing import Any
 
 from common import output
 from common.shapes import MODELS, Layout
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.lab.predict import advice, config, forward
+from sglang_moe_patches.lab.predict import config, forward, model_report
 
 MB = 1e6
 TOKENS = 16384
 #: What `doctor --model` says at length, as the table says it: the page explains it.
 BRIEF = {
-    advice.OWN_WORKSPACE: "the vendor's workspace",
-    advice.UNMEASURED: "family not measured",
+    model_report.OWN_WORKSPACE: "the vendor's workspace",
+    model_report.UNMEASURED: "family not measured",
     "a scale a row": "scales of rows not measured",
     "linear attention": "linear attention",
     "an indexer chooses": "sparse attention",
@@ -55,15 +55,17 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(model["config"]))
         try:
-            asked = advice.ask_engine(path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"])
-        except advice.CannotAsk as error:
+            asked = model_report.ask_engine(
+                path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"]
+            )
+        except model_report.CannotAsk as error:
             return {"refused": str(error)}
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
 
 
 def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """What ``doctor --model`` says, from answers that were kept."""
-    return advice.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
+    return model_report.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
 
 
 # --- What was measured -----------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def _ranks(model: dict[str, Any]) -> int:
 def _peak(found: dict[str, Any]) -> str:
     if not found["stock"]:
         return "-"
-    more = any(advice.AT_LEAST in line or advice.OWN_WORKSPACE in line for line in found["unknown"])
+    more = any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
     return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * more
 
 
@@ -151,7 +153,7 @@ def _said(found: dict[str, Any]) -> str:
     elif not any(change["acts"] for change in found["changes"]):
         said.append("nothing acts")
     for line in found["unknown"]:
-        if line not in advice.ALWAYS_UNKNOWN:
+        if line not in model_report.ALWAYS_UNKNOWN:
             said.append(next((brief for words, brief in BRIEF.items() if words in line), line))
     return "; ".join(said)
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
 
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4
@@ -60,7 +60,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.core.patch import Patcher, Status, look
+    from sglang_moe_patches.core.patch import Patcher, Status, probe
     from sglang_moe_patches.lab.observers import acted
     from sglang_moe_patches.lab.observers.events import ChangeStatus
     from sglang_moe_patches.lab.reference.families import ModelSpec
@@ -103,7 +103,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     tally = acted.Tally([count for counts in acted.declared(statuses).values() for count in counts])
     patcher = Patcher()
     for change in changes:
-        plan = look(change)
+        plan = probe(change)
         assert plan.install is not None, f"{change.name}: {plan.reason}"
         plan.install(patcher)
     tally.install(patcher)

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
 from moe_alignment import align  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace import columns, promise, streams, triton  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams, triton  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.core import triton_sequence  # noqa: E402
 from sglang_moe_patches.core.dead_input import channel, takers  # noqa: E402
@@ -222,10 +222,10 @@ def run(modules, given):
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which a test's tensors are large."""
-    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
-    monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
-    monkeypatch.setattr(columns, "MOST_OF_THE_TIME", math.inf)
-    monkeypatch.setattr(columns, "ALIGNMENT", 64)
+    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
+    monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
+    monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
+    monkeypatch.setattr(column_slices, "ALIGNMENT", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -239,14 +239,14 @@ def quick(monkeypatch, request):
 def ran(monkeypatch):
     """How many slices each sequence ran in since the test began."""
     counts = []
-    slices = promise.column_ranges
+    slices = deferred_tensor.column_ranges
 
     def counted(promise, output):
         found = slices(promise, output)
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(promise, "column_ranges", counted)
+    monkeypatch.setattr(deferred_tensor, "column_ranges", counted)
     return counts
 
 
@@ -580,7 +580,7 @@ def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch)
 @pytest.mark.usefixtures("small")
 def test_a_lost_slice_is_seen(modules, ran, monkeypatch):
     monkeypatch.setattr(
-        columns, "ranges", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
+        column_slices, "ranges", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
     )
     stock, ours = both(modules, layer())
     assert ran == [3]
@@ -612,14 +612,14 @@ def test_another_tile_is_seen(modules, ran, monkeypatch):
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
-    slices = promise.column_ranges
+    slices = deferred_tensor.column_ranges
 
     def with_other_tiles(promise, output):
         args, kwargs = promise.gemm
         promise.gemm = ((*args[:14], {**args[14], "BLOCK_SIZE_K": 32}, *args[15:]), kwargs)
         return slices(promise, output)
 
-    monkeypatch.setattr(promise, "column_ranges", with_other_tiles)
+    monkeypatch.setattr(deferred_tensor, "column_ranges", with_other_tiles)
     with patched():
         assert not same_bits(stock, run(modules, given))
     assert ran == [2, 2]

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 import marlin_moe as stand_in  # noqa: E402
 import moe_alignment  # noqa: E402
-from sglang_moe_patches.changes.moe_workspace import columns, marlin, streams  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace import column_slices, marlin, streams  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy  # noqa: E402
 from sglang_moe_patches.core import engine, log  # noqa: E402
 from sglang_moe_patches.core.dead_input import channel  # noqa: E402
@@ -189,10 +189,10 @@ def same(a, b):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Sizes at which a test's tensors are large."""
-    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1)
-    monkeypatch.setattr(columns, "WORTH_A_SLICE_BYTES", 1)
-    monkeypatch.setattr(columns, "MOST_OF_THE_TIME", math.inf)
-    monkeypatch.setattr(columns, "MARLIN_ALIGNMENT", 128)
+    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
+    monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
+    monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
+    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT", 128)
     monkeypatch.setattr(log, "_said", set(), raising=False)
 
 
@@ -275,7 +275,7 @@ def test_whatever_the_function_is_asked_for(module, ran, more):
 
 
 def test_the_last_range_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
-    monkeypatch.setattr(columns, "MARLIN_ALIGNMENT", 256)
+    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT", 256)
     stock, ours = both(module, layer(hidden=896, intermediate=64))
     assert ran == [[(0, 256), (256, 512), (512, 768), (768, 896)]]
     assert same(stock, ours)
@@ -349,13 +349,13 @@ def test_the_first_output_is_gone_before_the_ranges_begin(module, monkeypatch):
 
 
 def test_what_is_asked_for_is_kept(module, ran, monkeypatch):
-    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1 << 40)
-    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "1")
+    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
+    monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "1")
     given = layer(tokens=500, intermediate=64, experts=2, top_k=2)
     stock, ours = both(module, given)
     assert len(ran[0]) > 1
     assert same(stock, ours)
-    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "100")
+    monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "100")
     with patched():
         run(module, given)
     assert len(ran) == 1  # far too small to look at
@@ -387,7 +387,7 @@ def test_a_dead_input_that_shares_the_moe_input_s_memory_is_left_alone(module):
 
 
 def test_a_whole_call_takes_no_dead_input(module, monkeypatch):
-    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 1 << 40)
+    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
     dead = torch.zeros(40, 512, dtype=DTYPE, device=DEVICE)
     with patched(), channel.moe_output_buffer_ctx(dead):
         run(module, layer())
@@ -454,7 +454,7 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
 
 
 def test_small_tensors_run_the_engine_s_own_operator(module, ran, monkeypatch):
-    monkeypatch.setattr(columns, "SMALLEST_TENSOR_BYTES", 192 << 20)
+    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 192 << 20)
     stock, ours = both(module, layer())
     assert ran == []
     assert same(stock, ours)

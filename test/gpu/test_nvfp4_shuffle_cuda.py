@@ -21,7 +21,7 @@ import nvfp4_layer  # noqa: E402
 from nvfp4_layer import choose_trtllm, create, differences, load  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402, probe
 
 MIB = 1 << 20
 KIMI_TP4 = (384, 7168, 512)
@@ -185,7 +185,7 @@ def moe_layer(experts, hidden, intermediate, seed=0):
 
 def test_loading_a_layer_through_the_engine(engine):
     """The engine's own step from raw to shuffled parameters: same parameters, no second copy of the layer."""
-    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
+    assert probe(nvfp4_weights.CHANGE).status is Status.APPLIED
     experts, hidden, intermediate = 64, *KIMI_TP4[1:]
     align = engine.runner.align_fp4_moe_weights_for_flashinfer_trtllm
     stock = moe_layer(experts, hidden, intermediate)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from common import everywhere
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 from whole import engine_suite
 from whole.engine_suite import File, against, broken, differing, select
 
@@ -124,13 +124,13 @@ def test_the_table_says_what_stock_itself_fails_and_what_differs():
 
 @pytest.mark.parametrize(("hidden", "width"), [(1024, 256), (511, 256), (128, 128), (7168, 256)])
 def test_columns_are_as_narrow_as_they_can_be(hidden: int, width: int):
-    narrow = everywhere.narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
-    assert columns.slice_width(1, 6, hidden, 1024, 2) == hidden
+    narrow = everywhere.narrowest(column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES)
+    assert column_slices.slice_width(1, 6, hidden, 1024, 2) == hidden
     assert narrow(1, 6, hidden, 1024, 2) == width
 
 
 def test_no_slice_cuts_a_tile_or_a_scale():
-    narrow = everywhere.narrowest(columns.slice_width, columns.ALIGNMENT, columns.OPERAND_BYTES)
+    narrow = everywhere.narrowest(column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES)
     assert narrow(1, 6, 4096, 1024, 2, tiles={"BLOCK_SIZE_N": 512}) == 512
     assert narrow(1, 6, 4096, 1024, 2, scale_columns=128, scale_bytes=4) == 512
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import columns, token_slices
-from sglang_moe_patches.changes.moe_workspace.columns import packed_slice_width, ranges, slice_width
+from sglang_moe_patches.changes.moe_workspace import column_slices, token_slices
+from sglang_moe_patches.changes.moe_workspace.column_slices import packed_slice_width, ranges, slice_width
 from sglang_moe_patches.core.engine import Unsupported
-from sglang_moe_patches.core.patch import Plan, check_environment, look
+from sglang_moe_patches.core.patch import Plan, check_environment, probe
 
 sizes = st.fixed_dictionaries(
     {
@@ -68,14 +68,14 @@ def tensor_bytes(given):
 
 @given(sizes)
 def test_small_tensors_stay_whole(given):
-    if tensor_bytes(given) < columns.SMALLEST_TENSOR_BYTES:
+    if tensor_bytes(given) < column_slices.MIN_TENSOR_BYTES:
         assert slice_width(**given) == given["hidden"]
 
 
 @given(sizes)
 def test_each_slice_saves_what_it_costs(given):
     slices = len(ranges(given["hidden"], slice_width(**given)))
-    assert slices == 1 or tensor_bytes(given) / slices**2 >= columns.WORTH_A_SLICE_BYTES
+    assert slices == 1 or tensor_bytes(given) / slices**2 >= column_slices.MIN_BYTES_SAVED_PER_SLICE
 
 
 def microseconds(given):
@@ -84,13 +84,13 @@ def microseconds(given):
     bytes_ = given["activation_itemsize"] or 2
     slices = len(ranges(given["hidden"], slice_width(**given)))
     copied = 2 * given["tokens"] * given["hidden"] * given["itemsize"] if given["copied"] else 0
-    small = bytes_ == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= columns.SMALL_TILE
-    rate = columns.SMALL_TILE_OPERATIONS_PER_US if small else columns.OPERATIONS_PER_US[bytes_]
-    once, for_each_row = columns.SLICE_US[bytes_]
+    small = bytes_ == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE
+    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[bytes_]
+    once, for_each_row = column_slices.SLICE_US[bytes_]
     moved = given["weight_bytes"] + 2 * tensor_bytes(given)
     return (
-        columns.START_US + (slices - 1) * (once + rows * for_each_row) + copied / columns.BYTES_PER_US,
-        2 * rows * given["share"] * given["hidden"] * 3 * inner / rate + moved / columns.BYTES_PER_US,
+        column_slices.START_US + (slices - 1) * (once + rows * for_each_row) + copied / column_slices.BYTES_PER_US,
+        2 * rows * given["share"] * given["hidden"] * 3 * inner / rate + moved / column_slices.BYTES_PER_US,
         slices,
     )
 
@@ -123,7 +123,7 @@ def held(given, width):
 @given(asked)
 def test_what_is_asked_for_is_kept_with_the_fewest_slices_that_keep_it(given):
     width, scale = slice_width(**given), 16 // math.gcd(16, given["scale_bytes"]) * given["scale_columns"]
-    step = math.lcm(columns.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"], scale)
+    step = math.lcm(column_slices.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"], scale)
     around, during = held(given, width)
     most = max(around, given["most_bytes"])
     assert during <= most or width == min(step, given["hidden"])
@@ -218,8 +218,8 @@ def test_marlin_has_a_launch_for_each_slice(given):
     width = packed_slice_width(**given)
     found = ranges(given["hidden"], width)
     assert found[-1][1] == given["hidden"]
-    assert all((stop - start) % columns.MARLIN_TILE == 0 for start, stop in found)
-    assert len(found) == 1 or width % columns.MARLIN_ALIGNMENT == 0
+    assert all((stop - start) % column_slices.MARLIN_TILE == 0 for start, stop in found)
+    assert len(found) == 1 or width % column_slices.MARLIN_ALIGNMENT == 0
 
 
 @given(packed)
@@ -227,20 +227,22 @@ def test_marlins_slices_cost_two_per_cent_at_the_most_copies_included(given):
     slices = len(ranges(given["hidden"], packed_slice_width(**given)))
     rows, hidden, inner = given["tokens"] * given["top_k"], given["hidden"], given["intermediate"]
     tensor = 2 * rows * hidden
-    once, for_each_row = columns.MARLIN_SLICE_US
-    cost = columns.MARLIN_START_US + 2 * hidden * given["column_bytes"] / columns.MARLIN_COPIED_BYTES_PER_US
+    once, for_each_row = column_slices.MARLIN_SLICE_US
+    cost = column_slices.MARLIN_START_US + 2 * hidden * given["column_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
     cost += (slices - 1) * (once + rows * for_each_row)
-    layer = 2 * rows * given["share"] * hidden * (inner + given["gate_columns"]) / columns.MARLIN_OPERATIONS_PER_US
-    layer += (given["weight_bytes"] + 2 * tensor) / columns.BYTES_PER_US
+    layer = (
+        2 * rows * given["share"] * hidden * (inner + given["gate_columns"]) / column_slices.MARLIN_OPERATIONS_PER_US
+    )
+    layer += (given["weight_bytes"] + 2 * tensor) / column_slices.BYTES_PER_US
     assert slices == 1 or cost <= 0.02 * layer
-    assert slices == 1 or tensor >= columns.SMALLEST_TENSOR_BYTES
-    assert slices == 1 or tensor / slices**2 >= columns.WORTH_A_SLICE_BYTES
+    assert slices == 1 or tensor >= column_slices.MIN_TENSOR_BYTES
+    assert slices == 1 or tensor / slices**2 >= column_slices.MIN_BYTES_SAVED_PER_SLICE
     assert slices == 1 or given["gate_columns"] < hidden
 
 
 @given(asked_packed)
 def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(given):
-    width, step = packed_slice_width(**given), columns.MARLIN_ALIGNMENT
+    width, step = packed_slice_width(**given), column_slices.MARLIN_ALIGNMENT
     around, during = marlin_held(given, width)
     most = max(around, given["most_bytes"])
     if given["gate_columns"] >= given["hidden"]:
@@ -258,7 +260,7 @@ def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(giv
 @given(asked_packed)
 def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(given):
     given["intermediate"] = min(given["intermediate"], given["gate_columns"])
-    if tensor_bytes(given) < columns.smallest_packed_tensor(given["most_bytes"]):
+    if tensor_bytes(given) < column_slices.smallest_packed_tensor(given["most_bytes"]):
         assert packed_slice_width(**given) == given["hidden"]
 
 
@@ -295,7 +297,7 @@ def test_the_peaks_of_models_in_int4(experts, hidden, intermediate, group, asked
     ],
 )
 def test_servers_that_never_reach_it(device, runner, reason):
-    assert moe_workspace.CHANGE.unneeded(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
+    assert moe_workspace.CHANGE.skip_reason(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
 
 
 # --- Token slices ----------------------------------------------------------------------------------------------------
@@ -401,9 +403,9 @@ def test_a_bad_number_ends_the_start_up_by_name(name, of, value):
 
 def test_token_slices_are_for_every_server(monkeypatch):
     server_args = SimpleNamespace(device="cpu", moe_runner_backend="triton")
-    assert moe_workspace.CHANGE.unneeded(server_args)
+    assert moe_workspace.CHANGE.skip_reason(server_args)
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
-    assert moe_workspace.CHANGE.unneeded(server_args) is None
+    assert moe_workspace.CHANGE.skip_reason(server_args) is None
 
 
 def somebody_elses_gemm():
@@ -422,10 +424,10 @@ def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch, plan, re
     from sglang_moe_patches.changes.moe_workspace import token_slices, triton
 
     monkeypatch.setattr(triton, "plan", plan)
-    assert look(moe_workspace.CHANGE).install is None
+    assert probe(moe_workspace.CHANGE).install is None
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
     monkeypatch.setattr(token_slices, "plan", lambda most: Plan.applied(lambda patcher: None))
-    found = look(moe_workspace.CHANGE)
+    found = probe(moe_workspace.CHANGE)
     assert found.install is not None
     assert found.reason == f"token slices alone: {reason}"
 
@@ -441,16 +443,16 @@ def test_columns_in_one_runner_do_without_the_other(monkeypatch):
     }
     monkeypatch.setattr(triton, "plan", somebody_elses_gemm)
     monkeypatch.setattr(marlin, "plan", lambda: plans[marlin])
-    found = look(moe_workspace.CHANGE)
+    found = probe(moe_workspace.CHANGE)
     assert found.reason == (
         "no columns in the Triton runner: invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
     )
     found.install(None)
     assert installed == [marlin]
     monkeypatch.setattr(triton, "plan", lambda: plans[triton])
-    assert look(moe_workspace.CHANGE).reason == ""
+    assert probe(moe_workspace.CHANGE).reason == ""
     monkeypatch.setattr(marlin, "plan", somebody_elses_gemm)
-    found = look(moe_workspace.CHANGE)
+    found = probe(moe_workspace.CHANGE)
     assert found.reason.startswith("no columns in Marlin: ")
     found.install(None)
     assert installed == [marlin, triton]

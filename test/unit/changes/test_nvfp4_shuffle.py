@@ -20,7 +20,7 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 from nvfp4_layer import RESULTS, Layer, choose_trtllm, create, differences, load, nvfp4_method, random_layer  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
 
@@ -283,7 +283,7 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 _INTERPRETED = """
 import torch
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]
@@ -401,7 +401,7 @@ def test_copying_the_result_back_is_free(source, survives):
 
 
 def test_supported_on_the_installed_engine(engine):
-    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
+    assert probe(nvfp4_weights.CHANGE).status is Status.APPLIED
 
 
 @pytest.mark.parametrize(
@@ -420,14 +420,14 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
         pytest.skip("nothing of it is used on this engine release")
     theirs = types.FunctionType(value.__code__, {"__name__": "sglang.of_another_release"}, attribute)
     monkeypatch.setattr(getattr(engine, owner), attribute, theirs, raising=False)
-    plan = look(nvfp4_weights.CHANGE)
+    plan = probe(nvfp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert words in plan.reason
 
 
 def test_another_plugins_shuffle_is_left_alone(engine, monkeypatch):
     monkeypatch.setattr(engine.utils, "prepare_static_weights_for_trtllm_fp4_moe", lambda *args: None)
-    plan = look(nvfp4_weights.CHANGE)
+    plan = probe(nvfp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert "wrapped or replaced by" in plan.reason
 

@@ -272,7 +272,7 @@ def test_the_layers_of_a_stage_are_its_own():
     ("inplace", "runner", "least"),
     [
         (True, None, 0),
-        (True, "triton", offer.SMALLEST_SCRATCH_BYTES),
+        (True, "triton", offer.MIN_SCRATCH_BYTES),
         (False, "triton", 0),
         (True, "marlin", 0),
     ],
@@ -632,7 +632,7 @@ def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
         {"between": "kept = lambda: hidden_states"},
         {"between": "kept = lambda x=hidden_states: x"},
         {"between": "def kept(x=hidden_states): return x"},
-        {"between": "class Kept: x = hidden_states"},
+        {"between": "class Supervised: x = hidden_states"},
         {"between": "kept = (hidden_states for i in kwargs)"},
         {"between": "kept = locals()"},
         {"before": "global hidden_states; hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"},

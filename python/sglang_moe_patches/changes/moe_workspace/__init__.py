@@ -39,14 +39,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, look
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, said
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, one_line_error
 
 
-def _unneeded(server_args: Any) -> str | None:
+def _skip_reason(server_args: Any) -> str | None:
     """Whatever ``--moe-runner-backend`` says: where it has nothing for a layer's experts, the engine takes Triton."""
     if MAX_MOE_TOKENS.read() is not None:
         return None
@@ -87,7 +87,7 @@ def _look(plan: Callable[[], Plan]) -> Plan:
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"probing it failed: {said(error)}")
+        return Plan.unsupported(f"probing it failed: {one_line_error(error)}")
 
 
 def _dead_input() -> tuple[Install | None, str]:
@@ -101,8 +101,8 @@ def _dead_input() -> tuple[Install | None, str]:
 
 def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Which runner it was is not known: each is told its own threshold, where they have two."""
-    largest, most = tokens * top_k * hidden * itemsize, columns.most_bytes()
-    least = {"Triton": columns.smallest_tensor(most), "Marlin": columns.smallest_packed_tensor(most)}
+    largest, most = tokens * top_k * hidden * itemsize, column_slices.most_bytes()
+    least = {"Triton": column_slices.smallest_tensor(most), "Marlin": column_slices.smallest_packed_tensor(most)}
     whole = [runner for runner, size in least.items() if largest < size]
     if not whole:
         return ""
@@ -117,11 +117,11 @@ def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
 COLUMNS = Count(
     "columns",
     "ran in columns",
-    columns.__name__,
+    column_slices.__name__,
     "ranges",
     lambda ranges, *args: len(ranges) if len(ranges) > 1 else 0,
     unit="slices",
-    idle=_too_small,
+    skip_reason=_too_small,
 )
 TOKEN_SLICES = Count(
     "token slices",
@@ -136,7 +136,7 @@ CHANGE = Change(
     summary="Triton and Marlin sum over the top-k in columns, in as little as a sixth of their memory; "
     "other runners are left alone",
     plan=_plan,
-    unneeded=_unneeded,
-    variables=(MAX_MOE_TOKENS, columns.MOE_WORKSPACE_MB),
+    skip_reason=_skip_reason,
+    variables=(MAX_MOE_TOKENS, column_slices.MOE_WORKSPACE_MB),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches.changes.moe_workspace import columns, streams, triton
+from sglang_moe_patches.changes.moe_workspace import column_slices, streams, triton
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
@@ -182,9 +182,9 @@ def column_ranges(given: dict[str, Any], most_bytes: int | None) -> list[tuple[i
     if (reason := _whole_because(given, hidden, w2, scale)) is not None:
         message = "moe-workspace: Marlin's [tokens, top-k, hidden] tensor stays whole, because %s"
         log.once(logging.INFO, f"marlin {reason}", message, reason)
-        return columns.ranges(hidden, hidden)
+        return column_slices.ranges(hidden, hidden)
     buffer, second_bytes = channel.offered(), w2.nbytes + scale.nbytes
-    width = columns.packed_slice_width(
+    width = column_slices.packed_slice_width(
         tokens,
         given["topk_ids"].shape[1],
         hidden,
@@ -198,7 +198,7 @@ def column_ranges(given: dict[str, Any], most_bytes: int | None) -> list[tuple[i
         and channel.fits(buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device),
         most_bytes=most_bytes,
     )
-    return columns.ranges(hidden, width)
+    return column_slices.ranges(hidden, width)
 
 
 def _whole_because(given: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
@@ -212,7 +212,7 @@ def _whole_because(given: dict[str, Any], hidden: int, w2: Any, scale: Any) -> s
         return "activations are reordered (act-order)"
     if _some(given["w2_zeros"]):
         return "zero points are packed"
-    if hidden % columns.MARLIN_TILE:
+    if hidden % column_slices.MARLIN_TILE:
         return f"Marlin's tiles do not divide {hidden} columns"
     if w2.shape[2] != hidden * (given["num_bits"] // 2):
         return f"the weights are {tuple(w2.shape)}"
@@ -317,8 +317,8 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     names, defaults = engine.parameters(function), function.__defaults__ or ()
     by_default = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
-    most_bytes = columns.most_bytes()
-    smallest, place = columns.smallest_packed_tensor(most_bytes), _PARAMETERS.index("topk_ids")
+    most_bytes = column_slices.most_bytes()
+    smallest, place = column_slices.smallest_packed_tensor(most_bytes), _PARAMETERS.index("topk_ids")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         # Arguments that it named would be put together anew at every call.

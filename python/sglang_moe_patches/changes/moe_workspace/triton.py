@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sglang_moe_patches.changes.moe_workspace import columns, promise, streams
-from sglang_moe_patches.changes.moe_workspace.promise import Call, Promise, Quantized
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams
+from sglang_moe_patches.changes.moe_workspace.deferred_tensor import Call, Promise, Quantized
 from sglang_moe_patches.core import engine, runners, triton_sequence
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
@@ -55,7 +55,7 @@ class _Torch(takers.OutputTorch):
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         if len(size) == 3:
             return Promise(size, device, dtype)
-        call = promise.current_call.get()
+        call = deferred_tensor.current_call.get()
         if call.inplace and size[1] == call.gate_columns // 2:
             memory = channel.take_memory(size, dtype, device)
             if memory is not None:
@@ -100,7 +100,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     def sum_(experts_output: Any, output: Any, scale: float) -> None:
         whole_sum = getattr(module, SUM)
         if isinstance(experts_output, Promise):
-            promise.gemm_and_sum(
+            deferred_tensor.gemm_and_sum(
                 experts_output,
                 output,
                 scale,
@@ -120,7 +120,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
         by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
-    most_bytes = columns.most_bytes()
+    most_bytes = column_slices.most_bytes()
     places = engine.parameters(original)
     config, down_config = places.index("config"), places.index("down_config")
 
@@ -133,12 +133,12 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
             tokens, top_k = given[4].shape
             moved = 2 * top_k * hidden_states.nbytes
-            slices = columns.affordable(
+            slices = column_slices.affordable(
                 tokens * top_k,
                 w2.shape[1],
                 w1.shape[1] + w2.shape[2],
                 given[down_config] or given[config],
-                activation_itemsize=1 if promise.quantizes(kwargs) else 2,
+                activation_itemsize=1 if deferred_tensor.quantizes(kwargs) else 2,
                 weight_bytes=weight_bytes,
                 moved_bytes=moved,
                 share=part,
@@ -148,16 +148,16 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
                 return original(*args, **kwargs)
         channel.withhold_if_shared(hidden_states)
         call = Call(w1.shape[1], weight_bytes, share=part, inplace=inplace, copied=copied, most_bytes=most_bytes)
-        token = promise.current_call.set(call)
+        token = deferred_tensor.current_call.set(call)
         try:
             output = by_columns(*args, **kwargs)
         finally:
-            promise.current_call.reset(token)
+            deferred_tensor.current_call.reset(token)
         return output.made if isinstance(output, Promise) else output
 
     def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
         tokens, top_k = topk_ids.shape
-        if top_k * hidden_states.nbytes < columns.smallest_tensor(most_bytes):
+        if top_k * hidden_states.nbytes < column_slices.smallest_tensor(most_bytes):
             return None
         return with_columns if acts(tokens, top_k, how.get("hooks"), how.get("defer_sum")) else None
 
@@ -205,9 +205,10 @@ def plan() -> Plan:
     gemm = engine.own(module, INVOKE)
     kernels = engine.module(gemm.__module__)
     require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
-    engine.require_parameters(gemm, promise.GEMM_PARAMETERS)
+    engine.require_parameters(gemm, deferred_tensor.GEMM_PARAMETERS)
     require(
-        engine.parameters(gemm)[promise.CONFIG] == "config", f"parameter {promise.CONFIG} of {INVOKE} is not its config"
+        engine.parameters(gemm)[deferred_tensor.CONFIG] == "config",
+        f"parameter {deferred_tensor.CONFIG} of {INVOKE} is not its config",
     )
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sglang_moe_patches.changes.moe_workspace import columns, triton
+from sglang_moe_patches.changes.moe_workspace import column_slices, triton
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 
@@ -259,7 +259,7 @@ def columns_width(
     if not triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False):
         return rank.hidden
     in_blocks = quantization == BLOCKS
-    return columns.slice_width(
+    return column_slices.slice_width(
         tokens,
         rank.top_k,
         rank.hidden,
@@ -271,8 +271,8 @@ def columns_width(
         share=share,
         tiles=tiles,
         scale_columns=FP8_GROUP if in_blocks else 1,
-        scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else columns.OPERAND_BYTES,
-        most_bytes=columns.most_bytes(),
+        scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_BYTES,
+        most_bytes=column_slices.most_bytes(),
     )
 
 
@@ -300,9 +300,9 @@ def marlin_width(
     rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
 ) -> int:
     """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
-    if rank.hidden % columns.MARLIN_TILE:
+    if rank.hidden % column_slices.MARLIN_TILE:
         return rank.hidden
-    return columns.packed_slice_width(
+    return column_slices.packed_slice_width(
         tokens,
         rank.top_k,
         rank.hidden,
@@ -313,7 +313,7 @@ def marlin_width(
         weight_bytes=3 * rank.hidden * _column_bytes(rank),
         share=share,
         output_elsewhere=output_elsewhere,
-        most_bytes=columns.most_bytes(),
+        most_bytes=column_slices.most_bytes(),
         most_time=most_time,
     )
 

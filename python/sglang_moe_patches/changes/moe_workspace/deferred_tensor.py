@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import log
 
 #: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
@@ -145,7 +145,7 @@ def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
             log.once(logging.INFO, f"columns {reason}", message, reason)
             return [(0, hidden)]
     call = current_call.get()
-    width = columns.slice_width(
+    width = column_slices.slice_width(
         tokens,
         top_k,
         hidden,
@@ -161,7 +161,7 @@ def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
         most_bytes=call.most_bytes,
         **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
     )
-    return columns.ranges(hidden, width)
+    return column_slices.ranges(hidden, width)
 
 
 def gemm_and_sum(

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import Change
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
-from sglang_moe_patches.lab.predict.asking import GPUS, CannotAsk, ask
 from sglang_moe_patches.lab.predict.config import Read
+from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY

@@ -15,15 +15,15 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
 )
 
 #: A [tokens, top-k, hidden] tensor smaller than this stays whole.
-SMALLEST_TENSOR_BYTES = 192 << 20
+MIN_TENSOR_BYTES = 192 << 20
 #: What one more slice must save, whatever it costs.
-WORTH_A_SLICE_BYTES = 36 << 20
+MIN_BYTES_SAVED_PER_SLICE = 36 << 20
 #: Slices start at multiples of this many columns.
 ALIGNMENT = 256
 #: Triton compiles a kernel for operands that start at multiples of this, and another one for operands that do not.
 OPERAND_BYTES = 16
 #: What the slices may cost, of the layer's time.
-MOST_OF_THE_TIME = 0.02
+MAX_SLOWDOWN_FRACTION = 0.02
 #: Microseconds that slices cost on an H200, by the bytes of an activation: all of them for being there, each but the
 #: first for its start, its last wave and the activations that it reads again, and that for each row.
 START_US = 10.0
@@ -70,8 +70,8 @@ def slice_width(
       input (2 x ``intermediate`` columns, or 2.5 where it is quantized to one byte) save nothing more if narrower.
       Where the activation's output lies in memory that is there anyway, it is 2 x ``intermediate`` columns, or 1.5.
     - ``n`` slices hold 1/n of the tensor, and one more saves 1/n - 1/(n + 1), or about 1/n^2, of it. So the number at
-      which one more is still worth it is the square root of the tensor's bytes over :data:`WORTH_A_SLICE_BYTES`.
-    - They cost no more than :data:`MOST_OF_THE_TIME` of what the layer takes (:func:`affordable`).
+      which one more is still worth it is the square root of the tensor's bytes over :data:`MIN_BYTES_SAVED_PER_SLICE`.
+    - They cost no more than :data:`MAX_SLOWDOWN_FRACTION` of what the layer takes (:func:`affordable`).
 
     With ``most_bytes`` it is the fewest slices with which the runner's memory is no more than that, or than what it
     holds around the activation.
@@ -112,9 +112,9 @@ def slice_width(
         most = max(most_bytes, around)
         beside += beside // 32 if quantized else 0  # their scales: four bytes for each group of 128, at the most
         return hidden if whole <= most else _widest((most - beside - output_bytes) // (rows * itemsize), hidden, step)
-    if tensor_bytes < SMALLEST_TENSOR_BYTES:
+    if tensor_bytes < MIN_TENSOR_BYTES:
         return hidden
-    slices = min(-(-tensor_bytes // (around - beside)), isqrt(tensor_bytes // WORTH_A_SLICE_BYTES))
+    slices = min(-(-tensor_bytes // (around - beside)), isqrt(tensor_bytes // MIN_BYTES_SAVED_PER_SLICE))
     if tiles is not None:
         slices = min(
             slices,
@@ -157,7 +157,7 @@ def packed_slice_width(
     :param column_bytes: of the second GEMM's weights and scales in a column, all experts together.
     :param weight_bytes: of both GEMMs' weights and scales.
     :param output_elsewhere: the output lies in memory that is there anyway.
-    :param most_time: that slices may cost, of the layer's; ``None``: :data:`MOST_OF_THE_TIME`.
+    :param most_time: that slices may cost, of the layer's; ``None``: :data:`MAX_SLOWDOWN_FRACTION`.
     """
     rows, output_bytes = tokens * top_k, tokens * hidden * itemsize
     tensor_bytes = rows * hidden * itemsize
@@ -171,16 +171,16 @@ def packed_slice_width(
         if beside + tensor_bytes <= most:
             return hidden
         return _widest((most - beside) // column, hidden, MARLIN_ALIGNMENT)
-    if tensor_bytes < SMALLEST_TENSOR_BYTES:
+    if tensor_bytes < MIN_TENSOR_BYTES:
         return hidden
     layer = 2 * rows * share * hidden * (intermediate + gate_columns) / MARLIN_OPERATIONS_PER_US
     layer += (weight_bytes + 2 * tensor_bytes) / BYTES_PER_US
     once, for_each_row = MARLIN_SLICE_US
     copies = 2 * hidden * column_bytes / MARLIN_COPIED_BYTES_PER_US
-    left = (MOST_OF_THE_TIME if most_time is None else most_time) * layer - MARLIN_START_US - copies
+    left = (MAX_SLOWDOWN_FRACTION if most_time is None else most_time) * layer - MARLIN_START_US - copies
     slices = min(
         -(-hidden // max(1, (around - beside) // column)),
-        isqrt(tensor_bytes // WORTH_A_SLICE_BYTES),
+        isqrt(tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
         _within(left, once + rows * for_each_row, rows),
     )
     return _even(hidden, slices, MARLIN_ALIGNMENT)
@@ -233,7 +233,7 @@ def affordable(
     share: float = 1.0,
     copied_bytes: int = 0,
 ) -> int:
-    """How many slices cost no more than :data:`MOST_OF_THE_TIME` of what the layer takes; one at least.
+    """How many slices cost no more than :data:`MAX_SLOWDOWN_FRACTION` of what the layer takes; one at least.
 
     The constants are fitted to benchmark/results/moe-workspace. FP8 tiles of 128 rows that go through the columns
     before the rows (``GROUP_SIZE_M`` of 1) were slower by 3 to 7 % in two slices already.
@@ -243,7 +243,7 @@ def affordable(
     :param copied_bytes: of the output, read and written once more.
     """
     if activation_itemsize == 1 and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128:
-        return 1 if MOST_OF_THE_TIME < 1 else rows
+        return 1 if MAX_SLOWDOWN_FRACTION < 1 else rows
     return _affordable(
         rows,
         hidden,
@@ -253,7 +253,7 @@ def affordable(
         share,
         copied_bytes,
         activation_itemsize == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= SMALL_TILE,
-        MOST_OF_THE_TIME,
+        MAX_SLOWDOWN_FRACTION,
     )
 
 
@@ -269,7 +269,7 @@ def smallest_tensor(most: int | None) -> int:
     :param most: what the runner may hold, or ``None``. More than it, beside its activations, are at least two thirds:
         where these are wider than half the output, the runner's peak is around the activation, cut or not.
     """
-    return SMALLEST_TENSOR_BYTES if most is None else 2 * most // 3
+    return MIN_TENSOR_BYTES if most is None else 2 * most // 3
 
 
 def smallest_packed_tensor(most: int | None) -> int:
@@ -277,7 +277,7 @@ def smallest_packed_tensor(most: int | None) -> int:
 
     The activation's output is narrower than the layer where anything is cut, and the final output has a row a token.
     """
-    return SMALLEST_TENSOR_BYTES if most is None else most // 3
+    return MIN_TENSOR_BYTES if most is None else most // 3
 
 
 def ranges(columns: int, width: int) -> list[tuple[int, int]]:
