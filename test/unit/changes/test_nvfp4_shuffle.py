@@ -283,7 +283,6 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 _INTERPRETED = """
 import torch
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]

@@ -632,7 +632,7 @@ def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
         {"between": "kept = lambda: hidden_states"},
         {"between": "kept = lambda x=hidden_states: x"},
         {"between": "def kept(x=hidden_states): return x"},
-        {"between": "class Supervised: x = hidden_states"},
+        {"between": "class Kept: x = hidden_states"},
         {"between": "kept = (hidden_states for i in kwargs)"},
         {"between": "kept = locals()"},
         {"before": "global hidden_states; hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"},

@@ -161,7 +161,7 @@ def run(
             if answers or isinstance(error, Exception):
                 kept = keep({**answers, **logs_in(logs)}, output)
                 for name in answers:
-                    console.print(f"Supervised: {kept / name}", highlight=False, soft_wrap=True)
+                    console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
             raise
         keep(logs_in(logs), output)
     return comparison

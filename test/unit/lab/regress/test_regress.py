@@ -344,7 +344,7 @@ def test_what_was_answered_is_kept_when_the_report_fails(given, monkeypatch, cap
     assert "No space left on device" in error
     assert "Patched is no worse than stock by more than 3 points." in shown
     for name in ("stock", "patched"):
-        assert f"Supervised: {given.output / name}.json" in shown
+        assert f"Kept: {given.output / name}.json" in shown
         assert len(json.loads((given.output / f"{name}.json").read_text())["answers"]) == QUESTIONS
 
 
@@ -356,7 +356,7 @@ def test_what_was_answered_is_kept_elsewhere_when_the_folder_is_gone(given, monk
     monkeypatch.setattr(report, "write", gone)
     assert given.here(monkeypatch) == 2
     (kept,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("stock.json")]
-    assert len(json.loads(Path(kept.removeprefix("Supervised: ")).read_text())["answers"]) == QUESTIONS
+    assert len(json.loads(Path(kept.removeprefix("Kept: ")).read_text())["answers"]) == QUESTIONS
 
 
 # --- GPU memory -------------------------------------------------------------------------------------------------------
