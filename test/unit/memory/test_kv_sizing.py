@@ -1426,7 +1426,7 @@ def test_the_last_moment_before_an_out_of_memory_is_seen():
 
 def test_a_lock_held_elsewhere_is_not_waited_for_while_serving(tmp_path):
     path = tmp_path / "kv.json"
-    with record._locked(path, 0), pytest.raises(record.Unwritable, match="another process is writing it"):
+    with record._locked(path, 0), pytest.raises(record.Busy, match="by another process"):
         record.update(path, KEY, record.with_out_of_memory, wait_s=0)
 
 

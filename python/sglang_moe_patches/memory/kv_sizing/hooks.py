@@ -518,7 +518,10 @@ class Serving:
             served = record.with_serving(old, self.state.rank_reserve, lowest)
             return record.with_out_of_memory(served) if ran_out else served
 
-        became = self._add(add_serving)
+        try:
+            became = self._add(add_serving)
+        except record.Busy:
+            return False  # it is tried again
         # A rank that monitors already may be here before the leader has written what was rehearsed.
         return became is not None and became.lowest_free_serving is not None
 

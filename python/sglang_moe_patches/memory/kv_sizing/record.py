@@ -88,6 +88,10 @@ class Unwritable(OSError):
     """The file cannot be written. The message says why."""
 
 
+class Busy(Unwritable):
+    """Another process is writing the file."""
+
+
 # --- The fingerprint -------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +167,8 @@ def update(path: Path, key: str, by: Callable[[Record], Record | None], *, wait_
     :param by: what becomes of it; ``None``: it goes.
     :param wait_s: how long another process that writes is waited for.
     :returns: what ``by`` did.
-    :raises Unwritable: the file cannot be written, or another process holds it.
+    :raises Busy: another process still writes after ``wait_s``.
+    :raises Unwritable: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,6 +185,8 @@ def update(path: Path, key: str, by: Callable[[Record], Record | None], *, wait_
             if became != before:
                 _write(path, records)
             return became
+    except BlockingIOError as error:
+        raise Busy(f"{path} is being written by another process") from error
     except OSError as error:
         raise Unwritable(f"{path} cannot be written ({_short(error)})") from error
 
@@ -195,7 +202,7 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise BlockingIOError(None, "another process is writing it") from None
+                    raise
                 time.sleep(LOCK_RETRY_S)
         yield
 
@@ -346,6 +353,8 @@ def describe(key: str, record: Record) -> list[str]:
         lines.append(f"  while serving: {record.lowest_free_serving / 1e6:,.0f} MB free at the worst moment seen")
     if record.ooms:
         lines.append(f"  out of memory while serving: {record.ooms}")
+    if record.unserved:
+        lines.append(f"  sized starts that have not served: {len(record.unserved)}")
     arguments = made.get("arguments", {})
     lines.append(f"  arguments: {json.dumps(arguments, sort_keys=True)}")
     changes = made.get("changes", {})

@@ -15,6 +15,7 @@ pipeline take their turns one after another: what is put comes to the next stage
 from __future__ import annotations
 
 import random
+import sys
 import time
 from array import array
 from collections import deque
@@ -104,9 +105,9 @@ def timeout_s() -> float:
 
 def mute_metrics(patcher: Patcher) -> None:
     """Have no metric of this process counted, whoever counts it."""
-    try:
-        import prometheus_client
-    except ImportError:
+    # Not imported here: where it puts metrics is decided by a variable that the engine sets before it imports it.
+    prometheus_client = sys.modules.get("prometheus_client")
+    if prometheus_client is None:
         return
     for name, methods in METRICS.items():
         kind = getattr(prometheus_client, name)

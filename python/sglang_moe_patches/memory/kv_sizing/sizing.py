@@ -167,7 +167,8 @@ def advise(launch: LaunchMemory, record: Record) -> tuple[str, bool]:
     safe = math.floor((1 - wanted / launch.before) / FRACTION_STEP) * FRACTION_STEP
     if wanted > launch.reserve:
         short = f"{(wanted - launch.reserve) / 1e6:,.0f} MB less than the largest forward and a margin of"
-        return f"it leaves {short} {_margin(record) / 1e6:,.0f} MB need; {safe:.4f} would be safe", True
+        advice = f"; {safe:.4f} would be safe" if safe > 0 else ""
+        return f"it leaves {short} {_margin(record) / 1e6:,.0f} MB need{advice}", True
     unused = launch.reserve - wanted
     tokens = int(unused * record.tokens / record.kv_bytes) if record.kv_bytes > 0 else 0
     return f"{unused / 1e6:,.0f} MB of it were never needed: {safe:.4f} would give {tokens:,} more tokens", False
