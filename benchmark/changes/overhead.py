@@ -223,7 +223,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     import torch
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.core.dead_input.look import known, make_offering
+    from sglang_moe_patches.core.dead_input.probe import make_offering, probe_layer
     from sglang_moe_patches.core.patch import SELECT_VARIABLE, probe
     from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 
@@ -264,7 +264,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         return skeleton.run(server)
 
     # A server's layers are made to offer when their model is built; the model here is built once.
-    offering = make_offering(known(DeepseekV2DecoderLayer))
+    offering = make_offering(probe_layer(DeepseekV2DecoderLayer))
     around.replace(DeepseekV2DecoderLayer, "forward", forward)
     around.replace(DeepseekV2AttentionMLA, "forward", lambda self: None)
     hidden_states = torch.empty_like(skeleton.hidden_states)

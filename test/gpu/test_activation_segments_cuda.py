@@ -43,7 +43,7 @@ class Coordinator:
     def graph_capture(self):
         yield torch.empty(33 * MB, dtype=torch.uint8, device="cuda")
 
-assert eligibility.lacks(switch.allocator()) is None, switch.allocator()
+assert eligibility.allocator_skip_reason(switch.allocator()) is None, switch.allocator()
 turn, patcher = switch.Switch(switch.setter()), Patcher()
 
 def start(guarded=True):

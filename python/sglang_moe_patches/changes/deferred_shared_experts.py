@@ -33,7 +33,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.dead_input import counts, look, takers
+from sglang_moe_patches.core.dead_input import counts, probe, takers
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status, best_effort
 
@@ -161,7 +161,7 @@ def _plan() -> Plan:
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
-    offers, into_buffer = look.offers(), takers.triton()
+    offers, into_buffer = probe.offers(), takers.triton()
     engine.require(DEEPSEEK in offers.families, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:

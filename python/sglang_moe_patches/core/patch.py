@@ -324,11 +324,11 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
-        unneeded = None if server_args is None else change.skip_reason(engine.resolved(server_args))
+        skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
     except Exception as error:
         return Plan.unsupported(f"what this server needs is not known here: {one_line_error(error)}")
-    if unneeded:
-        return Plan.not_needed(unneeded)
+    if skip_reason:
+        return Plan.not_needed(skip_reason)
     plan = probe(change)
     if plan.install is None:
         return plan

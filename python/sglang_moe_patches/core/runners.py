@@ -23,18 +23,18 @@ for all of them."""
 
 
 def skip_reason_without(*runners: str) -> Callable[[Any], str | None]:
-    """``unneeded`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+    """The skip reason of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
 
     ``auto`` may still become one of them.
     """
 
-    def unneeded(server_args: Any) -> str | None:
+    def skip_reason(server_args: Any) -> str | None:
         backends = [str(server_args.moe_runner_backend)]
         if getattr(server_args, "speculative_algorithm", None):
             backends.append(str(getattr(server_args, "speculative_moe_runner_backend", None) or backends[0]))
         return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
 
-    return unneeded
+    return skip_reason
 
 
 def runner_of(experts: Any) -> str | None:

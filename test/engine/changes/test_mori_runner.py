@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mori_kernels as reference
 import pytest
 import torch
 from conftest import installed
@@ -22,7 +23,6 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import Status, probe
-from sglang_moe_patches.lab.reference import mori as reference
 from share import cases
 
 pytestmark = pytest.mark.every_release

@@ -22,7 +22,7 @@ from conftest import installed, without_buffer
 from harness import load_unquantized
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.dead_input import channel, families, look, offer
+from sglang_moe_patches.core.dead_input import channel, families, offer, probe
 from sglang_moe_patches.lab.reference.environment import _norm_in_place
 
 pytestmark = [pytest.mark.every_release, pytest.mark.product]
@@ -161,12 +161,12 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     assert stock[1].isfinite().all()
     assert stock[1].unique().numel() > 100
     assert not any(TAKEN)
-    stacks = list(look.probe_stacks(run.load(name)))
+    stacks = list(probe.probe_stacks(run.load(name)))
     assert len(stacks) == 1, [type(module).__name__ for module in run.load(name).modules()]
     ((stack, dead),) = stacks
     family = type(stack).__module__.rpartition(".")[2]
-    assert dead.why_not == [by_source[family]] if by_source[family] else dead.why_not == []
-    assert (len(dead.layers) == len(stack.layers) - 1) == (not dead.why_not)
+    assert dead.skip_reasons == [by_source[family]] if by_source[family] else dead.skip_reasons == []
+    assert (len(dead.layers) == len(stack.layers) - 1) == (not dead.skip_reasons)
     assert name not in MUST_OFFER or dead.layers
 
     monkeypatch.setattr(log, "_said", set())
@@ -177,8 +177,8 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     offering = [layer for layer, _, _ in dead.layers]
     of_one_forward = [layer in offering for layer in stack.layers if has_experts(layer)]
     assert of_one_forward * (STEPS + 1) == TAKEN
-    assert all(reason in caplog.text for reason in dead.why_not)
-    if dead.why_not or not has_experts(stack.layers[0]):
+    assert all(reason in caplog.text for reason in dead.skip_reasons)
+    if dead.skip_reasons or not has_experts(stack.layers[0]):
         return
 
     # The guard removed: the first layer offers its input, which becomes the residual.

@@ -20,7 +20,7 @@ from sglang_moe_patches import plugin
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import patch, runners
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.dead_input import look as look_at
+from sglang_moe_patches.core.dead_input import probe as look_at
 from sglang_moe_patches.core.patch import Patcher, Status
 from sglang_moe_patches.core.variables import STRICT
 from sglang_moe_patches.registry import CHANGES
@@ -197,15 +197,15 @@ def plans(*names: str) -> dict[str, patch.Plan]:
 
 def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
     layer = layer_of("qwen3_moe")
-    assert look_at.known(layer).family == "qwen3_moe"
+    assert look_at.probe_layer(layer).family == "qwen3_moe"
     with another_plugin(replaces, (layer, "forward")):
         for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
             assert plan.install is not None, name
         with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
-            look_at.known(layer)
+            look_at.probe_layer(layer)
     somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
     with pytest.raises(engine_code.Unsupported, match=r"Layer is another_plugin\.Layer"):
-        look_at.known(somebody_elses)
+        look_at.probe_layer(somebody_elses)
 
 
 @pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)

@@ -9,6 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import mori_kernels as reference
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +29,6 @@ from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import check_environment
-from sglang_moe_patches.lab.reference import mori as reference
 from share import cases
 
 HIDDEN, CASES = 3, cases(5_000)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.core import engine, log, runners
-from sglang_moe_patches.core.dead_input import channel, look, offer, proofs, takers
+from sglang_moe_patches.core.dead_input import channel, offer, probe, proofs, takers
 from sglang_moe_patches.core.dead_input.channel import fits, moe_output_buffer_ctx, shares_storage
 from sglang_moe_patches.core.dead_input.offer import may_offer
 from sglang_moe_patches.core.patch import Patcher, with_globals
@@ -414,14 +414,14 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     for name in ("its_own", "a_models"):
         setattr(modules[name], channel.ENGINE_OFFER, moe_output_buffer_ctx)
         setattr(modules[name], runners.IN_POOL, lambda tensor: False)
-        setattr(modules[name], look.INITIALIZE, lambda config: None)
+        setattr(modules[name], probe.INITIALIZE, lambda config: None)
     setattr(modules["another_functions"], channel.ENGINE_OFFER, lambda buf: None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(engine, "module", lambda name: modules["its_own"])
     patcher = Patcher()
     offered: list[Any] = []
-    look.Offers((), "", channel.Channel(lambda: None, offered.append)).install(patcher)
+    probe.Offers((), "", channel.Channel(lambda: None, offered.append)).install(patcher)
     for name in ("its_own", "a_models"):
         with getattr(modules[name], channel.ENGINE_OFFER)(torch.empty(2, 3)):
             assert offered == []

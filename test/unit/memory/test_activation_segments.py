@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory import activation_segments
 from sglang_moe_patches.memory.activation_segments import eligibility, switch
-from sglang_moe_patches.memory.activation_segments.eligibility import Allocator, Situation, lacks, skip_reason
+from sglang_moe_patches.memory.activation_segments.eligibility import (
+    Allocator,
+    Situation,
+    allocator_skip_reason,
+    skip_reason,
+)
 
 # --- Which servers ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +156,7 @@ def test_a_configuration_of_the_users_is_read_from_either_variable(name):
     ],
 )
 def test_an_allocator_that_cannot_is_left_alone(found, why):
-    assert lacks(found) == why
+    assert allocator_skip_reason(found) == why
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.dead_input import counts, look
+from sglang_moe_patches.core.dead_input import counts, probe
 from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, one_line_error
 
 
@@ -93,7 +93,7 @@ def _look(plan: Callable[[], Plan]) -> Plan:
 def _dead_input() -> tuple[Install | None, str]:
     """How it is offered, and what of it is left out; columns do without."""
     try:
-        offers = look.offers()
+        offers = probe.offers()
     except engine.Unsupported as error:
         return None, f"no dead input is scratch memory: {error}"
     return offers.install, offers.note

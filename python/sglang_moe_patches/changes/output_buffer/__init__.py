@@ -29,13 +29,13 @@ from __future__ import annotations
 
 from sglang_moe_patches.changes.output_buffer import attention_inputs
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.dead_input import counts, look, takers
+from sglang_moe_patches.core.dead_input import counts, probe, takers
 from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
-    offers = look.offers()
-    if look.engine_offers():
+    offers = probe.offers()
+    if probe.engine_offers():
         return Plan(Status.HARDENED, offers.note, offers.install)
     installs = [attention_inputs.dropped()]
     if engine.has_module("flashinfer"):

@@ -21,7 +21,7 @@ from sglang_moe_patches.core.patch import Patcher, Plan
 from sglang_moe_patches.core.variables import OBSERVE_HISTORY
 from sglang_moe_patches.lab.observers import acted, events
 from sglang_moe_patches.lab.observers.history import Recorder
-from sglang_moe_patches.lab.observers.observer import Observing, cache_token_bytes, observe_forwards, said_of
+from sglang_moe_patches.lab.observers.observer import Observing, cache_token_bytes, change_statuses, observe_forwards
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
@@ -189,7 +189,7 @@ def _live_bytes() -> int:
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
-    observer = Observer(folder, said_of(plans))
+    observer = Observer(folder, change_statuses(plans))
     observer.attempt(observer.write)
 
     def starts(runner: Any, batch: Any) -> None:

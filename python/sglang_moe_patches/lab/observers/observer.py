@@ -40,7 +40,7 @@ class Observing:
         raise NotImplementedError
 
 
-def said_of(plans: Mapping[str, Plan]) -> tuple[ChangeStatus, ...]:
+def change_statuses(plans: Mapping[str, Plan]) -> tuple[ChangeStatus, ...]:
     """What became of each change, for the record."""
     return tuple(ChangeStatus(name, str(plan.status), plan.reason) for name, plan in plans.items())
 

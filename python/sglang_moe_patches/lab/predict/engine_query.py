@@ -121,7 +121,7 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
     _claim(gpu)
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_moe_patches.core.dead_input import look
+    from sglang_moe_patches.core.dead_input import probe
 
     server_args = prepare_server_args(arguments)
     if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
@@ -143,7 +143,7 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
         "unknown": unknown,
         "changes": _changes(SimpleNamespace(**resolved)),
         "kv_sizing": _kv_sizing(resolved),
-        "engine_drops": look.engine_offers(),
+        "engine_drops": probe.engine_offers(),
         "float_logits": _float_logits(),
     }
 
@@ -299,10 +299,10 @@ def _found(model: Any) -> dict[str, Any] | None:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches.core import runners
-    from sglang_moe_patches.core.dead_input import look
+    from sglang_moe_patches.core.dead_input import probe
 
     modules = dict(model.named_modules())
-    found = (known.family for _, dead in look.probe_stacks(model) for _, known, _ in dead.layers)
+    found = (known.family for _, dead in probe.probe_stacks(model) for _, known, _ in dead.layers)
     family = next(found, "")
     for name, experts in modules.items():
         if not isinstance(experts, FusedMoE):

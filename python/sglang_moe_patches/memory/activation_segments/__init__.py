@@ -51,7 +51,7 @@ def _skip_reason(server_args: Any) -> str | None:
 def _plan() -> Plan:
     from sglang_moe_patches.memory.activation_segments import switch
 
-    if reason := eligibility.lacks(switch.allocator()):
+    if reason := eligibility.allocator_skip_reason(switch.allocator()):
         return Plan.not_needed(reason)
     # Without a server too, as for doctor.
     if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), eligibility.of_process(os.environ, _pytorch())):

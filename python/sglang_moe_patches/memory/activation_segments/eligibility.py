@@ -172,7 +172,7 @@ class Allocator:
     maps: bool | None = True
 
 
-def lacks(found: Allocator) -> str | None:
+def allocator_skip_reason(found: Allocator) -> str | None:
     """What the allocator lacks for it, or ``None``."""
     if found.hip:
         return "this PyTorch is AMD's: not seen"

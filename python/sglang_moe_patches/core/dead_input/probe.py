@@ -24,7 +24,7 @@ INITIALIZE = "_initialize_model"
 
 
 @dataclass(frozen=True)
-class Known:
+class LayerFacts:
     """A class of decoder layers of which the code was looked at: their inputs die.
 
     :param layer: the class that has the ``forward``.
@@ -96,7 +96,7 @@ def offers() -> Offers:
     except engine.Unsupported as error:  # the engine serves none of its models either: others lose nothing of it
         return Offers((), f"some models are left alone: {error}", way)
     try:
-        known(engine.own(module, "DeepseekV2DecoderLayer"))
+        probe_layer(engine.own(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.own(module, "DeepseekV2Model"))
     except Exception as error:  # whatever becomes of one family takes nothing else with it
         reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {one_line_error(error)}"
@@ -120,13 +120,13 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
                 patcher.wrap(found.layer, "forward", make_offering(found))
                 wrapped.add(found.layer)
             offer.mark(layer, experts)
-        if dead.why_not:
-            name, reasons = type(stack).__name__, "; ".join(dead.why_not)
+        if dead.skip_reasons:
+            name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
             message = f"sglang-moe-patches: layers of {name} do not offer their dead input: {reasons}"
             log.once(logging.INFO, message, "%s", message)
 
 
-def make_offering(found: Known) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def make_offering(found: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`.
 
     :param found: what is known of the layer.
@@ -143,18 +143,18 @@ def make_offering(found: Known) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 @dataclass(frozen=True)
-class Dead:
+class StackFacts:
     """What is dead in a stack of layers.
 
     :param layers: each layer whose input is, what is known of it, and its routed experts.
-    :param why_not: the reasons why others with routed experts have none.
+    :param skip_reasons: why other layers with routed experts offer nothing.
     """
 
-    layers: list[tuple[Any, Known, Any]]
-    why_not: list[str]
+    layers: list[tuple[Any, LayerFacts, Any]]
+    skip_reasons: list[str]
 
 
-def probe_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
+def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
 
     The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
@@ -174,24 +174,24 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
             yield stack, _probe_layers(stack, sparse)
 
 
-def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
-    dead = Dead([], [])
+def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
+    dead = StackFacts([], [])
 
     def without(reason: str) -> None:
-        if reason not in dead.why_not:
-            dead.why_not.append(reason)
+        if reason not in dead.skip_reasons:
+            dead.skip_reasons.append(reason)
 
     @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
-    def looked_at(kind: type) -> Known | str:
+    def looked_at(kind: type) -> LayerFacts | str:
         try:
-            return known(kind)
+            return probe_layer(kind)
         except Exception as error:
-            return said_of(error)
+            return error_reason(error)
 
     try:
         require_loop(type(stack))
     except Exception as error:
-        without(said_of(error))
+        without(error_reason(error))
         return dead
     for layer, experts in sparse:
         try:
@@ -205,15 +205,15 @@ def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
             dead.layers.append((layer, found, experts[0]))
         except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
-            without(said_of(error))
+            without(error_reason(error))
     return dead
 
 
-def said_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     return str(error) if isinstance(error, engine.Unsupported) else one_line_error(error)
 
 
-def known(layer: type) -> Known:
+def probe_layer(layer: type) -> LayerFacts:
     """What is known of a class of decoder layers, by its code.
 
     :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
@@ -229,7 +229,7 @@ def known(layer: type) -> Known:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments = inspect.signature(forward).parameters.values()
     takes = tuple(each.name for each in arguments if each.kind in positional)[1:]
-    return Known(kind, takes, _find_residual(name, takes), _find_tensor(forward))
+    return LayerFacts(kind, takes, _find_residual(name, takes), _find_tensor(forward))
 
 
 def require_loop(model: type) -> None:
