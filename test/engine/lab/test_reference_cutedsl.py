@@ -20,7 +20,7 @@ from sglang_moe_patches.lab.observers.forwards import _held_bytes
 
 pytestmark = pytest.mark.every_release
 
-BENCHMARK = Path(__file__).parents[2] / "benchmark" / "cutedsl_memory.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmark" / "changes" / "cutedsl_memory.py"
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
 CUTEDSL = {"moe_runner_backend": "flashinfer_cutedsl"}

@@ -17,7 +17,7 @@ from sglang_moe_patches.lab.regress.compare import Answer, Run, compare
 from tiny_moe import export, mutations, network
 from tiny_moe.train import SPEC
 
-SHIPPED = Path(__file__).parents[2] / "benchmark" / "tiny_moe"
+SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 QUESTIONS, OF_MUTATIONS = 24, 8
 LONGEST = 113

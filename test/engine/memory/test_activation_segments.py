@@ -33,7 +33,7 @@ def register():
     wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.memory.activation_segments.switch")
     wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
 
-def allow(decide):
+def allow(eligibility):
     original = eligibility.skip_reason
 
     def skip_reason(asked, server):

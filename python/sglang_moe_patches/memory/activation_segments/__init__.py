@@ -18,7 +18,7 @@ How
 
     Ranks decide alike: the switch is tried on each, and stays on if it works on all (:func:`.switch.everywhere`).
 
-    Which servers: :mod:`.decide`. By itself only where it was seen on a GPU.
+    Which servers: :mod:`.eligibility`. By itself only where it was seen on a GPU.
 
 Upstream
     None.
