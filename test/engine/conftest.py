@@ -38,8 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in Path(item.path).parts and not IN_PROCESS:
             item.add_marker(outside)
-    # Two workers take file after file: those that take longest first, so that both end at about the same time.
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    # Two workers take file after file: those that take longest first, so that both end at about the same time. The
+    # others go by name, whatever their folder: on one worker a test meets what the files before it left in the engine.
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.name, len(LONGEST)), item.path.name))
 
 
 @pytest.fixture(scope="session")
