@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -99,7 +100,14 @@ ARGUMENTS: dict[str, object] = {
 ARGUMENTS |= {"offload_group_size": -1, "radix_cache_backend": None}
 NOT_SIZED = {
     "--attn-cp-size": {"attn_cp_size": 2},
-    "--speculative-algorithm": {"speculative_algorithm": "EAGLE"},
+    "--speculative-algorithm": {"speculative_algorithm": "DFLASH"},
+    "--speculative-adaptive": {"speculative_algorithm": "EAGLE", "speculative_adaptive": True},
+    "--speculative-skip-dp-mlp-sync": {"speculative_algorithm": "EAGLE", "speculative_skip_dp_mlp_sync": True},
+    "--speculative-ngram-external-corpus-path": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_ngram_external_corpus_path": "x",
+    },
+    "--pp-size": {"speculative_algorithm": "EAGLE", "pp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-eplb": {"enable_eplb": True},
     "--moe-a2a-backend": {"moe_a2a_backend": "deepep"},
@@ -172,12 +180,12 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
     server = phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
     c = phases.configuration(given, server)
     assert (c.ranks, c.gathered) == (2, 2)
-    for phase in phases.rehearsal_phases(c).phases:
+    for phase in phases.derive_phases(c).phases:
         assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
     of_both = phases.configuration({**given, "dp_size": 4, "attn_dp_size": 2}, server)
     assert (of_both.ranks, of_both.gathered) == (8, 2)
-    assert [each.bound for each in phases.rehearsal_phases(of_both).phases] == [
-        each.bound for each in phases.rehearsal_phases(c).phases
+    assert [each.bound for each in phases.derive_phases(of_both).phases] == [
+        each.bound for each in phases.derive_phases(c).phases
     ]
 
 
@@ -186,7 +194,7 @@ def test_replicas_are_each_driven_as_if_they_were_alone():
     assert eligibility.skip_reason(True, replicas, {}) is eligibility.monitor_only_reason(replicas) is None
     c = phases.configuration(replicas, phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
     assert (c.ranks, c.gathered) == (4, 1)
-    assert {phase.bound.all_ranks for phase in phases.rehearsal_phases(c).phases} == {0}
+    assert {phase.bound.all_ranks for phase in phases.derive_phases(c).phases} == {0}
 
 
 def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
@@ -195,20 +203,20 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     whole, c = (phases.configuration({**given, "pp_size": stages}, told) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
     assert eligibility.monitor_only_reason({**ARGUMENTS, "pp_size": 2}) is None
-    assert "mixed chunk" in [phase.name for phase in phases.rehearsal_phases(whole).phases]
-    assert "mixed chunks: each stage has several batches under way" in phases.rehearsal_phases(c).skipped
-    driven = {phase.kind: phase for phase in phases.rehearsal_phases(c).phases}
+    assert "mixed chunk" in [phase.name for phase in phases.derive_phases(whole).phases]
+    assert "mixed chunks: each stage has several batches under way" in phases.derive_phases(c).skipped
+    driven = {phase.kind: phase for phase in phases.derive_phases(c).phases}
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         assert driven[kind].bound.requests == 10
         assert len(driven[kind].prompts(phases.Tokens("x", 1000))) == 20
     prompts = driven[PhaseKind.LONG_AMONG_SHORT].prompts(phases.Tokens("x", 1000))
     assert driven[PhaseKind.LONG_AMONG_SHORT].bound.longest == len(prompts[0]) > 2000
-    assert {phase.bound.longest for phase in phases.rehearsal_phases(whole).phases} == {0}
-    graphs = phases.rehearsal_phases(replace(c, captured=4))
+    assert {phase.bound.longest for phase in phases.derive_phases(whole).phases} == {0}
+    graphs = phases.derive_phases(replace(c, captured=4))
     (captured,) = [phase for phase in graphs.phases if phase.kind is PhaseKind.CAPTURED_DECODE]
     assert captured.bound.requests == len(captured.prompts(phases.Tokens("x", 1000))) == 4
     # Four prompts of a page do not fit into one chunk.
-    paged = phases.rehearsal_phases(replace(c, captured=4, page=32))
+    paged = phases.derive_phases(replace(c, captured=4, page=32))
     assert PhaseKind.CAPTURED_DECODE not in {phase.kind for phase in paged.phases}
     assert any(why.startswith("captured decode of 4 requests: ") for why in paged.skipped)
     assert phases.configuration({**given, "pp_size": 2, "pp_max_micro_batch_size": 3}, told).batch == 3
@@ -349,6 +357,13 @@ def test_a_model_is_its_configuration_wherever_it_lies():
     assert same == moved != another
 
 
+def test_a_draft_that_the_model_contains_is_the_models_and_another_one_counts():
+    def arguments(model, draft):
+        return fingerprint.lasting_arguments({"model_path": model, "speculative_draft_model_path": draft})
+
+    assert arguments("/a", "/a") == arguments("/b", "/b") != arguments("/a", "/c")
+
+
 def test_the_nearest_record_is_named_by_what_differs():
     inputs = {"torch": "2.11", "model": "a", "arguments": {"tp_size": 2, "page_size": 1}}
     known = {
@@ -437,8 +452,9 @@ def test_after_an_out_of_memory_a_server_takes_less():
     assert sizing.decide(START, replace(MEASURED, ooms=1)).reserve >= 8 * GB + 2 * sizing.MARGIN_BYTES
 
 
-def test_a_request_table_that_grows_with_the_kv_cache_is_paid_for():
-    larger = sizing.decide(START, replace(MEASURED, table_bytes=2 * GB))
+@pytest.mark.parametrize("name", ["table_bytes", "draft_kv_bytes"])
+def test_what_grows_with_the_kv_cache_is_paid_for(name):
+    larger = sizing.decide(START, replace(MEASURED, **{name: 2 * GB}))
     plain = sizing.decide(START, MEASURED)
     grows = (20 * GB + 28 * GB - plain.reserve) / (20 * GB) - 1
     assert larger.reserve == pytest.approx(plain.reserve + grows * 2 * GB, abs=0.03 * GB)
@@ -756,12 +772,14 @@ LIMITS = Configuration(
 )
 
 
-def test_a_rehearsal_drives_what_plan_drives_and_more():
-    planned = [phase.name for phase in phases.derive_phases(LIMITS, logprobs=False).phases]
-    driven = {phase.name: phase for phase in phases.rehearsal_phases(LIMITS).phases}
-    assert set(planned) <= set(driven)
-    kinds = {phase.kind: phase for phase in driven.values()}
-    assert kinds[PhaseKind.PENALTIES].sampling.keys() >= {"presence_penalty", "frequency_penalty", "logit_bias"}
+def test_the_largest_decode_asks_for_all_that_sampling_may_take():
+    kinds = {phase.kind: phase for phase in phases.derive_phases(replace(LIMITS, stop_token=True)).phases}
+    asked = kinds[PhaseKind.PENALTIES]
+    assert asked.output_logprobs
+    assert asked.sampling.keys() >= {"presence_penalty", "repetition_penalty", "min_p", "logit_bias", "min_new_tokens"}
+    # Without an end of sequence a request with min_new_tokens ends the server.
+    unending = {phase.kind: phase for phase in phases.derive_phases(LIMITS).phases}[PhaseKind.PENALTIES]
+    assert "min_new_tokens" not in unending.sampling
     prompts = kinds[PhaseKind.LONG_AMONG_SHORT].prompts(phases.Tokens("x", 5000))
     assert len(prompts) == LIMITS.requests
     assert len(prompts[0]) > 0.9 * LIMITS.input_tokens
@@ -777,7 +795,7 @@ def test_a_rehearsal_drives_what_plan_drives_and_more():
 )
 def test_every_request_of_a_rehearsal_is_admitted(chunk, longest, cache, requests, page):
     c = replace(LIMITS, chunk=chunk, input_tokens=longest, cache_tokens=cache, requests=requests, captured=0, page=page)
-    for phase in phases.rehearsal_phases(c).phases:
+    for phase in phases.derive_phases(c).phases:
         if phase.kind in (PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
             for prompt in phase.prompts(phases.Tokens("x", 5000)):
                 assert len(prompt) <= max(longest, phases.SHORT_PROMPT_TOKENS)
@@ -794,11 +812,11 @@ class Server:
     def __init__(self, limits=LIMITS, refuses=(), loses=(), late=lambda: False):
         self.put, self.aborts = [], 0
         self.refuses, self.loses = refuses, loses
-        load = phases.rehearsal_phases(limits)
+        load = phases.derive_phases(limits)
         self.driver = LoadDriver(load, limits, self.make, lambda: "abort", late)
 
-    def make(self, name, prompt, new, sampling):
-        return SimpleNamespace(name=name, prompt=prompt, new=new, sampling=sampling)
+    def make(self, name, prompt, new, phase):
+        return SimpleNamespace(name=name, prompt=prompt, new=new)
 
     def step(self, idle=False):
         got = self.driver.put(idle)
@@ -871,6 +889,23 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(stages):
     assert server.driver.reached == [decode.name]
 
 
+def test_with_speculation_nothing_is_aborted_and_requests_end_by_their_length():
+    server = Server(limits=replace(LIMITS, draft_tokens=4, draft_slots=8))
+    assert max(each.new_tokens for each in server.driver.load.phases) <= phases.LONG_PROMPT_NEW_TOKENS
+    assert not any(each.output_logprobs for each in server.driver.load.phases)
+    (decode,) = [each for each in server.driver.load.phases if each.kind is PhaseKind.EAGER_DECODE]
+    server.driver.load = replace(server.driver.load, phases=(decode,))
+    first = server.step()
+    server.driver.saw(batch("TARGET_VERIFY", requests=LIMITS.requests, tokens=4 * LIMITS.requests))
+    server.driver.end()
+    assert server.step() == []
+    assert not server.driver.over
+    for each in first:
+        server.driver.answered(each.name)
+    server.step()
+    assert (server.driver.over, server.aborts, server.driver.reached) == (True, 0, [decode.name])
+
+
 def test_when_time_or_memory_runs_short_nothing_further_begins():
     server = Server()
     server.serve(server.step())
@@ -929,7 +964,7 @@ class Scheduler:
         self.real = SimpleNamespace(recv_pyobj=self._nothing)
         self.recv_from_tokenizer = self.real if reads else None
         self.send_to_tokenizer, self.send_to_detokenizer = Outbox(), Outbox()
-        self.enable_metrics, self.forward_ct = True, 7
+        self.enable_metrics, self.forward_ct, self.spec_num_forward_ct = True, 7, 3
         self.tp_worker = SimpleNamespace(
             model_runner=type("Runner", (), {"forward": lambda runner, batch: self._forward(runner)})()
         )
@@ -951,6 +986,7 @@ class Scheduler:
         assert not self.enable_metrics
         self.forwards += 1
         self.forward_ct += 1
+        self.spec_num_forward_ct += 1
         runner.forward_pass_id += 1
         random.random()
         torch.rand(1)
@@ -1034,7 +1070,7 @@ def state_of(scheduler):
 def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
     scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB - forwards * 1_000_000)
     result = rehearse_it(scheduler)
-    assert result.reached == tuple(phase.name for phase in phases.rehearsal_phases(SMALL).phases)
+    assert result.reached == tuple(phase.name for phase in phases.derive_phases(SMALL).phases)
     assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
     assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
     assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
@@ -1216,7 +1252,6 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
 
 
 def facts_of(monkeypatch, pool, table, **runner):
-    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
     config = SimpleNamespace(context_len=1000, vocab_size=5000)
     given = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": config, "max_total_num_tokens": 900}
     return facts.server_facts(SimpleNamespace(**{**given, **runner}))
@@ -1240,7 +1275,7 @@ def test_states_count_as_kv_cache_and_end_a_prefix(monkeypatch):
 
 
 def of_kind(c, kind):
-    found = [phase for phase in phases.rehearsal_phases(c).phases if phase.kind is kind]
+    found = [phase for phase in phases.derive_phases(c).phases if phase.kind is kind]
     return found[0] if found else None
 
 
@@ -1310,7 +1345,7 @@ def test_what_the_rule_keeps_for_images_is_kept_beside_what_was_needed():
 
 def test_images_are_said_not_to_be_driven(monkeypatch):
     told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, is_multimodal=True)
-    assert phases.rehearsal_phases(replace(LIMITS, images=phases.configuration({}, told).images)).skipped == (
+    assert phases.derive_phases(replace(LIMITS, images=phases.configuration({}, told).images)).skipped == (
         "images: the engine's own allowance is kept for them",
     )
 
@@ -1977,11 +2012,27 @@ def test_what_states_took_and_that_requests_follow_them_is_recorded(serving, mon
     runner.token_to_kv_pool = a_pool("HybridLinearKVPool", mem_usage=2)
     runner.req_to_token_pool = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
     runner.model_config, runner.max_total_num_tokens = SimpleNamespace(context_len=1000, vocab_size=5000), 900
-    monkeypatch.setattr(facts, "_logprob_switch", lambda: "")
     serving._results = Notes()
     serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))
     (written,) = record.read(serving.state.path).values()
     assert (written.kv_bytes, written.requests_grow, written.need) == (5 * GIB, True, 19 * GB)
+
+
+def test_the_kv_caches_that_drafts_have_of_their_own_are_recorded(serving, monkeypatch):
+    monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
+    runner = serving.scheduler.tp_worker.model_runner
+    vars(runner).update(
+        token_to_kv_pool=a_pool("MHATokenToKVPool", mem_usage=5), req_to_token_pool=None, max_total_num_tokens=900
+    )
+    runner.model_config = SimpleNamespace(context_len=1000, vocab_size=5000)
+    drafts = [a_pool("MHATokenToKVPool", mem_usage=1)] * 2, [runner.token_to_kv_pool]
+    make_pool = hooks._make_pool(lambda draft: "made", serving.state, False)
+    for pool in itertools.chain(*drafts):
+        assert make_pool(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=pool)) == "made"
+    serving._results = Notes()
+    serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))
+    (written,) = record.read(serving.state.path).values()
+    assert (written.kv_bytes, written.draft_kv_bytes) == (5 * GIB, GIB)
 
 
 PLAIN = {"hybrid": "", "kv_tokens": 900, "kv_bytes": 20 * GB, "table_bytes": GB}

@@ -16,8 +16,14 @@ CONFIGURATION = Configuration(
 )
 
 
+TWO_RANKS = {"enable_dp_attention": True, "dp_size": 2}
+FACTS = phases.ServerFacts(
+    kv_bytes=1, kv_tokens=60_000, page=1, table_bytes=1, table_requests=300, context=10_006, vocabulary=5000
+)
+
+
 def names(**changed: Any) -> list[str]:
-    return [phase.name for phase in phases.derive_phases(configured(**changed), logprobs=True).phases]
+    return [phase.name for phase in phases.derive_phases(configured(**changed)).phases]
 
 
 def configured(**changed: Any) -> Configuration:
@@ -26,35 +32,40 @@ def configured(**changed: Any) -> Configuration:
 
 def test_the_phases_follow_from_the_configuration() -> None:
     always = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
-    last = ["prompts of many lengths", "prompt log-probabilities"]
     decodes = ["captured decode of 64 requests", "eager decode of 300 requests"]
-    assert names() == [*always, *decodes, *last]
-    assert names(mixed=True) == [*always, "mixed chunk", *decodes, *last]
-    assert names(captured=0) == [*always, decodes[1], *last]
-    assert names(requests=64) == [*always, decodes[0], *last]
-    assert names(requests=40)[3:] == ["captured decode of 40 requests", *last]
-    assert names(radix_cache=False) == [*always[:2], *decodes, *last]
+
+    def last(requests: int = 300) -> list[str]:
+        return [
+            f"decode of {requests} requests with penalties and a logit bias",
+            f"decode of one long request among {requests - 1} short ones",
+            "prompts of many lengths",
+        ]
+
+    assert names() == [*always, *decodes, *last()]
+    assert names(mixed=True) == [*always, "mixed chunk", *decodes, *last()]
+    assert names(captured=0) == [*always, decodes[1], *last()]
+    assert names(requests=64) == [*always, decodes[0], *last(64)]
+    assert names(requests=40)[3:] == ["captured decode of 40 requests", *last(40)]
+    assert names(radix_cache=False) == [*always[:2], *decodes, *last()]
     assert names(chunk=None)[0] == "longest prefill"
 
 
 @pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100)])
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page: int, context: int) -> None:
     c = configured(page=page, input_tokens=context)
-    phase = phases.derive_phases(c, logprobs=False).phases[1]
+    phase = phases.derive_phases(c).phases[1]
     prefix, prompt = phase.prompts(phases.Tokens("x", c.vocabulary))
     assert prompt[: len(prefix)] == prefix
     assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
     assert context - page < len(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
-    (alone,) = (
-        phases.derive_phases(configured(radix_cache=False), logprobs=False).phases[1].prompts(phases.Tokens("x", 5000))
-    )
+    (alone,) = phases.derive_phases(configured(radix_cache=False)).phases[1].prompts(phases.Tokens("x", 5000))
     assert len(alone) == 9 * c.chunk
 
 
 def test_requests_behind_one_prefix_stay_below_max_prefill_tokens() -> None:
     # The engine puts off the request with which a forward would reach them.
-    phase = phases.derive_phases(configured(prefill_tokens=CONFIGURATION.chunk), logprobs=False).phases[2]
+    phase = phases.derive_phases(configured(prefill_tokens=CONFIGURATION.chunk)).phases[2]
     before = phase.bound.prefix // phases.SHARED_PREFIX_REQUESTS
     new = [len(prompt) - before for prompt in phase.prompts(phases.Tokens("x", 1000))[1:]]
     assert len(new) == phases.SHARED_PREFIX_REQUESTS == phase.bound.requests
@@ -82,27 +93,52 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
     changed: dict[str, Any], count: int, packed: int
 ) -> None:
     c = configured(**changed)
-    driven = {phase.name: phase for phase in phases.derive_phases(c, logprobs=True).phases}
-    (logprobs,) = (phase for phase in driven.values() if phase.kind is PhaseKind.LOGPROBS)
-    assert logprobs.bound.logprobs == packed
+    driven = {phase.name: phase for phase in phases.derive_phases(c).phases}
     several = driven.get(f"{count} of the longest prompts")
     assert (several is None) == (count == 1)
-    for phase in (logprobs, several or logprobs):
-        prompts = phase.prompts(phases.Tokens("x", c.vocabulary))
-        # One more that they wait for: all arrive while it runs.
-        assert [len(prompt) for prompt in prompts] == [c.largest] * (count + (count > 1))
+    assert c.packed == packed
     if several is not None:
+        prompts = several.prompts(phases.Tokens("x", c.vocabulary))
+        # One more that they wait for: all arrive while it runs.
+        assert [len(prompt) for prompt in prompts] == [c.largest] * (count + 1)
         assert (several.bound.tokens, several.bound.requests) == (packed, count)
 
 
+@pytest.mark.parametrize(
+    ("info", "rows", "slots"),
+    [
+        ({}, 0, 0),
+        ({"speculative_num_draft_tokens": 4}, 0, 0),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, 12, 24),
+        (
+            {
+                **{"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 6},
+                **{"speculative_num_steps": 3, "speculative_eagle_topk": 4},
+            },
+            *(6, 24),
+        ),
+    ],
+)
+def test_a_request_that_speculates_takes_rows_and_room(info: dict[str, Any], rows: int, slots: int) -> None:
+    c = phases.configuration({"device": "cpu", "chunked_prefill_size": 1024, **TWO_RANKS, **info}, FACTS)
+    assert (c.draft_tokens, c.draft_slots) == (rows, slots)
+    for phase in phases.derive_phases(c).phases:
+        if phase.bound.modes == phases.DECODES:
+            # The engine counts the rows of all ranks.
+            assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
+            longest = max(len(prompt) for prompt in phase.prompts(phases.Tokens("x", c.vocabulary)))
+            rest = (c.requests - 1) * (phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots)
+            assert longest + phase.new_tokens + slots + rest <= c.cache_tokens
+
+
 def test_what_cannot_be_driven_is_said() -> None:
-    assert phases.derive_phases(CONFIGURATION, logprobs=False).skipped == ()
-    assert "request is a chunk" in phases.derive_phases(configured(input_tokens=1000), logprobs=False).skipped[0]
-    assert "no radix cache" in phases.derive_phases(configured(radix_cache=False), logprobs=False).skipped[0]
+    assert phases.derive_phases(CONFIGURATION).skipped == ()
+    assert "request is a chunk" in phases.derive_phases(configured(input_tokens=1000)).skipped[0]
+    assert "no radix cache" in phases.derive_phases(configured(radix_cache=False)).skipped[0]
     graphs = {"captured": CONFIGURATION.requests, "ranks": 2}
-    assert "without its graph" in phases.derive_phases(configured(gathered=2, **graphs), logprobs=False).skipped[0]
-    assert phases.derive_phases(configured(**graphs), logprobs=False).skipped == ()
-    assert "chunked prefill is off" in phases.derive_phases(configured(chunk=None), logprobs=False).skipped[0]
+    assert "without its graph" in phases.derive_phases(configured(gathered=2, **graphs)).skipped[0]
+    assert phases.derive_phases(configured(**graphs)).skipped == ()
+    assert "chunked prefill is off" in phases.derive_phases(configured(chunk=None)).skipped[0]
 
 
 @given(
@@ -120,7 +156,7 @@ def test_what_cannot_be_driven_is_said() -> None:
 )
 def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configuration) -> None:
     c = Configuration(**{**vars(c), "input_tokens": min(c.input_tokens, c.cache_tokens - 6)})
-    for phase in phases.derive_phases(c, logprobs=True).phases:
+    for phase in phases.derive_phases(c).phases:
         prompts = phase.prompts(phases.Tokens("x", c.vocabulary))
         assert prompts
         assert all(0 < len(prompt) <= c.input_tokens for prompt in prompts)
@@ -139,7 +175,7 @@ def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary
 
 @given(st.integers(1, 64), st.integers(0, 7), st.booleans())
 def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int, graph: bool) -> None:
-    fields = ("tokens", "requests", "prefix", "longest_prefix", "logprobs", "all_ranks")
+    fields = ("tokens", "requests", "prefix", "longest_prefix", "longest", "all_ranks")
     bound = Bound(("EXTEND",), **dict.fromkeys(fields, size), graph=graph)
 
     def forward(graph: bool = graph, **facts: Any) -> SimpleNamespace:
@@ -161,7 +197,7 @@ def test_captured_decodes_are_read_from_every_release_s_words() -> None:
 def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> None:
     found = []
     for tokens in (50_000, 5_000_000):
-        driven = phases.derive_phases(configured(cache_tokens=tokens), logprobs=False).phases
+        driven = phases.derive_phases(configured(cache_tokens=tokens)).phases
         (phase,) = (each for each in driven if each.kind is PhaseKind.VARIED)
         found.append([len(prompt) for prompt in phase.prompts(phases.Tokens("x", 1000))])
     assert found[0] == found[1]

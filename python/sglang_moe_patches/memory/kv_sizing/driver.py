@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import (
@@ -19,8 +19,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import Configuration as Limits
 ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
 
-Make = Callable[[str, Sequence[int], int, Mapping[str, Any]], Any]
-"""A request of the engine's, from its name, prompt, new tokens and sampling parameters."""
+Make = Callable[[str, Sequence[int], int, Phase], Any]
+"""A request of the engine's, from its name, its prompt, its new tokens and the phase whose sampling it has."""
 
 
 class LoadDriver:
@@ -56,7 +56,7 @@ class LoadDriver:
         self._waiting.discard(name)
 
     def end(self) -> None:
-        """No further phase; what runs is aborted."""
+        """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
 
     def put(self, idle: bool) -> list[Any]:
@@ -70,6 +70,10 @@ class LoadDriver:
         except StopIteration:
             self.over = True
             return []
+
+    def aborts(self) -> list[Any]:
+        """What ends all requests now; with speculation nothing does: they are short, and end by their length."""
+        return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
         for number, phase in enumerate(self.load.phases):
@@ -93,13 +97,13 @@ class LoadDriver:
         self._decoding = False
         if phase.background:
             others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
-            yield self._requests(others, max_new_tokens(phase.background, self.limits, most=4096), phase.sampling)
+            yield self._requests(others, max_new_tokens(phase.background, self.limits, most=4096), phase)
             while self._waiting and not (self._decoding or self._idle or self._ended):
                 yield []
         behind = set(self._waiting)
         prompts = phase.prompts(tokens)
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
-            yield self._requests(turn, phase.new_tokens, phase.sampling)
+            yield self._requests(turn, phase.new_tokens, phase)
             while self._waiting - behind and not self._idle and not self._ended:
                 if self._seen and not phase.to_the_end and not phase.in_turn:
                     break
@@ -107,17 +111,17 @@ class LoadDriver:
             if self._ended:
                 break
         if self._waiting and not self._idle:
-            yield [self._abort()]
+            yield self.aborts()
             while self._waiting and not self._idle:
                 # The engine aborts in the batch whose turn it is, and a pipeline has several.
-                yield [self._abort()] if self.limits.stages > 1 else []
+                yield self.aborts() if self.limits.stages > 1 else []
         self._waiting.clear()
 
-    def _requests(self, prompts: Sequence[Sequence[int]], new: int, sampling: Mapping[str, Any]) -> list[Any]:
+    def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
         made = []
         for prompt in prompts:
             self._count += 1
             name = f"rehearsal-{self._count}"
             self._waiting.add(name)
-            made.append(self._make(name, prompt, new, sampling))
+            made.append(self._make(name, prompt, new, phase))
         return made

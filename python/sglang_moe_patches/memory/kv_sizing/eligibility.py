@@ -47,10 +47,30 @@ _NOT_REHEARSED = "whose largest forwards are not rehearsed yet"
 _MEMORY_CHANGES = "whose memory comes and goes"
 _KEEPS_PROMPTS = "which keeps prompts that a flush would have to drop"
 
+REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+
+
+def _drafts(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("speculative_algorithm"))
+
+
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 MONITOR_ONLY: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),
-    "--speculative-algorithm": (lambda a: a.get("speculative_algorithm"), _NOT_REHEARSED),
+    "--speculative-algorithm": (
+        lambda a: str(a.get("speculative_algorithm") or "").upper() not in ("", *REHEARSED_ALGORITHMS),
+        _NOT_REHEARSED,
+    ),
+    "--speculative-adaptive": (lambda a: _drafts(a) and a.get("speculative_adaptive"), _MEMORY_CHANGES),
+    "--speculative-skip-dp-mlp-sync": (
+        lambda a: _drafts(a) and a.get("speculative_skip_dp_mlp_sync"),
+        "whose ranks do not run in step",
+    ),
+    "--speculative-ngram-external-corpus-path": (
+        lambda a: _drafts(a) and a.get("speculative_ngram_external_corpus_path"),
+        "which a flush would drop",
+    ),
+    "--pp-size": (lambda a: _drafts(a) and (a.get("pp_size") or 1) > 1, "whose stages do not all speculate"),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_REHEARSED),
     "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not rehearsed yet"),
     "--moe-a2a-backend": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA, Batch, ServerFacts
@@ -11,18 +11,11 @@ GIB = 1 << 30
 WINDOWS = "sliding-window"
 REHEARSED = {"SWAKVPool": WINDOWS, "HybridLinearKVPool": MAMBA}
 """The pools of more than one KV cache that are known, by the engine's name for the one of the keys and values."""
-LOGPROB_SWITCHES = ("SGLANG_ENABLE_LOGPROB_CHUNK", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK")
-"""Have prompt log-probabilities computed in chunks. 0.5.17 has the first, and it is on; 0.5.13 the second, off."""
 
 
 def batch_facts(batch: Any) -> Batch:
     """What the engine's ``ForwardBatch`` says of itself."""
     prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
-    lengths = _numbers(getattr(batch, "extend_seq_lens_cpu", None))
-    starts = _numbers(getattr(batch, "extend_logprob_start_lens_cpu", None))
-    asked = 0
-    if getattr(batch, "return_logprob", False) and starts:
-        asked = sum(max(0, length - start) for length, start in zip(lengths, starts, strict=False))
     gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
     return Batch(
         mode=batch.forward_mode.name,
@@ -31,7 +24,6 @@ def batch_facts(batch: Any) -> Batch:
         prefix=sum(prefixes),
         longest_prefix=max(prefixes, default=0),
         longest=_longest(getattr(batch, "seq_lens_cpu", None)),
-        logprobs=asked,
         all_ranks=sum(gathered),
     )
 
@@ -63,8 +55,6 @@ def server_facts(runner: Any) -> ServerFacts:
         window=int(getattr(runner, "sliding_window_size", 0) or 0) if window_tokens else 0,
         window_tokens=window_tokens,
         captured=_captured(runner),
-        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
-        logprob_switch=_logprob_switch(),
     )
 
 
@@ -72,14 +62,6 @@ def _captured(runner: Any) -> int | None:
     graphs = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
     largest = getattr(graphs, "max_bs", None)
     return None if largest is None else int(largest)
-
-
-def _logprob_switch() -> str:
-    """The variable that has prompt log-probabilities computed in chunks, where this release has one and it is off."""
-    from sglang.srt.environ import envs
-
-    switches = [name for name in LOGPROB_SWITCHES if hasattr(envs, name)]
-    return switches[0] if switches and not getattr(envs, switches[0]).get() else ""
 
 
 def pools(runner: Any) -> tuple[Any, Any]:
@@ -90,6 +72,12 @@ def pools(runner: Any) -> tuple[Any, Any]:
 def pool_bytes(pool: Any) -> int:
     """Bytes of a KV cache, by its own word."""
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
+
+
+def own_kv_bytes(draft_runners: Iterable[Any], target: Any) -> int:
+    """Bytes of the KV caches that draft models have of their own, beside the target's."""
+    own = {id(pool): pool for pool, _ in map(pools, draft_runners) if pool is not pools(target)[0]}
+    return sum(map(pool_bytes, own.values()))
 
 
 def hybrid(pool: Any, table: Any) -> str:

@@ -27,7 +27,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     rehearsal,
     sizing,
 )
-from sglang_moe_patches.memory.kv_sizing.facts import GIB, server_facts
+from sglang_moe_patches.memory.kv_sizing.facts import GIB, own_kv_bytes, server_facts
 from sglang_moe_patches.memory.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
@@ -48,6 +48,7 @@ class State:
     :param launch: memory of all ranks as the start began; ``None``: nothing is sized or recorded.
     :param fraction: the record's; ``None``: the engine's own, or the given one, is in force.
     :param rank_reserve: what this rank has beside its weights and its KV cache, in bytes.
+    :param draft_runners: the engine's model runners of draft models, which have KV caches of their own.
     """
 
     path: Path
@@ -62,6 +63,7 @@ class State:
     decision: sizing.Decision = field(default_factory=sizing.Decision)
     fraction: float | None = None
     rank_reserve: int = 0
+    draft_runners: list[Any] = field(default_factory=list)
 
     @property
     def fraction_in_force(self) -> float:
@@ -132,7 +134,12 @@ def probe() -> Install:
 def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not eligibility.KV_SIZING.read() or getattr(self, "is_draft_worker", False) or state.launch is not None:
+        if not eligibility.KV_SIZING.read():
+            return original(self, *args, **kwargs)
+        if getattr(self, "is_draft_worker", False):
+            state.draft_runners.append(self)
+            return original(self, *args, **kwargs)
+        if state.launch is not None:
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
@@ -469,6 +476,7 @@ class Serving:
             tokens=facts.kv_tokens,
             kv_bytes=facts.kv_bytes,
             table_bytes=facts.table_bytes,
+            draft_kv_bytes=own_kv_bytes(state.draft_runners, runner),
             requests_grow=facts.hybrid == MAMBA,
             # What a forward that did not run would have taken is not known: as much again as was left.
             need=max(needs) + (rehearsal.MIN_FREE_BYTES if stopped else 0),

@@ -64,7 +64,6 @@ class PhaseKind(StrEnum):
     """The largest decode, whose sampling keeps counts of every token for every request."""
     LONG_AMONG_SHORT = "long among short"
     """An attention backend may copy the request table, as wide as the longest request."""
-    LOGPROBS = "logprobs"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Batch:
     :param tokens: rows of its input.
     :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
     :param longest: tokens of the longest request, where the engine has them on the host.
-    :param logprobs: prompt tokens whose log-probabilities are asked for.
     :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
     """
 
@@ -85,7 +83,6 @@ class Batch:
     prefix: int = 0
     longest_prefix: int = 0
     longest: int = 0
-    logprobs: int = 0
     all_ranks: int = 0
 
 
@@ -113,8 +110,6 @@ class ServerFacts:
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
     :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
     :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
-    :param allocator: its configuration.
-    :param logprob_switch: the variable that has prompt log-probabilities computed in chunks; "": none, or it is on.
     """
 
     kv_bytes: int
@@ -129,8 +124,6 @@ class ServerFacts:
     window: int = 0
     window_tokens: int = 0
     captured: int | None = None
-    allocator: str = ""
-    logprob_switch: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +165,12 @@ class Configuration:
     states: bool = False
     """Layers keep a state for each request, and a prefix is cached where one was kept."""
     images: bool = False
+    stop_token: bool = False
+    """The tokenizer has an end of sequence, which ``min_new_tokens`` bars."""
+    draft_tokens: int = 0
+    """``--speculative-num-draft-tokens``: rows of a request in one verification; 0: no speculation."""
+    draft_slots: int = 0
+    """Tokens of the KV cache that a request's next drafts take beside its own."""
 
     @property
     def batch(self) -> int:
@@ -243,7 +242,17 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
         images=facts.images,
+        **_speculation(info),
     )
+
+
+def _speculation(info: Mapping[str, Any]) -> dict[str, Any]:
+    if not info.get("speculative_algorithm"):
+        return {}
+    drafts = int(info.get("speculative_num_draft_tokens") or 1)
+    tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
+    # While one batch is verified the slots of the next are taken already.
+    return {"draft_tokens": drafts, "draft_slots": 2 * max(drafts, tree)}
 
 
 def ranks(info: Mapping[str, Any]) -> int:
@@ -290,7 +299,7 @@ def _asked_to_capture(info: Mapping[str, Any]) -> int:
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
 
-BOUND_FIELDS = ("tokens", "requests", "prefix", "longest_prefix", "longest", "logprobs", "all_ranks")
+BOUND_FIELDS = ("tokens", "requests", "prefix", "longest_prefix", "longest", "all_ranks")
 
 
 @dataclass(frozen=True)
@@ -303,7 +312,6 @@ class Bound:
     prefix: int = 0
     longest_prefix: int = 0
     longest: int = 0
-    logprobs: int = 0
     all_ranks: int = 0
     graph: bool | None = None
 
@@ -325,6 +333,7 @@ class Phase:
     :param in_turn: each prompt is sent when the one before is answered.
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     :param sampling: the engine's sampling parameters of every request.
+    :param output_logprobs: every request asks for the log-probabilities of its new tokens.
     """
 
     kind: PhaseKind
@@ -332,11 +341,11 @@ class Phase:
     bound: Bound
     prompts: Callable[[Tokens], list[list[int]]]
     new_tokens: int = 1
-    logprobs: bool = False
     background: int = 0
     in_turn: bool = False
     to_the_end: bool = False
     sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
+    output_logprobs: bool = False
 
 
 class Tokens:
@@ -363,11 +372,8 @@ class Load:
     skipped: tuple[str, ...]
 
 
-def derive_phases(c: Configuration, *, logprobs: bool) -> Load:
-    """The phases of a configuration, that of prompt log-probabilities last: what it allocates stays reserved.
-
-    :param logprobs: whether to drive that one.
-    """
+def derive_phases(c: Configuration) -> Load:
+    """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
     phases: list[Phase] = []
     missing: list[str] = []
     chunk = c.largest
@@ -390,7 +396,7 @@ def derive_phases(c: Configuration, *, logprobs: bool) -> Load:
             Phase(PhaseKind.TOGETHER, f"{c.together} of the longest prompts", several, _several(chunk, c.together))
         )
 
-    room = min(c.input_tokens, c.cache_tokens - 2 * c.page)  # of one request
+    room = min(c.input_tokens, c.cache_tokens - 2 * c.page - c.draft_slots)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
     step = math.lcm(c.page, min(STATE_INTERVAL_TOKENS, chunk)) if c.states and c.radix_cache else c.page
     before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
@@ -447,24 +453,21 @@ def derive_phases(c: Configuration, *, logprobs: bool) -> Load:
         phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, c))
     if c.batch > captured:
         phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.batch} requests", c.batch, c))
+    phases += _sampled_decodes(c)
     phases.append(
         Phase(PhaseKind.VARIED, "prompts of many lengths", prefill, _varied(chunk, c), new_tokens=4, to_the_end=True)
     )
-    if logprobs:
-        asked = Bound(PREFILLS, logprobs=c.packed)
-        phases.append(
-            Phase(PhaseKind.LOGPROBS, "prompt log-probabilities", asked, _several(chunk, c.together), logprobs=True)
-        )
     if c.images:
         missing.append("images: the engine's own allowance is kept for them")
     if c.gathered > 1 and captured == c.batch:
         missing.append("a decode without its graph, while another rank computes a prompt")
-    return Load(tuple(phases), tuple(missing))
+    if c.draft_tokens:
+        missing.append("log-probabilities of new tokens with speculation")
+    return Load(tuple(_in_step(phase, c) for phase in phases), tuple(missing))
 
 
-def rehearsal_phases(c: Configuration) -> Load:
-    """What a server rehearses: the largest forwards, and what sampling and a mixed decode take besides."""
-    load = derive_phases(c, logprobs=False)
+def _sampled_decodes(c: Configuration) -> list[Phase]:
+    """The largest decode with all that sampling may ask for, and with one request that is long."""
     short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
     bound = Bound(DECODES, requests=c.batch)
     penalties = replace(
@@ -472,28 +475,30 @@ def rehearsal_phases(c: Configuration) -> Load:
         kind=PhaseKind.PENALTIES,
         name=f"decode of {c.batch} requests with penalties and a logit bias",
         bound=bound,
-        sampling=PENALIZED,
+        sampling=PENALIZED | ({"min_new_tokens": 2} if c.stop_token else {}),
+        # Speculation computes them otherwise in each release.
+        output_logprobs=not c.draft_tokens,
     )
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
-    longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page
-    others = [*load.phases[:-1], penalties]
-    if c.batch > 1 and longest > SHORT_PROMPT_TOKENS:
-        long = replace(
-            short,
-            kind=PhaseKind.LONG_AMONG_SHORT,
-            name=f"decode of one long request among {c.batch - 1} short ones",
-            # Of several batches that of the long one.
-            bound=replace(bound, longest=longest) if c.stages > 1 else bound,
-            prompts=lambda tokens: [tokens.some(longest), *short.prompts(tokens)[1:]],
-            new_tokens=new,
-        )
-        others.append(long)
-    return replace(load, phases=tuple(_in_step(phase, c) for phase in (*others, load.phases[-1])))
+    longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page - c.draft_slots
+    if c.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
+        return [penalties]
+    long = replace(
+        short,
+        kind=PhaseKind.LONG_AMONG_SHORT,
+        name=f"decode of one long request among {c.batch - 1} short ones",
+        # Of several batches that of the long one.
+        bound=replace(bound, longest=longest) if c.stages > 1 else bound,
+        prompts=lambda tokens: [tokens.some(longest), *short.prompts(tokens)[1:]],
+        new_tokens=new,
+    )
+    return [penalties, long]
 
 
 def _in_step(phase: Phase, c: Configuration) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
-    each = phase.bound.tokens or phase.bound.requests
+    # A request that is verified counts as many tokens as it has drafts.
+    each = phase.bound.tokens or phase.bound.requests * max(1, c.draft_tokens)
     return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
 
@@ -544,13 +549,15 @@ def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]
 def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phase:
     # The largest batch is there once all that can run at once do: before, several may share them.
     put = c.requests if requests == c.batch else requests
-    # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together.
+    # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
+    # speculation nothing is aborted: a release was seen that does not answer any more after it.
+    most = LONG_PROMPT_NEW_TOKENS if c.draft_tokens else 1024
     return Phase(
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
         lambda tokens: [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(put)],
-        new_tokens=max_new_tokens(put, c, most=1024),
+        new_tokens=max_new_tokens(put, c, most=most),
     )
 
 
@@ -562,5 +569,6 @@ def max_new_tokens(requests: int, c: Configuration, most: int) -> int:
         and requests * (c.window + WINDOW_OVERHANG_TOKENS + 2 * c.page) > c.window_tokens - 2 * c.largest
     ):
         caches.append(c.window_tokens)  # which has no whole window for each
-    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches) - SHORT_PROMPT_TOKENS - 2 * c.page
-    return max(2, min(most, each, c.input_tokens - SHORT_PROMPT_TOKENS))
+    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches)
+    new = each - SHORT_PROMPT_TOKENS - 2 * c.page - c.draft_slots
+    return max(2, min(most, new, c.input_tokens - SHORT_PROMPT_TOKENS))

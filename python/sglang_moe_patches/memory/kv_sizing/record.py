@@ -36,7 +36,8 @@ class Record:
     :param total: memory of the GPU, and ``before``: free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
-    :param table_bytes: of the request table, which grows with the KV cache.
+    :param table_bytes: of the request table, which grows with the KV cache, and ``draft_kv_bytes``: of a draft model's
+        KV cache, which does too. Both are part of the need.
     :param requests_grow: as many requests run at once as the pools have room for, and the need may grow with them.
     :param need: the most that was taken of what is set aside, by all ranks; 0: nothing was measured.
     :param ranks: the same for each rank.
@@ -60,6 +61,7 @@ class Record:
     tokens: int = 0
     kv_bytes: int = 0
     table_bytes: int = 0
+    draft_kv_bytes: int = 0
     requests_grow: bool = False
     need: int = 0
     ranks: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory
@@ -34,9 +34,10 @@ from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, server_facts,
 from sglang_moe_patches.memory.kv_sizing.phases import (
     Batch,
     Configuration,
+    Phase,
     ServerFacts,
     configuration,
-    rehearsal_phases,
+    derive_phases,
 )
 from sglang_moe_patches.memory.kv_sizing.sizing import lowest
 
@@ -48,8 +49,11 @@ MIN_FREE_BYTES = 1_000_000_000
 """Bytes; with less left after a forward the script ends: the next one might not have them."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 
-COUNTERS = ("forward_ct", "forward_ct_decode", "num_generated_tokens", "last_gen_throughput", "num_retracted_reqs")
-"""Of the scheduler, or of what keeps its metrics: as before afterwards."""
+COUNTERS = (
+    *("forward_ct", "forward_ct_decode", "forward_pass_id", "num_generated_tokens", "last_gen_throughput"),
+    "num_retracted_reqs",
+)
+"""Of the scheduler, or of what keeps its metrics: as before afterwards, like those of speculation (``spec_...``)."""
 METRICS = {
     "Counter": ("inc",),
     "Gauge": ("inc", "dec", "set"),
@@ -124,18 +128,26 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "internal_states": [{"effective_max_running_requests_per_dp": scheduler.max_running_requests}],
     }
-    return configuration(told, facts)
+    tokenizer = getattr(scheduler, "tokenizer", None)
+    # As the engine's min_new_tokens reads it; where it is not there a request with that ends the server.
+    stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
+    return replace(configuration(told, facts), stop_token=stops)
+
+
+def is_counter(name: str, value: object) -> bool:
+    """Whether an attribute counts what has run, and is to be as before when a rehearsal has ended."""
+    return name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
 
 
-def make_request(name: str, prompt: Sequence[int], new: int, sampling: Mapping[str, Any]) -> Any:
+def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase) -> Any:
     """A request as the tokenizer makes it, in the words of the installed release."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=new, ignore_eos=True, **sampling)
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True, **phase.sampling)
     params.normalize(None)
     if params.stop_regex_strs is None:
         params.stop_regex_strs = []
@@ -147,7 +159,7 @@ def make_request(name: str, prompt: Sequence[int], new: int, sampling: Mapping[s
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=params,
-        return_logprob=False,
+        return_logprob=phase.output_logprobs,
         logprob_start_len=-1,
         top_logprobs_num=0,
         token_ids_logprob=None,
@@ -245,7 +257,7 @@ class Rehearsal:
         self._timeout_s = timeout_s()
         self._keep_counters()
         if self.leads:
-            load = rehearsal_phases(limits)
+            load = derive_phases(limits)
             self._driver = LoadDriver(load, limits, make_request, make_abort, self._late)
         if self.reads:
             self._open_inbox()
@@ -289,7 +301,7 @@ class Rehearsal:
         mute_metrics(patcher)
         reporter = getattr(self.scheduler, "metrics_reporter", None)
         for owner in filter(None, (self.scheduler, reporter, self.runner)):
-            kept = {name: vars(owner)[name] for name in (*COUNTERS, "forward_pass_id") if name in vars(owner)}
+            kept = {name: value for name, value in vars(owner).items() if is_counter(name, value)}
             recording = {name: vars(owner)[name] for name in RECORDING if name in vars(owner)}
             for name in recording:
                 setattr(owner, name, False)
@@ -312,6 +324,7 @@ class Rehearsal:
         original = self.scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            self._look()  # what came after the last forward: a draft model's, and sampling
             whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
             return original(whole, *args, **kwargs)
 
@@ -368,7 +381,7 @@ class Rehearsal:
             put = self._driver.put(idle) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
-            self._driver.over, put = True, [make_abort()]
+            self._driver.over, put = True, self._driver.aborts()
         given_up = self._late(ABANDON_AFTER_S)
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []

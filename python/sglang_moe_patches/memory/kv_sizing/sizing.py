@@ -233,8 +233,8 @@ def rule_bytes(launch: LaunchMemory, record: Record) -> float:
 def with_growth(launch: LaunchMemory, record: Record, wanted: float) -> float:
     """Add to a reserve what grows with the KV cache, at most in proportion to it.
 
-    That is the request table; and where the number of requests follows the pools, all that was needed, which a decode
-    of more of them may have taken.
+    That is the request table, and the KV cache of a draft model; and where the number of requests follows the pools,
+    all that was needed, which a decode of more of them may have taken.
 
     :param wanted: the reserve without that, in bytes.
     """
@@ -242,7 +242,11 @@ def with_growth(launch: LaunchMemory, record: Record, wanted: float) -> float:
     if measured <= 0:
         return wanted
     larger = rule_bytes(launch, record) + launch.reserve - wanted
-    grows = record.table_bytes + (max(record.need, record.serving_peak_need) if record.requests_grow else 0)
+    grows = (
+        record.table_bytes
+        + record.draft_kv_bytes
+        + (max(record.need, record.serving_peak_need) if record.requests_grow else 0)
+    )
     # It takes from the KV cache by which it grows: without that, a little more than is needed.
     return wanted + max(0.0, larger / measured - 1) * grows
 
