@@ -1,4 +1,4 @@
-"""Models with more than one kind of memory, for servers with ``--load-format dummy``: sliding windows, Mamba states.
+"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a draft model of its own.
 
 ``CONFIGS`` has of their public ``config.json`` what decides sizes, by the Hugging Face repository that each is named
 after. Nothing is downloaded.
@@ -27,6 +27,7 @@ COMMON: dict[str, Any] = {
 }
 _QWEN3_MOE = COMMON | {"hidden_size": 2048, "head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_BLOCKS = {"weight_block_size": [128, 128]}
 CONFIGS: dict[str, dict[str, Any]] = {
     # openai/gpt-oss-120b; its experts are MXFP4 there, bfloat16 here. Every other layer has a window.
     "gpt-oss-120b": COMMON
@@ -44,6 +45,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 10, "norm_topk_prob": True, "full_attention_interval": 4, "rope_theta": 10_000_000}
     | {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
     | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    # deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
+    "deepseek-r1": COMMON
+    | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 61}
+    | {"hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+    | {"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_layer_freq": 1}
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    | {"num_nextn_predict_layers": 1, "rope_theta": 10_000.0, "vocab_size": 129_280}
+    | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | _BLOCKS},
 }
 SHARED = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
@@ -59,6 +70,9 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     if name == "gpt-oss-120b":
         own["intermediate_size"] //= shard
         own["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+    if name == "deepseek-r1":
+        own["intermediate_size"] //= shard
+        own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)
     own |= {"num_hidden_layers": layers, "max_position_embeddings": context}
     return own
 

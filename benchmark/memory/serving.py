@@ -6,14 +6,16 @@
     python benchmark memory/serving --quick  # a tiny model, CPU: does it run?
 
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
-are asked the same requests at once. `stock`: SGLANG_MOE_PATCHES=none. `patched`: all changes. `stock-sized` and `sized`
-have kv-sizing besides, and a record: `stock-first` and `sized-first` are the starts that make it, by the rule; they
-rehearse and are asked nothing. What is known is written to --json after each server; with the same --work and --json a
-later run adds its servers to those.
+are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
+`patched`: all changes. `stock-sized` and `sized` have kv-sizing besides, and a record: `stock-first` and `sized-first`
+are the starts that make it, by the rule; they rehearse and are asked nothing but the questions. With
+--mem-fraction-static behind `--` the record decides all the same (SGLANG_MOE_PATCHES_KV_SIZING=always). What is known
+is written to --json after each server; with the same --work and --json a later run adds its servers to those.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -66,6 +68,7 @@ PREDICTED = {
     8_192: {"stock": 18_000, "patched": 18_000, "stock-sized": 20_000, "sized": 20_500},
     16_384: {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000},
 }
+QUESTIONS = 8
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
@@ -181,6 +184,16 @@ def warm(client: Client, options: Any, vocabulary: int) -> None:
             raise Failed(said)
 
 
+def answers(client: Client, options: Any, vocabulary: int) -> list[str]:
+    """A digest of each answer to the questions, which are of many lengths and are asked alone."""
+    draw = random.Random(9)
+    longest = max(options.input)
+    lengths = [max(1, longest * (number + 1) // QUESTIONS) for number in range(QUESTIONS)]
+    prompts = [[draw.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
+    found = [client.greedy(prompt, min(32, options.output)) for prompt in prompts]
+    return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
+
+
 def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
     """What the engine's client says of the load, and the lowest free memory meanwhile."""
     into, said = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
@@ -216,14 +229,14 @@ def overfilled(server: Server, options: Any, info: Any, model: Path) -> dict[str
 # --- One server ------------------------------------------------------------------------------------------------------
 
 
-def variables(name: str, work: Path) -> dict[str, str]:
-    """The environment of a server."""
+def variables(name: str, work: Path, mode: str) -> dict[str, str]:
+    """The environment of a server; ``mode``: of kv-sizing."""
     select, recorded = SERVERS[name]
     own = processes.variables()
     own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select}
     if recorded:
-        own |= {KV_SIZING.name: "auto", KV_RECORD.name: str(work / f"{recorded}.records.json")}
+        own |= {KV_SIZING.name: mode, KV_RECORD.name: str(work / f"{recorded}.records.json")}
     return own
 
 
@@ -232,7 +245,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
     :raises Failed: it was not measured.
     """
-    own = variables(name, work)
+    own = variables(name, work, "always" if "--mem-fraction-static" in options.arguments else "auto")
     first = name.endswith("-first")
     records = Path(own.get(KV_RECORD.name) or work / "none")
     if first:
@@ -253,8 +266,10 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             "tokens": info["max_total_num_tokens"],
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        found["answers"] = answers(client, options, vocabulary)
         if not first:
-            warm(client, options, json.loads((model / "config.json").read_text())["vocab_size"])
+            warm(client, options, vocabulary)
             found |= loaded(server, options, model, work)
             if options.overfill:
                 found["overfill"] = overfilled(server, options, info, model)
@@ -297,7 +312,7 @@ def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
         *("run", "server", "KV tokens", "tokens/s", "predicted", "at once", "ms a token", "first token s"),
-        *("retractions", "lowest free MB", "start s", "rehearsal s"),
+        *("retractions", "lowest free MB", "start s", "rehearsal s", "answers as stock's"),
     )
     rows = []
     for result in results:
@@ -306,6 +321,7 @@ def tables(results: Sequence[output.Result]) -> str:
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
         run = f"{served.described(figures)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
+        asked = figures["servers"].get("stock", {}).get("answers", [])
         for place, (name, one) in enumerate(figures["servers"].items()):
             cells = ['"' if place else run, name, f"{one['tokens']:,}"]
             if "total_throughput" in one:
@@ -318,7 +334,9 @@ def tables(results: Sequence[output.Result]) -> str:
             else:
                 cells += [""] * 7
             rehearsed = one.get("rehearsed_s")
-            rows.append((*cells, f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"))
+            alike = sum(map(str.__eq__, asked, one.get("answers", [])))
+            cells += [f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"]
+            rows.append((*cells, f"{alike} of {len(asked)}" if asked and "answers" in one and name != "stock" else ""))
     return output.table(header, rows, left=2)
 
 

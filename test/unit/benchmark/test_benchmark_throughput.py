@@ -59,7 +59,7 @@ def test_a_later_run_adds_to_an_earlier_one_of_the_same_load_alone(tmp_path):
 
 def test_servers_with_a_record_share_it_with_their_first_start_and_with_nobody_else(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
-    records = {name: serving.variables(name, tmp_path).get(serving.KV_RECORD.name) for name in serving.SERVERS}
+    records = {name: serving.variables(name, tmp_path, "auto").get(serving.KV_RECORD.name) for name in serving.SERVERS}
     assert records["stock"] is records["patched"] is None
     assert records["sized"] == records["sized-first"] != records["stock-sized"] == records["stock-first"]
 
