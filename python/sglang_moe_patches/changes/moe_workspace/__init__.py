@@ -13,8 +13,9 @@ How
     range's width, into the same columns of the output. Routing, tiles and their configuration are those of the whole,
     so the results are the same bits. Activations are quantized at the first range and kept.
 
-    How wide a range is follows from sizes alone (:mod:`.columns`). Tensors that are not large, and whatever reads the
-    tensor or does not sum it (LoRA's hooks, a top-k of 1 or 2, a deferred sum), run the engine's sequence untouched.
+    How wide a range is follows from sizes alone (:mod:`.column_slices`). Tensors that are not large, and whatever reads
+    the tensor or does not sum it (LoRA's hooks, a top-k of 1 or 2, a deferred sum), run the engine's sequence
+    untouched.
     The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
     not allocated.
 

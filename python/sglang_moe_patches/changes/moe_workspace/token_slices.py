@@ -120,7 +120,7 @@ def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
 
 
 def plan(most: int) -> Plan:
-    """Look at the seam of all runners behind ``FusedMoE``.
+    """Look at the hook point of all runners behind ``FusedMoE``.
 
     :param most: tokens of a slice.
     """

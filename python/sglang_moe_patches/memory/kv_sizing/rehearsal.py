@@ -238,7 +238,7 @@ class Rehearsal:
         self._driver: LoadDriver | None = None
 
     def begin(self) -> None:
-        """Broadcast everything in place; whoever calls undoes it with :meth:`end` if this raises."""
+        """Install all wrappers. If this raises, the caller must call :meth:`end`."""
         self._began = time.monotonic()
         first = gpu_memory.read(self.gpu)
         self._free, self._reserved = first.free, first.reserved

@@ -19,6 +19,8 @@ MAX_FOREIGN_MEMORY_DRIFT = 0.01
 """Of the GPU's memory: what other processes may hold more or less of it than when the record was made."""
 MAX_UNFINISHED_REHEARSALS = 2
 """Rehearsals that ended with their server, after which none is tried."""
+MAX_INCOMPLETE_REHEARSALS = 2
+"""Rehearsals that ended without having reached every phase, after which none is tried."""
 MAX_OUT_OF_MEMORY = 2
 """Servers that ran out of memory while serving, after which the rule applies."""
 MAX_UNSERVED_STARTS = 2
@@ -126,13 +128,12 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     if inputs.monitor_only:
         decision = Decision(reason=inputs.monitor_only, monitor=True, reserve=launch.reserve)
         next_step = "; free memory is recorded while it serves" + _monitored(record)
-        return SizingOutcome(
-            f"{using}: {decision.reason}{next_step}", bool(leader.unreadable), decision, launch, record
-        )
+        message = f"{using} because {decision.reason}{next_step}"
+        return SizingOutcome(message, bool(leader.unreadable), decision, launch, record)
     decision = decide(launch, record, leader.unreadable)
     is_warning = bool(leader.unreadable)
     if inputs.keep:
-        measured = record is not None and record.need > 0
+        measured = record is not None and record.need > 0 and not record.missed
         advice, is_warning = advise(launch, record) if record and measured else (decision.reason, is_warning)
         rehearse = decision.rehearse and not measured
         decision = Decision(reason=f"it is used unchanged; {advice}", rehearse=rehearse, reserve=launch.reserve)
@@ -189,7 +190,9 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
     if record is None or not record.need:
         return _keep_rule(launch, unreadable or "no record for this configuration", rehearse=True)
     if record.missed:
-        return _keep_rule(launch, f"the rehearsal did not reach: {', '.join(record.missed)}")
+        # Time may have run out while kernels were compiled, which the next start finds ready.
+        again = record.rehearsals < MAX_INCOMPLETE_REHEARSALS
+        return _keep_rule(launch, f"the rehearsal did not reach: {', '.join(record.missed)}", rehearse=again)
     if record.ooms >= MAX_OUT_OF_MEMORY:
         return _keep_rule(launch, f"{record.ooms} servers ran out of memory while serving")
     if len(record.unserved) >= MAX_UNSERVED_STARTS:
