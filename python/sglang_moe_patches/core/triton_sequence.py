@@ -44,7 +44,7 @@ def look() -> tuple[ModuleType, FunctionType]:
 def add(patcher: Patcher, route: Route, *, first: bool = False) -> None:
     """Send calls of the engine's sequence where ``route`` says.
 
-    :param first: it is asked before those that are there.
+    :param first: it is asked before the routes that were added earlier.
     """
     module = engine.module(MODULE)
     if not hasattr(getattr(module, NAME), _ROUTES):

@@ -24,8 +24,8 @@ ALIGNMENT = 256
 OPERAND_BYTES = 16
 #: What the slices may cost, of the layer's time.
 MAX_SLOWDOWN_FRACTION = 0.02
-#: Microseconds that slices cost on an H200, by the bytes of an activation: all of them for being there, each but the
-#: first for its start, its last wave and the activations that it reads again, and that for each row.
+#: Microseconds that slices cost on an H200, by the bytes of an activation's element: START_US once, and for each slice
+#: after the first SLICE_US[0] (its launch, its last wave) and SLICE_US[1] for each row (activations are read again).
 START_US = 10.0
 SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 #: What an H200 does in a microsecond: operations of the engine's tuned tiles, by the bytes of an activation, and of the
@@ -33,13 +33,12 @@ SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
 SMALL_TILE, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
-#: The same of Marlin: slices, for being there, each but the first, and that for each row; operations; bytes of the
-#: second GEMM's weights and scales, read, written and read again.
+#: The same for Marlin; and how many bytes of the second GEMM's weights and scales are copied in a microsecond.
 MARLIN_START_US = 10.0
 MARLIN_SLICE_US = (15.0, 3.0e-4)
 MARLIN_OPERATIONS_PER_US = 0.25e9
 MARLIN_COPIED_BYTES_PER_US = 2.5e6
-#: No slice has a part of Marlin's tile; every number of columns that its launches take is a multiple of the second one.
+#: Marlin's slices start at multiples of the first number of columns; its launches take multiples of the second.
 MARLIN_ALIGNMENT, MARLIN_TILE = 256, 128
 
 
@@ -198,7 +197,7 @@ def _even(hidden: int, slices: int, step: int) -> int:
 
 
 def _within(us: float, slice_us: float, rows: int) -> int:
-    """How many slices cost so much, of which the first costs nothing; with endless time as many as rows."""
+    """The most slices that cost no more than ``us``, at most one more than rows; the first costs nothing."""
     return max(1, 1 + int(min(us / slice_us, rows)))
 
 

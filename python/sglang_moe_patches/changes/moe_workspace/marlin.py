@@ -122,7 +122,7 @@ class Output:
 
     __slots__ = ("call", "make")
     dtype = None
-    """None that a sum takes by itself: the engine then has one for whatever there is."""
+    """``None`` is none of the dtypes for which the engine has a special sum: it takes the general one."""
 
     def __init__(self, call: Call, make: Callable[[int], Any]) -> None:
         self.call, self.make = call, make

@@ -129,7 +129,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
         inplace, part = kwargs["inplace"], share(kwargs.get("filter_expert"))
         weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
-        # One slice saves something where the dead input is there to be used, or the tensor is none that is written.
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
         if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
             tokens, top_k = given[4].shape
             moved = 2 * top_k * hidden_states.nbytes

@@ -267,8 +267,8 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
     """A rehearsal has ended, and what did not end on this GPU of this machine before is forgiven.
 
     :param new: what it measured. An earlier need counts where it was larger; what was seen while serving stays known.
-    :param stopped: it ended early, before memory ran out: of a server that was sized by ``old`` it says how much less
-        is to be given; the phases that ``old`` has are no less reached for it.
+    :param stopped: it ended early, before memory ran out. The need is raised, and the phases that ``old`` has reached
+        stay reached.
     """
     here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
     left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)

@@ -11,8 +11,8 @@ from sglang_moe_patches.memory.kv_sizing import record as records
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
-"""What stays free beyond what was needed. Between two kinds of load the need has differed by up to 1,180 MB in fourteen
-servers that were measured, and once by 2 GB."""
+"""Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
+fourteen servers that were measured, and once by 2 GB. Independent of ``rehearsal.MIN_FREE_BYTES``."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -56,7 +56,7 @@ class Decision:
 
     :param fraction: for the engine; ``None``: its own.
     :param reason: why the engine keeps its own; "" where the record decides.
-    :param reserve: in bytes; ``margin``: the part of it that nothing needed.
+    :param reserve: in bytes; ``margin``: the part of it beyond the need.
     :param monitor: free memory is recorded while serving, though nothing else is.
     """
 
@@ -89,7 +89,7 @@ class SizingInputs:
     """What a server decides by, the same on every rank.
 
     :param fraction: in force unless the record decides.
-    :param given: the user gave it; ``keep``: and it is used unchanged.
+    :param given: the user set ``--mem-fraction-static``; ``keep``: it must not be changed.
     :param monitor_only: why this server is not sized, "" where it may be.
     :param reports: of all ranks in their order; the first one's record counts.
     """
