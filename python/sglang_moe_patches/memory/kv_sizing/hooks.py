@@ -151,7 +151,7 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
             assert state.launch is not None
             assert state.record is not None
             state.log(
-                "%.4f instead of the default %.4f: %s tokens instead of %s; %s MB of margin%s, measured %s ago%s",
+                "%.4f instead of %.4f: %s tokens instead of %s; %s MB of margin%s, measured %s ago%s",
                 state.fraction,
                 state.launch.fraction,
                 f"{int(self.max_total_num_tokens):,}",
