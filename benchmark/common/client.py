@@ -85,21 +85,6 @@ class Client:
             raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None
         return "" if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
 
-    def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """The likeliest tokens behind a prompt, asked for alone.
-
-        :raises Unanswered: no answer came.
-        """
-        import httpx
-
-        sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        try:
-            body = {"input_ids": prompt, "sampling_params": sampling}
-            answer = self._http.post("/generate", json=body).raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise Unanswered(error, True) from None
-        return [int(token) for token in answer["output_ids"]]
-
     def abort_all(self) -> None:
         """Abort what was asked for; nothing happens where the server is gone: whoever watches it says so."""
         import httpx

@@ -1,4 +1,4 @@
-"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a draft model of its own.
+"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a layer that drafts.
 
 ``CONFIGS`` has of their public ``config.json`` what decides sizes, by the Hugging Face repository that each is named
 after. Nothing is downloaded.
@@ -27,7 +27,10 @@ COMMON: dict[str, Any] = {
 }
 _QWEN3_MOE = COMMON | {"hidden_size": 2048, "head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-_BLOCKS = {"weight_block_size": [128, 128]}
+_FP8_BLOCKS = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "weight_block_size": [128, 128],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     # openai/gpt-oss-120b; its experts are MXFP4 there, bfloat16 here. Every other layer has a window.
     "gpt-oss-120b": COMMON
@@ -54,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_layer_freq": 1}
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
     | {"num_nextn_predict_layers": 1, "rope_theta": 10_000.0, "vocab_size": 129_280}
-    | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | _BLOCKS},
+    | {"quantization_config": _FP8_BLOCKS},
 }
 SHARED = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
@@ -67,11 +70,11 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
     own = deepcopy(CONFIGS[name])
     own |= {each: max(1, own[each] // shard) for each in SHARED if each in own}
-    if name == "gpt-oss-120b":
+    if name in ("gpt-oss-120b", "deepseek-r1"):
         own["intermediate_size"] //= shard
+    if name == "gpt-oss-120b":
         own["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if name == "deepseek-r1":
-        own["intermediate_size"] //= shard
         own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)
     own |= {"num_hidden_layers": layers, "max_position_embeddings": context}
     return own

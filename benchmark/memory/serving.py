@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, overfill, processes, served, stand_ins, weights
+from common import machine, output, overfill, processes, served, servers, stand_ins, weights
 from common.client import Client
 from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
@@ -69,6 +69,9 @@ PREDICTED = {
     16_384: {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000},
 }
 QUESTIONS = 8
+"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
+ANSWER_TOKENS = 32
+"""New tokens of each answer, at the most."""
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
@@ -184,13 +187,11 @@ def warm(client: Client, options: Any, vocabulary: int) -> None:
             raise Failed(said)
 
 
-def answers(client: Client, options: Any, vocabulary: int) -> list[str]:
+def answers(server: Server, options: Any) -> list[str]:
     """A digest of each answer to the questions, which are of many lengths and are asked alone."""
-    draw = random.Random(9)
-    longest = max(options.input)
-    lengths = [max(1, longest * (number + 1) // QUESTIONS) for number in range(QUESTIONS)]
-    prompts = [[draw.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
-    found = [client.greedy(prompt, min(32, options.output)) for prompt in prompts]
+    longest, new_tokens = max(options.input), min(ANSWER_TOKENS, options.output)
+    prompts = [servers.prompt(max(1, longest * number // QUESTIONS), 0) for number in range(1, QUESTIONS + 1)]
+    found = [servers.generate(server, prompt, new_tokens, logprobs=False)["tokens"] for prompt in prompts]
     return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
 
 
@@ -218,9 +219,8 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     }
 
 
-def overfilled(server: Server, options: Any, info: Any, model: Path) -> dict[str, Any]:
+def overfilled(server: Server, options: Any, info: Any, vocabulary: int) -> dict[str, Any]:
     """A load of another kind until the KV cache is full, and the lowest free memory meanwhile."""
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     with free_memory() as free:
         outcome = overfill.overfill(server, info, vocabulary, options.overfill)
     return outcome | {"lowest_free": min(free) << 20 if free else None}
@@ -266,13 +266,13 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             "tokens": info["max_total_num_tokens"],
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
-        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        found["answers"] = answers(client, options, vocabulary)
+        found["answers"] = answers(server, options)
         if not first:
+            vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
             found |= loaded(server, options, model, work)
             if options.overfill:
-                found["overfill"] = overfilled(server, options, info, model)
+                found["overfill"] = overfilled(server, options, info, vocabulary)
     said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
     said = [line.partition("; recorded in ")[0] for line in said]
     found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
@@ -321,7 +321,7 @@ def tables(results: Sequence[output.Result]) -> str:
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
         run = f"{served.described(figures)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
-        asked = figures["servers"].get("stock", {}).get("answers", [])
+        expected = figures["servers"].get("stock", {}).get("answers", [])
         for place, (name, one) in enumerate(figures["servers"].items()):
             cells = ['"' if place else run, name, f"{one['tokens']:,}"]
             if "total_throughput" in one:
@@ -334,9 +334,12 @@ def tables(results: Sequence[output.Result]) -> str:
             else:
                 cells += [""] * 7
             rehearsed = one.get("rehearsed_s")
-            alike = sum(map(str.__eq__, asked, one.get("answers", [])))
             cells += [f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"]
-            rows.append((*cells, f"{alike} of {len(asked)}" if asked and "answers" in one and name != "stock" else ""))
+            equal = ""
+            if expected and "answers" in one and name != "stock":
+                alike = [answer == stocks for answer, stocks in zip(one["answers"], expected, strict=True)]
+                equal = f"{sum(alike)} of {len(alike)}"
+            rows.append((*cells, equal))
     return output.table(header, rows, left=2)
 
 

@@ -155,9 +155,9 @@ def _once(result: Any, *args: Any, **kwargs: Any) -> int:
 
 @dataclass(frozen=True)
 class Count:
-    """Something that a change does, counted in a process that is observed, in no other.
+    """Something that a change does, which :mod:`sglang_moe_patches.lab.observers.acted` counts.
 
-    What counts is :mod:`sglang_moe_patches.lab.observers.acted`.
+    Nothing is counted in a process that is not observed.
 
     :param name: what it is found by; changes that share one have the same.
     :param description: the same for people, after the change's name: "ran in columns".

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import signal
@@ -156,7 +155,7 @@ def test_a_plain_server_is_sized_where_it_is_asked_for():
 def test_a_server_that_is_not_rehearsed_keeps_the_rule_and_the_flag_is_named(name):
     arguments = {**ARGUMENTS, **{**MONITOR_ONLY_CASES, **INELIGIBLE_CASES}[name]}
     refused, monitored = eligibility.skip_reason(True, arguments, {}), eligibility.monitor_only_reason(arguments)
-    assert f"of {name}, " in str(refused if name in INELIGIBLE_CASES else monitored)
+    assert str(refused if name in INELIGIBLE_CASES else monitored).startswith(f"of {name}, ")
     assert (monitored if name in INELIGIBLE_CASES else refused) is None
 
 
@@ -179,7 +178,7 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
     for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
         alone = {**ARGUMENTS, **INELIGIBLE_CASES[name], "attn_dp_size": 1}
         assert eligibility.skip_reason(True, alone, {}) is None
-        assert f"of {name}, " in str(eligibility.skip_reason(True, {**alone, **given}, {}))
+        assert str(eligibility.skip_reason(True, {**alone, **given}, {})).startswith(f"of {name}, ")
     server = phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
     c = phases.configuration(given, server)
     assert (c.ranks, c.gathered) == (2, 2)
@@ -2039,9 +2038,9 @@ def test_the_kv_caches_that_drafts_have_of_their_own_are_recorded(serving, monke
         token_to_kv_pool=a_pool("MHATokenToKVPool", mem_usage=5), req_to_token_pool=None, max_total_num_tokens=900
     )
     runner.model_config = SimpleNamespace(context_len=1000, vocab_size=5000)
-    drafts = [a_pool("MHATokenToKVPool", mem_usage=1)] * 2, [runner.token_to_kv_pool]
+    shared_by_two_drafts = a_pool("MHATokenToKVPool", mem_usage=1)
     make_pool = hooks._make_pool(lambda draft: "made", serving.state, False)
-    for pool in itertools.chain(*drafts):
+    for pool in (shared_by_two_drafts, shared_by_two_drafts, runner.token_to_kv_pool):
         assert make_pool(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=pool)) == "made"
     serving._results = Notes()
     serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))

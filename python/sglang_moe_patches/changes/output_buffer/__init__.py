@@ -12,8 +12,7 @@ How
 
     Where the engine has no buffer, its TRT-LLM runner is made to take the offered one
     (:mod:`sglang_moe_patches.core.dead_input.takers`), and marked as not mutating its input, which it never did;
-    attention inputs are dropped when ``self_attn`` returns,
-    whatever the runner.
+    attention inputs are dropped when ``self_attn`` returns, whatever the runner.
 
     Where the engine has all this built in, it offers the input of every DeepSeek MoE layer, also of one that starts
     without a residual, whose input *becomes* the residual: every answer is wrong. Its own offer is withheld there, in

@@ -1,4 +1,4 @@
-"""Which request of a rehearsal is put next: knows nothing of the engine but what is reported to it."""
+"""Decides which request of a rehearsal is put next, and knows of the engine what is reported to it alone."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class LoadDriver:
             self.over = True
             return []
 
-    def aborts(self) -> list[Any]:
-        """What ends all requests now; with speculation nothing does: they are short, and end by their length."""
+    def abort_all(self) -> list[Any]:
+        """The request that ends all others; none with speculation, where requests are short and end by their length."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
@@ -111,10 +111,10 @@ class LoadDriver:
             if self._ended:
                 break
         if self._waiting and not self._idle:
-            yield self.aborts()
+            yield self.abort_all()
             while self._waiting and not self._idle:
                 # The engine aborts in the batch whose turn it is, and a pipeline has several.
-                yield self.aborts() if self.limits.stages > 1 else []
+                yield self.abort_all() if self.limits.stages > 1 else []
         self._waiting.clear()
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.machine import cache_folder
 from sglang_moe_patches.core.variables import Variable
-from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
+from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, speculates
 
 FILE = "kv-records.json"
 
@@ -49,10 +49,7 @@ _KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
-
-def _drafts(arguments: Mapping[str, Any]) -> bool:
-    return bool(arguments.get("speculative_algorithm"))
-
+"""Of speculation, by the engine's names: those whose drafts and verifications a rehearsal drives."""
 
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 MONITOR_ONLY: Reasons = {
@@ -61,16 +58,16 @@ MONITOR_ONLY: Reasons = {
         lambda a: str(a.get("speculative_algorithm") or "").upper() not in ("", *REHEARSED_ALGORITHMS),
         _NOT_REHEARSED,
     ),
-    "--speculative-adaptive": (lambda a: _drafts(a) and a.get("speculative_adaptive"), _MEMORY_CHANGES),
+    "--speculative-adaptive": (lambda a: speculates(a) and a.get("speculative_adaptive"), _MEMORY_CHANGES),
     "--speculative-skip-dp-mlp-sync": (
-        lambda a: _drafts(a) and a.get("speculative_skip_dp_mlp_sync"),
+        lambda a: speculates(a) and a.get("speculative_skip_dp_mlp_sync"),
         "whose ranks do not run in step",
     ),
     "--speculative-ngram-external-corpus-path": (
-        lambda a: _drafts(a) and a.get("speculative_ngram_external_corpus_path"),
+        lambda a: speculates(a) and a.get("speculative_ngram_external_corpus_path"),
         "whose corpus the flush after a rehearsal would drop",
     ),
-    "--pp-size": (lambda a: _drafts(a) and (a.get("pp_size") or 1) > 1, "whose stages do not all speculate"),
+    "--pp-size": (lambda a: speculates(a) and (a.get("pp_size") or 1) > 1, "whose stages do not all speculate"),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_REHEARSED),
     "--enable-eplb": (lambda a: a.get("enable_eplb"), "whose rebalance is not rehearsed yet"),
     "--moe-a2a-backend": (
@@ -129,6 +126,7 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
     """Why the engine's rule sizes a server and nothing is recorded of it; ``None``: a record is kept.
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
+    :returns: the reason, worded to follow "because".
     """
     if not asked:
         return f"{KV_SIZING.name} is off; auto turns it on"
@@ -148,6 +146,7 @@ def monitor_only_reason(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _first_reason(reasons: Reasons, arguments: Mapping[str, Any]) -> str | None:
+    """The first reason that applies, worded to follow "because"."""
     return next((f"of {name}, {reason}" for name, (has, reason) in reasons.items() if has(arguments)), None)
 
 

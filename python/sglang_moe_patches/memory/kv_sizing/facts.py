@@ -74,7 +74,7 @@ def pool_bytes(pool: Any) -> int:
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
 
 
-def own_kv_bytes(draft_runners: Iterable[Any], target: Any) -> int:
+def draft_kv_bytes(draft_runners: Iterable[Any], target: Any) -> int:
     """Bytes of the KV caches that draft models have of their own, beside the target's."""
     own = {id(pool): pool for pool, _ in map(pools, draft_runners) if pool is not pools(target)[0]}
     return sum(map(pool_bytes, own.values()))

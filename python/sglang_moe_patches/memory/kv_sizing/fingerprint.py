@@ -74,7 +74,7 @@ def lasting_arguments(
         and not name.startswith("_")
         and not is_secret(name)
         and value not in (None, False, "", [], {})
-        and (not isinstance(value, str) or value != arguments.get("model_path"))  # as a draft that the model contains
+        and value != arguments.get("model_path")  # the path of a draft that the model contains
         and value != plain(defaults.get(name))
     }
 

@@ -27,7 +27,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     rehearsal,
     sizing,
 )
-from sglang_moe_patches.memory.kv_sizing.facts import GIB, own_kv_bytes, server_facts
+from sglang_moe_patches.memory.kv_sizing.facts import GIB, draft_kv_bytes, server_facts
 from sglang_moe_patches.memory.kv_sizing.launcher import given_by_the_user
 from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
@@ -136,10 +136,10 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
     def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not eligibility.KV_SIZING.read():
             return original(self, *args, **kwargs)
-        if getattr(self, "is_draft_worker", False):
+        is_draft = getattr(self, "is_draft_worker", False)
+        if is_draft:
             state.draft_runners.append(self)
-            return original(self, *args, **kwargs)
-        if state.launch is not None:
+        if is_draft or state.launch is not None:
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
@@ -476,7 +476,7 @@ class Serving:
             tokens=facts.kv_tokens,
             kv_bytes=facts.kv_bytes,
             table_bytes=facts.table_bytes,
-            draft_kv_bytes=own_kv_bytes(state.draft_runners, runner),
+            draft_kv_bytes=draft_kv_bytes(state.draft_runners, runner),
             requests_grow=facts.hybrid == MAMBA,
             # What a forward that did not run would have taken is not known: as much again as was left.
             need=max(needs) + (rehearsal.MIN_FREE_BYTES if stopped else 0),

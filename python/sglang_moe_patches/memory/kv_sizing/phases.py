@@ -242,17 +242,29 @@ def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
         images=facts.images,
-        **_speculation(info),
+        draft_tokens=_draft_tokens(info),
+        draft_slots=_draft_slots(info),
     )
 
 
-def _speculation(info: Mapping[str, Any]) -> dict[str, Any]:
-    if not info.get("speculative_algorithm"):
-        return {}
-    drafts = int(info.get("speculative_num_draft_tokens") or 1)
+def speculates(info: Mapping[str, Any]) -> bool:
+    """Whether a server decodes speculatively.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    """
+    return bool(info.get("speculative_algorithm"))
+
+
+def _draft_tokens(info: Mapping[str, Any]) -> int:
+    return int(info.get("speculative_num_draft_tokens") or 1) if speculates(info) else 0
+
+
+def _draft_slots(info: Mapping[str, Any]) -> int:
+    if not speculates(info):
+        return 0
     tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
     # While one batch is verified the slots of the next are taken already.
-    return {"draft_tokens": drafts, "draft_slots": 2 * max(drafts, tree)}
+    return 2 * max(_draft_tokens(info), tree)
 
 
 def ranks(info: Mapping[str, Any]) -> int:
@@ -476,7 +488,7 @@ def _sampled_decodes(c: Configuration) -> list[Phase]:
         name=f"decode of {c.batch} requests with penalties and a logit bias",
         bound=bound,
         sampling=PENALIZED | ({"min_new_tokens": 2} if c.stop_token else {}),
-        # Speculation computes them otherwise in each release.
+        # With speculation each release computes log-probabilities in another way.
         output_logprobs=not c.draft_tokens,
     )
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
@@ -497,7 +509,7 @@ def _sampled_decodes(c: Configuration) -> list[Phase]:
 
 def _in_step(phase: Phase, c: Configuration) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
-    # A request that is verified counts as many tokens as it has drafts.
+    # The engine counts a request that is verified as its draft tokens.
     each = phase.bound.tokens or phase.bound.requests * max(1, c.draft_tokens)
     return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
@@ -550,7 +562,7 @@ def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phas
     # The largest batch is there once all that can run at once do: before, several may share them.
     put = c.requests if requests == c.batch else requests
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
-    # speculation nothing is aborted: a release was seen that does not answer any more after it.
+    # speculation nothing is aborted: after an abort a release was seen to answer no more.
     most = LONG_PROMPT_NEW_TOKENS if c.draft_tokens else 1024
     return Phase(
         kind,

@@ -43,7 +43,7 @@ class Record:
     :param ranks: the same for each rank.
     :param reached: phases that ran at their bounds; ``missed``: that did not; ``skipped``: that cannot run in this
         configuration, each with the reason.
-    :param rehearsals: that ended, of this configuration.
+    :param rehearsals: how many rehearsals of this configuration have ended.
     :param proven: a server that was sized by it has rehearsed too.
     :param serving_peak_need: the most taken while serving; 0: not seen.
     :param lowest_free_serving: the lowest free memory while serving; ``None``: not seen.
@@ -272,16 +272,15 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
     """
     here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
     left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)
-    ended = old.rehearsals + 1
+    rehearsals, need = old.rehearsals + 1, max(new.need, old.need)
     if stopped and old.need:
-        need = max(new.need, old.need)
-        return replace(old, unfinished=left, need=need, ranks=new.ranks, rehearsals=ended, proven=False)
+        return replace(old, unfinished=left, need=need, ranks=new.ranks, rehearsals=rehearsals, proven=False)
     return replace(
         new,
         unfinished=left,
-        rehearsals=ended,
+        rehearsals=rehearsals,
         unserved=old.unserved,
-        need=max(new.need, old.need),
+        need=need,
         # Another replica may have found meanwhile that more is needed than this one set aside.
         proven=new.proven and old.need <= new.before * (1 - new.fraction),
         rule_tokens=old.rule_tokens or new.rule_tokens,

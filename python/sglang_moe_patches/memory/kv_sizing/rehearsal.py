@@ -129,7 +129,7 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
         "internal_states": [{"effective_max_running_requests_per_dp": scheduler.max_running_requests}],
     }
     tokenizer = getattr(scheduler, "tokenizer", None)
-    # As the engine's min_new_tokens reads it; where it is not there a request with that ends the server.
+    # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
     return replace(configuration(told, facts), stop_token=stops)
 
@@ -324,7 +324,7 @@ class Rehearsal:
         original = self.scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            self._look()  # what came after the last forward: a draft model's, and sampling
+            self._look()  # a draft model's forward and sampling come after the last one that was watched
             whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
             return original(whole, *args, **kwargs)
 
@@ -381,7 +381,7 @@ class Rehearsal:
             put = self._driver.put(idle) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
-            self._driver.over, put = True, self._driver.aborts()
+            self._driver.over, put = True, self._driver.abort_all()
         given_up = self._late(ABANDON_AFTER_S)
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []

@@ -20,7 +20,7 @@ MAX_FOREIGN_MEMORY_DRIFT = 0.01
 MAX_UNFINISHED_REHEARSALS = 2
 """Rehearsals that ended with their server, after which none is tried."""
 MAX_INCOMPLETE_REHEARSALS = 2
-"""Rehearsals that ended without having reached every phase, after which none is tried."""
+"""Rehearsals that ended, after which none is tried where the last has not reached every phase."""
 MAX_OUT_OF_MEMORY = 2
 """Servers that ran out of memory while serving, after which the rule applies."""
 MAX_UNSERVED_STARTS = 2
@@ -133,9 +133,9 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     decision = decide(launch, record, leader.unreadable)
     is_warning = bool(leader.unreadable)
     if inputs.keep:
-        measured = record is not None and record.need > 0 and not record.missed
-        advice, is_warning = advise(launch, record) if record and measured else (decision.reason, is_warning)
-        rehearse = decision.rehearse and not measured
+        measured = record if record is not None and record.need > 0 and not record.missed else None
+        advice, is_warning = advise(launch, measured) if measured else (decision.reason, is_warning)
+        rehearse = decision.rehearse and measured is None
         decision = Decision(reason=f"it is used unchanged; {advice}", rehearse=rehearse, reserve=launch.reserve)
     if decision.fraction is not None:
         return SizingOutcome("", False, decision, launch, record)
