@@ -19,7 +19,7 @@ from typing import Any
 
 from common import output
 from common.shapes import MODELS, Layout
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.lab.predict import advice, config, forward
 

@@ -43,8 +43,8 @@ from typing import Any
 import torch
 from common import machine, output, timing
 from common.shapes import MODELS, Layout, Rank
-from sglang_moe_patches.changes.moe_workspace import columns, promise, triton
-from sglang_moe_patches.changes.moe_workspace.promise import Promise
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, triton
+from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor
 from sglang_moe_patches.core.patch import Patcher
 
 STARTED = time.monotonic()
@@ -210,14 +210,14 @@ class Ways:
         self._stock = fused_moe._fused_moe_kernel_sequence
         self._ours: dict[int | None, Any] = {}
         self.ran: list[list[tuple[int, int]]] = []
-        slices = promise.column_ranges
+        slices = deferred_tensor.choose_column_slices
 
-        def seen(promise: Promise, output: Any) -> list[tuple[int, int]]:
-            found = slices(promise, output)
+        def seen(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
+            found = slices(deferred, output)
             self.ran.append(found)
             return found
 
-        promise.column_ranges = seen
+        deferred_tensor.choose_column_slices = seen
         self.stock()
 
     def stock(self) -> None:
@@ -229,7 +229,7 @@ class Ways:
         """
         if mb not in self._ours:
             self.stock()
-            name = columns.MOE_WORKSPACE_MB.name
+            name = column_slices.MOE_WORKSPACE_MB.name
             os.environ |= {name: "" if mb is None else str(mb)}
             assert self.plan.install is not None
             self.plan.install(Patcher())
@@ -239,19 +239,22 @@ class Ways:
 
     @contextmanager
     def variant(self, variant: Variant) -> Iterator[None]:
-        rule, smallest, most = columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME
+        names = ("slice_width", "MIN_TENSOR_BYTES", "MAX_SLOWDOWN_FRACTION")
+        rule = [getattr(column_slices, name) for name in names]
         if variant.slices:
 
-            def width(tokens: int, top_k: int, hidden: int, *sizes: Any, **more: Any) -> int:
-                step = math.lcm(columns.ALIGNMENT, more["tiles"]["BLOCK_SIZE_N"])
-                return min(hidden, -(-hidden // (variant.slices * step)) * step)
+            def width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
+                step = math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"])
+                return min(layer.hidden, -(-layer.hidden // (variant.slices * step)) * step)
 
-            columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = width, 1, math.inf
+            for name, value in zip(names, (width, 1, math.inf), strict=True):
+                setattr(column_slices, name, value)
         self.columns(variant.mb)
         try:
             yield
         finally:
-            columns.slice_width, columns.SMALLEST_TENSOR_BYTES, columns.MOST_OF_THE_TIME = rule, smallest, most
+            for name, value in zip(names, rule, strict=True):
+                setattr(column_slices, name, value)
             self.stock()
 
 
@@ -588,14 +591,16 @@ def by_width(cells: list[dict[str, Any]], mb: int | None = None) -> dict[tuple[A
     for key, widths in measured.items():
         model, layout, weights, _, tokens = key
         rank, fp8 = per_rank(model, layout), weights == "fp8"
-        width = columns.slice_width(
-            *(tokens, rank.top_k, rank.hidden, rank.intermediate, 2),
-            activation_itemsize=1 if fp8 else 2,
+        shape = column_slices.LayerShape(
+            *(tokens, rank.top_k, rank.hidden, rank.intermediate),
             weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if fp8 else 2),
-            tiles=next(iter(widths.values()))["config"],
-            most_bytes=None if mb is None else mb * 10**6,
-            **({"scale_columns": 128, "scale_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
         )
+        gemm = column_slices.TritonGemm(
+            next(iter(widths.values()))["config"],
+            fp8,
+            **({"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
+        )
+        width = column_slices.slice_width(shape, gemm, None if mb is None else mb * 10**6)
         found[key] = widths.get(width, {}) if width < rank.hidden else None
     return found
 

@@ -35,7 +35,7 @@ import torch
 from common import machine, output, timing
 from common.shapes import MODELS, Layout, Rank
 from moe_workspace import MB, interval, spread
-from sglang_moe_patches.changes.moe_workspace import columns, marlin
+from sglang_moe_patches.changes.moe_workspace import column_slices, marlin
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import channel
@@ -185,39 +185,40 @@ class Ways:
         self.ran: list[tuple[int, int]] = []
         self.dead_input: torch.Tensor | None = None
         self._ours: dict[Variant, Any] = {}
-        ranges = marlin.column_ranges
+        ranges = marlin.choose_column_slices
 
-        def seen(given: dict[str, Any], most_bytes: int | None) -> list[tuple[int, int]]:
-            self.ran = ranges(given, most_bytes)
+        def seen(arguments: dict[str, Any], max_bytes: int | None) -> list[tuple[int, int]]:
+            self.ran = ranges(arguments, max_bytes)
             return self.ran
 
-        marlin.column_ranges = seen
+        marlin.choose_column_slices = seen
 
     def ours(self, variant: Variant) -> Any:
         if variant not in self._ours:
-            between, smallest = sum_and_copy.sum_and_copy, columns.SMALLEST_TENSOR_BYTES
-            name = columns.MOE_WORKSPACE_MB.name
+            between, smallest = sum_and_copy.sum_and_copy, column_slices.MIN_TENSOR_BYTES
+            name = column_slices.MOE_WORKSPACE_MB.name
             sum_and_copy.sum_and_copy = COPIES[variant.copies]
             os.environ[name] = "" if variant.mb is None else str(variant.mb)
             if variant.slices:
-                columns.SMALLEST_TENSOR_BYTES = 1
+                column_slices.MIN_TENSOR_BYTES = 1
             assert self._plan.install is not None
             self._plan.install(Patcher())
             del os.environ[name]
-            sum_and_copy.sum_and_copy, columns.SMALLEST_TENSOR_BYTES = between, smallest
+            sum_and_copy.sum_and_copy, column_slices.MIN_TENSOR_BYTES = between, smallest
             self._ours[variant] = getattr(self._module, marlin.NAME)
             setattr(self._module, marlin.NAME, self.stock)
         return self._ours[variant]
 
     @contextmanager
     def variant(self, variant: Variant) -> Iterator[Any]:
-        rule = columns.packed_slice_width
+        rule = column_slices.packed_slice_width
         if variant.slices:
 
-            def width(tokens: int, top_k: int, hidden: int, *sizes: Any, **more: Any) -> int:
-                return min(hidden, -(-hidden // (variant.slices * columns.MARLIN_ALIGNMENT)) * columns.MARLIN_ALIGNMENT)
+            def width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
+                step = column_slices.MARLIN_ALIGNMENT_COLUMNS
+                return min(layer.hidden, -(-layer.hidden // (variant.slices * step)) * step)
 
-            columns.packed_slice_width = width
+            column_slices.packed_slice_width = width
         self.ran = []
         ours = self.ours(variant)
 
@@ -228,7 +229,7 @@ class Ways:
         try:
             yield offered if variant.offered else ours
         finally:
-            columns.packed_slice_width = rule
+            column_slices.packed_slice_width = rule
 
 
 def clean() -> None:
@@ -431,18 +432,14 @@ def by_rule(one: dict[str, Any]) -> tuple[float, float, int]:
     """What the rule thinks of a cell: microseconds of the layer, of the slices, and how many it takes by itself."""
     _, top_k, hidden, inner = one["sizes"]
     rows = one["tokens"] * top_k
-    layer = 2 * rows * hidden * 3 * inner / columns.MARLIN_OPERATIONS_PER_US
-    layer += (one["weight_bytes"] + 4 * rows * hidden) / columns.BYTES_PER_US
-    each, for_each_row = columns.MARLIN_SLICE_US
-    cost = columns.MARLIN_START_US + 2 * one["w2_bytes"] / columns.MARLIN_COPIED_BYTES_PER_US
+    layer = 2 * rows * hidden * 3 * inner / column_slices.MARLIN_OPERATIONS_PER_US
+    layer += (one["weight_bytes"] + 4 * rows * hidden) / column_slices.BYTES_PER_US
+    each, for_each_row = column_slices.MARLIN_SLICE_US
+    cost = column_slices.MARLIN_SLICING_US + 2 * one["w2_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
     cost += (one["slices"] - 1) * (each + rows * for_each_row)
-    width = columns.packed_slice_width(
-        *(one["tokens"], top_k, hidden, inner, 2),
-        gate_columns=2 * inner,
-        column_bytes=one["w2_bytes"] // hidden,
-        weight_bytes=one["weight_bytes"],
-    )
-    return layer, cost, len(columns.ranges(hidden, width))
+    shape = column_slices.LayerShape(one["tokens"], top_k, hidden, inner, weight_bytes=one["weight_bytes"])
+    width = column_slices.packed_slice_width(shape, column_slices.MarlinGemm(one["w2_bytes"] // hidden))
+    return layer, cost, len(column_slices.split_columns(hidden, width))
 
 
 def fresh(one: dict[str, Any]) -> bool:
@@ -481,7 +478,8 @@ def fit(result: output.Result) -> str:
     cost_us = torch.tensor([[(one["slowdown"] - 1) * one["stock_ms"] * 1e3] for one in cells], dtype=torch.float64)
     best = torch.linalg.lstsq(facts, cost_us, driver="gelsd").solution.flatten().tolist()
     constants = (
-        f"MARLIN_START_US {best[0]:.0f}, MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
+        f"MARLIN_SLICING_US {best[0]:.0f}, "
+        f"MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
         f"MARLIN_SLICE_US ({best[2]:.0f}, {best[3]:.1e})\n"
     )
     return output.table(header, rows) + "\n" + constants

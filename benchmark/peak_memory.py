@@ -35,7 +35,7 @@ from typing import Any
 
 from common import machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.predict import forward as prediction

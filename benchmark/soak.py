@@ -35,7 +35,7 @@ from common import forwards, held, machine, output, plugins, processes, weights
 from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
 from common.shapes import MODELS, TINY
 from common.weights import Served
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment

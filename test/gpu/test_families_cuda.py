@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
 
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TOKENS, STEPS, LAYERS = 16384, 4, 4

@@ -40,9 +40,9 @@ SERVED = (
 )
 FORCED = """
 def register():
-    from sglang_moe_patches.changes.moe_workspace import columns
-    columns.packed_slice_width = lambda *args, **kwargs: columns.MARLIN_TILE
-    columns.smallest_packed_tensor = lambda most: 1
+    from sglang_moe_patches.changes.moe_workspace import column_slices
+    column_slices.packed_slice_width = lambda *args, **kwargs: column_slices.MARLIN_TILE_COLUMNS
+    column_slices.min_packed_tensor_bytes = lambda most: 1
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
 from harness import Kernels, Pool, triton_runner
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import log, triton_sequence
 from sglang_moe_patches.core.dead_input import channel, offer, proofs
@@ -285,9 +285,9 @@ def test_with_symmetric_memory_the_pool_is_not_walked_in_every_layer(engine, fam
 def triton(engine, monkeypatch):
     """BF16 models run the engine's Triton sequence, in columns whatever its size."""
     triton_runner(monkeypatch)
-    for name, value in (("SMALLEST_TENSOR_BYTES", 1), ("WORTH_A_SLICE_BYTES", 1), ("MOST_OF_THE_TIME", math.inf)):
-        monkeypatch.setattr(columns, name, value)
-    monkeypatch.setattr(columns, "ALIGNMENT", 64)
+    for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
+        monkeypatch.setattr(column_slices, name, value)
+    monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
     monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield
@@ -382,7 +382,7 @@ def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, 
 @pytest.fixture
 def in_no_pool():
     """Releases up to 0.5.15.post1. Later ones make Triton's output in the pool themselves."""
-    if engine_code.mentions(triton_sequence.look()[1], "use_symmetric_memory"):
+    if engine_code.mentions(triton_sequence.probe()[1], "use_symmetric_memory"):
         pytest.skip("this engine release asks for the pool itself")
 
 

@@ -6,7 +6,7 @@ import json
 
 import models
 import pytest
-from sglang_moe_patches.changes.moe_workspace.columns import MOE_WORKSPACE_MB
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.lab.predict import advice
 
 

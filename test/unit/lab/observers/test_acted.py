@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_moe_patches.changes.moe_workspace import COLUMNS, columns
+from sglang_moe_patches.changes.moe_workspace import COLUMNS, column_slices
 from sglang_moe_patches.core.dead_input import channel, counts
 from sglang_moe_patches.core.patch import Count, Patcher
 from sglang_moe_patches.lab.observers import acted
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tally(engine: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "ranges", lambda hidden, wanted: RANGES[:wanted])
+    monkeypatch.setattr(column_slices, "split_columns", lambda hidden, wanted: RANGES[:wanted])
     found, patcher = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT]), Patcher()
     found.install(patcher)
     yield found
@@ -65,7 +65,7 @@ def dispatched(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
 
 def test_what_is_done_is_sorted_by_layer_and_only_what_is_done_counts(tally: acted.Tally) -> None:
     for layer, slices in ((1, 3), (2, 1), (1, 2)):
-        FusedMoE(layer, lambda slices=slices: columns.ranges(0, slices)).run_moe_core(dispatched(5))
+        FusedMoE(layer, lambda slices=slices: column_slices.split_columns(0, slices)).run_moe_core(dispatched(5))
     assert tally.acted.acts == (Act("columns", 1, False, times=2, most=3, total=5),)
     assert tally.acted.layers == (1, 2)
 
@@ -86,7 +86,7 @@ def test_what_is_offered_before_a_layer_s_experts_run_counts_for_them(tally: act
 
 
 def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> None:
-    layer = FusedMoE(1, lambda: columns.ranges(0, 2))
+    layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     layer.run_moe_core(dispatched(5))
     assert tally.take().acts
     assert tally.acted == Acted()
@@ -95,7 +95,7 @@ def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> Non
 
 
 def test_what_a_captured_graph_holds_is_told_apart(tally: acted.Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = FusedMoE(1, lambda: columns.ranges(0, 2))
+    layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
@@ -176,7 +176,7 @@ def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
 def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "300")
+    monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "300")
 
     def said(tokens: int) -> str:
         return acted.sentences(WORKSPACE, Acted((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from common.shapes import MODELS
-from sglang_moe_patches.changes.moe_workspace import columns
+from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.lab.predict import advice, asking, forward
 from sglang_moe_patches.lab.predict.advice import Server, acting
@@ -105,7 +105,7 @@ def test_each_change_says_what_it_does_here_or_why_not():
 
 def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
     """Kimi-K2.5 in INT4 at TP=8: a range of 1,024 columns and its weights, the output in the dead input."""
-    monkeypatch.setenv(columns.MOE_WORKSPACE_MB.name, "400")
+    monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "400")
     found = advise(
         layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
     )
