@@ -211,6 +211,32 @@ def test_tiles_that_go_through_the_columns_first_stay_whole_in_fp8(rows, group, 
     assert slice_width(layer, TritonGemm(tiles)) < 7168
 
 
+@pytest.mark.parametrize(
+    ("layer", "gemm", "limit", "width"),
+    [
+        (LayerShape(3071, 8, 4096, 384), TritonGemm(), None, 4096),  # smaller than 192 MiB
+        (LayerShape(3072, 8, 4096, 384), TritonGemm(), None, 2048),
+        # 1,280 columns would fit, but for the scales of the quantized input.
+        (LayerShape(16384, 8, 2560, 512), TritonGemm(quantized=True), 1, 1024),
+        (LayerShape(16384, 8, 7168, 384), TritonGemm(), 1, 768),
+        (LayerShape(16384, 8, 7168, 384), TritonGemm({"BLOCK_SIZE_N": 512}), 1, 512),
+    ],
+)
+def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
+    assert slice_width(layer, gemm, limit) == width
+
+
+def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at():
+    layer = LayerShape(16384, 8, 7168, 512)
+    limits = [
+        max(held(layer, gemm, 7168)) - 1 for held, gemm in ((triton_bytes, TritonGemm()), (marlin_bytes, MarlinGemm(1)))
+    ]
+    assert slice_width(layer, TritonGemm(), limits[0]) < 7168
+    assert tensor_bytes(layer) >= column_slices.min_tensor_bytes(limits[0])
+    assert packed_slice_width(layer, MarlinGemm(1), limits[1]) < 7168
+    assert tensor_bytes(layer) >= column_slices.min_packed_tensor_bytes(limits[1])
+
+
 @given(st.integers(1, 20000), st.integers(1, 20000))
 def test_slices_have_every_column_once_in_order(hidden, width):
     slices = split_columns(hidden, width)
@@ -318,7 +344,7 @@ def plain_output():
     ("operands", "output"),
     [
         ({"weights": torch.ones(4, HIDDEN + 64, INNER)}, plain_output()),  # padded
-        ({"weights": torch.ones(4, HIDDEN * INNER)}, plain_output()),
+        ({"weights": torch.ones(4, HIDDEN)}, plain_output()),
         ({"bias": torch.ones(4, 1)}, plain_output()),
         ({"weights_scale": torch.ones(4, 3)}, plain_output()),
         ({"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128]}}, plain_output()),
