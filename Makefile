@@ -107,7 +107,7 @@ pages: env ## write what is generated in the pages: of releases and changes, and
 	$(BIN)/python benchmark/render.py
 
 demo/bf16: | env
-	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.export bf16 benchmark/tiny_moe $@
+	$(BIN)/python -W ignore benchmark tiny_moe/export bf16 benchmark/tiny_moe $@
 
 demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic: stock and patched, then sized by its record
 	rm -rf demo/report demo/second-start
@@ -117,11 +117,11 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 	  -- $(SERVER)
 
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
-	PYTHONPATH=benchmark $(BIN)/python -W ignore -m tiny_moe.accuracy
+	$(BIN)/python -W ignore benchmark tiny_moe/accuracy
 
 mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
-	PYTHONPATH=benchmark $(BIN)/sglang-moe-patches exec --reference-kernels -- \
-	  $(BIN)/python -W ignore -m tiny_moe.mutations --backend $(BACKEND)
+	$(BIN)/sglang-moe-patches exec --reference-kernels -- \
+	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
@@ -129,7 +129,7 @@ soak: env ## 64 concurrent requests for two minutes, every answer compared with 
 
 engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag
 	$(if $(SGLANG),,$(error SGLANG=CHECKOUT says where SGLang's tests are, at the tag v$(ENGINE)))
-	$(BIN)/python benchmark/engine_suite.py $(SGLANG) $(ARGS)
+	$(BIN)/python benchmark whole/engine_suite $(SGLANG) $(ARGS)
 
 pipeline: env ## do stock and patched differ on pipeline stages, more often than stock and stock? 30 times each
 	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/pipeline.py $(ARGS)

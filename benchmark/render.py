@@ -20,24 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import cutedsl_memory
-import engine_suite
-import launcher_cost
-import models
-import moe_workspace
-import moe_workspace_marlin
-import mori_rows
-import nvfp4_hopper
-import overhead
-import peak_memory
-import residual_hole
-import segments
-import serving
-import soak
-import triton_server
-import weight_shuffle
-from common import headlines, machine, output, same, verdicts
+from changes import cutedsl_memory, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
+from common import headlines, machine, moe_tables, output, same, verdicts
+from memory import segments, serving
 from tiny_moe import mutations
+from whole import engine_suite, launcher_cost, models, peak_memory, soak, triton_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -128,20 +115,18 @@ SECTIONS = {
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
-    "serving": Section(under("serving", "kimi-k2.5-8192", "kimi-k2.5"), serving.tables),
+    "serving": Section(under("serving", "kimi-k2.5-8192", "kimi-k2.5-8192-more-sampling", "kimi-k2.5"), serving.tables),
     "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
-    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_workspace.in_short),
-    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_workspace.by_rule),
-    "moe-workspace-default": one("moe-workspace/h200-default", moe_workspace.by_default),
-    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_workspace_marlin.tables),
-    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_workspace.tuned),
-    "moe-workspace-captured": Section(
-        under("moe-workspace", "h200-captured", "h100-captured"), lambda results: moe_workspace.captured(*results)
-    ),
+    "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
+    "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),
+    "moe-workspace-default": one("moe-workspace/h200-default", moe_tables.by_default),
+    "moe-workspace-marlin": one("moe-workspace-marlin/h200", moe_tables.marlin),
+    "moe-workspace-tuned": one("moe-workspace/h200-tuned", moe_tables.tuned),
+    "moe-workspace-captured": Section(under("moe-workspace", "h200-captured", "h100-captured"), moe_tables.captured),
 }
 
 
@@ -155,7 +140,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
     "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
     "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
     "mori-kernel.svg": (("mori-rows/kernel-h200",), alone(mori_rows.kernel_plot)),
-    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_workspace.plot)),
+    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_tables.plot)),
 }
 
 

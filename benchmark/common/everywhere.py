@@ -59,7 +59,7 @@ class Acted:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self.times[count.name] += bool(count.of(result, *args, **kwargs))
+            self.times[count.name] += bool(count.amount(result, *args, **kwargs))
             return result
 
         return counted

@@ -33,6 +33,12 @@ class Parser(argparse.ArgumentParser):
     quick: dict[str, Any]
 
 
+def program() -> str:
+    """How the benchmark of this process is run."""
+    script = Path(sys.argv[0])
+    return f"python benchmark {script.parent.name}/{script.stem}"
+
+
 def parser(
     description: str | None, *, quick: dict[str, Any] | None = None, plots: bool = False, logs: bool = False
 ) -> Parser:
@@ -43,7 +49,7 @@ def parser(
     :param plots: there is a plot to write.
     :param logs: it starts servers, whose logs can be kept.
     """
-    made = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.quick = quick or {}
     common = made.add_argument_group("every benchmark")
     common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
@@ -92,12 +98,10 @@ def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] |
 
     :param conditions: what is known better than ``machine.conditions()`` knows it.
     """
-    script = Path(sys.argv[0])
-    run = f"-m {script.parent.name}.{script.stem}" if script.parent.name == "tiny_moe" else f"benchmark/{script.name}"
     through = "sglang-moe-patches exec --reference-kernels -- " if os.environ.get(SWITCH) == "1" else ""
     return {
         "benchmark": benchmark,
-        "command": f"{through}python {run} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{through}{program()} {shlex.join(sys.argv[1:])}".strip(),
         "conditions": machine.conditions() | (conditions or {}),
         "figures": figures,
     }

@@ -2,7 +2,7 @@
 
 First prompts of growing length, after which the allocator keeps most, then requests that together want a little more
 than the KV cache has, until the engine retracts some; then clients with random lengths, shared prefixes, penalties and
-connections that close early. Used by ``benchmark/serving.py --overfill``.
+connections that close early. Used by ``benchmark/memory/serving.py --overfill``.
 """
 
 from __future__ import annotations

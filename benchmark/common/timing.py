@@ -7,6 +7,7 @@ the stock version twice, the second one as ``CONTROL``: what stock differs from 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -98,6 +99,14 @@ def memory_of(run: Run) -> tuple[int, int]:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_stats()["allocation.all.allocated"] - count
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def copy_bandwidth() -> float:

@@ -1,6 +1,6 @@
 """Accuracy of the shipped model, served by the stock engine: with NVFP4 experts, and in the bfloat16 it was made from.
 
-    PYTHONPATH=benchmark python -m tiny_moe.accuracy
+    python benchmark tiny_moe/accuracy
 
 Runs on any machine: the reference kernels stand in for FlashInfer's, and without a GPU the engine runs on the CPU.
 """

@@ -1,7 +1,7 @@
 """Quantize the trained model into a checkpoint that the engine serves, and back to the one it was quantized from.
 
-    PYTHONPATH=benchmark python -m tiny_moe.export quantize trained.safetensors benchmark/tiny_moe
-    PYTHONPATH=benchmark python -m tiny_moe.export bf16 benchmark/tiny_moe bf16-model
+    python benchmark tiny_moe/export quantize trained.safetensors benchmark/tiny_moe
+    python benchmark tiny_moe/export bf16 benchmark/tiny_moe bf16-model
 
 ``quantize`` writes ``model/`` (NVFP4 experts in ModelOpt's format, input scales calibrated on training problems),
 ``experts.safetensors`` (the experts before quantization) and ``test.jsonl`` (held-out questions). ``bf16`` puts the

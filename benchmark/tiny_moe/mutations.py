@@ -1,6 +1,6 @@
 """What deliberately broken patches do to the shipped model's answers, and whether ``regress`` notices.
 
-    PYTHONPATH=benchmark sglang-moe-patches exec --reference-kernels -- python -m tiny_moe.mutations
+    sglang-moe-patches exec --reference-kernels -- python benchmark tiny_moe/mutations
 
 Serves the model stock and patched, then patched with each mutation of ``MUTATIONS``, asks all the same held-out
 questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers. As

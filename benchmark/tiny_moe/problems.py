@@ -1,6 +1,6 @@
 """Grade-school word problems in GSM8K's format, made from templates, for a model small enough to learn them.
 
-    python -m tiny_moe.problems --questions 600 --output test.jsonl
+    python benchmark tiny_moe/problems --questions 600 --output test.jsonl
 
 Each line holds ``question`` and ``answer``; the answer works the problem out in two to four steps, each with GSM8K's
 calculator annotation (``3*4=<<3*4=12>>12``), and ends in ``#### NUMBER``.

@@ -1,6 +1,6 @@
 """Train the tiny model on the word problems of ``problems.py``.
 
-    PYTHONPATH=benchmark python -m tiny_moe.train --output trained.safetensors
+    python benchmark tiny_moe/train --output trained.safetensors
 
 A few minutes on one GPU. The prompts are those of the engine's ``sglang.test.few_shot_gsm8k``: solved problems, one
 after the other. The loss counts the answers alone; after an answer the model is to stop, whatever follows in the row.

@@ -200,20 +200,20 @@ def doctor(
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
     from sglang_moe_patches.core import patch
-    from sglang_moe_patches.lab.predict import advice
+    from sglang_moe_patches.lab.predict import model_report
     from sglang_moe_patches.registry import CHANGES
 
     try:
         patch.check_environment(CHANGES)
-        found = advice.examine(model, server_args, gpu)
-    except advice.CannotAsk as error:
+        found = model_report.examine(model, server_args, gpu)
+    except model_report.CannotAsk as error:
         fail(f"the engine refuses this server: {error}")
     except ValueError as error:  # no config.json, arguments or variables
         fail(str(error))
     if json:
         typer.echo(json_module.dumps(found, indent=2))
     else:
-        advice.show(found)
+        model_report.show(found)
 
 
 @app.command("make-model")
@@ -340,13 +340,13 @@ def regress(
     from sglang_moe_patches.lab.reference import environment
     from sglang_moe_patches.lab.regress import regress as regression
     from sglang_moe_patches.lab.regress import report
-    from sglang_moe_patches.lab.servers.subject import Subject
+    from sglang_moe_patches.lab.servers.spec import ServerSpec
 
-    subject: Subject | regression.Addresses
+    subject: ServerSpec | regression.Addresses
     if model is not None and baseline_url is None and patched_url is None:
         given = list(server_args or [])
         arguments = environment.server_arguments(given) if reference_kernels else given
-        subject = Subject(model, tuple(arguments), startup_timeout, port)
+        subject = ServerSpec(model, tuple(arguments), startup_timeout, port)
     elif model is None and baseline_url is not None and patched_url is not None:
         subject = regression.Addresses(baseline_url, patched_url)
     else:

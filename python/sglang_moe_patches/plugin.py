@@ -52,7 +52,7 @@ def _for_good(name: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> C
 
     def on_import(module: ModuleType) -> None:
         patcher = patch.Patcher()
-        with patch.left_alone_if_it_fails(f"{module.__name__} (change {name})"):
+        with patch.best_effort(f"{module.__name__} (change {name})"):
             try:
                 hook(module, patcher)
             except Exception:

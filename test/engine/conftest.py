@@ -72,12 +72,12 @@ def installed(*changes: Any) -> Iterator[None]:
 
     None may be *unsupported*: a test that has put something of its own over a seam would compare stock with stock.
     """
-    from sglang_moe_patches.core.patch import Patcher, Status, look
+    from sglang_moe_patches.core.patch import Patcher, Status, probe
 
     patchers = []
     try:
         for change in changes:
-            plan = look(change)
+            plan = probe(change)
             assert plan.status is not Status.UNSUPPORTED, f"{change.name}: {plan.reason}"
             if plan.install is not None:
                 patchers.append(Patcher())

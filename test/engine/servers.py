@@ -148,4 +148,4 @@ def expected_statuses(backend: str) -> dict[str, str]:
     """What becomes of each change in a server on the CPU: what docs/compatibility.json says, where it is needed."""
     recorded = json.loads(pages.FOUND.read_text())[metadata.version("sglang")]["changes"]
     asked = _Arguments(device="cpu", moe_runner_backend=backend, moe_a2a_backend="none")
-    return {c.name: "not needed here" if c.unneeded(asked) else recorded[c.name][0] for c in CHANGES}
+    return {c.name: "not needed here" if c.skip_reason(asked) else recorded[c.name][0] for c in CHANGES}

@@ -33,7 +33,7 @@ from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: 
 BEGIN = """
 from contextlib import contextmanager
 import torch
-from sglang_moe_patches.memory.activation_segments import decide, switch
+from sglang_moe_patches.memory.activation_segments import eligibility, switch
 from sglang_moe_patches.core.patch import Patcher
 
 MB = 1 << 20
@@ -43,7 +43,7 @@ class Coordinator:
     def graph_capture(self):
         yield torch.empty(33 * MB, dtype=torch.uint8, device="cuda")
 
-assert decide.lacks(switch.allocator()) is None, switch.allocator()
+assert eligibility.lacks(switch.allocator()) is None, switch.allocator()
 turn, patcher = switch.Switch(switch.setter()), Patcher()
 
 def start(guarded=True):

@@ -60,7 +60,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang.srt.server_args import ServerArgs
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
-    from sglang_moe_patches.core.patch import Patcher, Status, look
+    from sglang_moe_patches.core.patch import Patcher, Status, probe
     from sglang_moe_patches.lab.observers import acted
     from sglang_moe_patches.lab.observers.events import ChangeStatus
     from sglang_moe_patches.lab.reference.families import ModelSpec
@@ -103,7 +103,7 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     tally = acted.Tally([count for counts in acted.declared(statuses).values() for count in counts])
     patcher = Patcher()
     for change in changes:
-        plan = look(change)
+        plan = probe(change)
         assert plan.install is not None, f"{change.name}: {plan.reason}"
         plan.install(patcher)
     tally.install(patcher)

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", reason="needs the engine")
 
+from moe_alignment import align  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams, triton  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum  # noqa: E402
 from sglang_moe_patches.core import triton_sequence  # noqa: E402
@@ -116,19 +117,6 @@ def _stand_in(patch, module, kernels):
         patch.setattr(owner, name, value, raising=False)
 
 
-def align(topk_ids, block, experts):
-    """``moe_align_block_size`` in plain PyTorch: rows by expert, each expert's filled up to whole blocks."""
-    order, owners = [], []
-    flat = topk_ids.reshape(-1).tolist()
-    for expert in range(-1, experts):
-        rows = [i for i, e in enumerate(flat) if e == expert]
-        rows += [len(flat)] * (-len(rows) % block)
-        order += rows
-        owners += [expert] * (len(rows) // block)
-    integers = {"dtype": torch.int32, "device": DEVICE}
-    return torch.tensor(order, **integers), torch.tensor(owners, **integers), torch.tensor([len(order)], **integers)
-
-
 def layer(
     tokens=40,
     experts=4,
@@ -196,7 +184,10 @@ def layer(
                 )
     if ids is None:
         ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
-    sorted_ids, owners, padded = align(ids, config["BLOCK_SIZE_M"], experts)
+    order, owners = align(ids, config["BLOCK_SIZE_M"], experts)
+    sorted_ids, owners, padded = (
+        torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (order, owners, [len(order)])
+    )
     given |= {
         "hidden_states": randn(tokens, hidden).to(DTYPE),
         "w1": w1,
@@ -665,34 +656,25 @@ def test_no_tensor_of_the_full_size_is_made(modules, ran):
 
 
 @pytest.mark.usefixtures("small")
-def test_without_a_sum_the_tensor_that_nobody_writes_is_not_made(modules, ran):
-    given = layer(no_combine=True)
+@pytest.mark.parametrize(
+    ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
+)
+def test_a_tensor_that_nobody_writes_is_not_made(modules, ran, monkeypatch, in_kernel, more, stock_tensors):
+    """Without a sum, and with the sum in the kernel."""
+    monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
+    monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)
+    given = layer(**more)
     with Allocations() as stock:
         expected = run(modules, given)
     with patched(), Allocations() as ours:
-        found = run(modules, given)
-    assert same_bits(expected, found)
-    assert stock.sizes.count((40, 3, 256)) == 2
-    assert ours.sizes.count((40, 3, 256)) == 1
+        output = run(modules, given)
+    assert stock.sizes.count((40, 3, 256)) == stock_tensors
+    assert ours.sizes.count((40, 3, 256)) == stock_tensors - 1
     assert ran == []
-
-
-@pytest.mark.usefixtures("small")
-def test_with_the_sum_in_the_kernel_the_tensor_that_nobody_writes_is_not_made(modules, ran, monkeypatch):
-    monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", True)
-    monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", True)
-    given = layer(inplace=True)
-    with Allocations() as stock:
-        expected = run(modules, given)
-    with patched(), Allocations() as ours:
-        found = run(modules, given)
-    assert stock.sizes.count((40, 3, 256)) == 1
-    assert ours.sizes.count((40, 3, 256)) == 0
-    assert ran == []
-    if INTERPRETED:  # atomics add in any order on a GPU
-        assert same_bits(expected, found)
+    if INTERPRETED or not in_kernel:  # atomics add in any order on a GPU
+        assert same_bits(expected, output)
     else:
-        torch.testing.assert_close(expected, found, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(expected, output, rtol=0.05, atol=0.05)
 
 
 def hooks():

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     pytest.importorskip("sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe", reason="needs the engine")
 
 import marlin_moe as stand_in  # noqa: E402
+import moe_alignment  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import column_slices, marlin, streams  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy  # noqa: E402
 from sglang_moe_patches.core import engine, log  # noqa: E402
@@ -36,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is wrong
+ELSEWHERE = "sglang.srt.utils.custom_op"
 _WITH_GEMM = ("sglang.kernels.ops.moe.moe_wna16_marlin", "sglang.jit_kernel.moe_wna16_marlin")
 
 
@@ -84,6 +86,12 @@ def _stand_in(patch, module):
         ("get_scalar_type", stand_in.scalar_type),
     ):
         patch.setattr(module, name, value, raising=False)
+
+    def align(topk_ids, block, experts, **certificates):
+        order, owners = moe_alignment.align(topk_ids, block, experts)
+        tensors = order, owners, [len(order), owners.count(-1)]
+        return tuple(torch.tensor(values, dtype=torch.int32) for values in tensors)
+
     patch.setattr("sglang.srt.layers.moe.fused_moe_triton.moe_align_block_size", align)
     with contextlib.suppress(ImportError):  # from 0.5.17 on
         sums = importlib.import_module("sglang.kernels.ops.moe.moe_topk_sum")
@@ -92,18 +100,6 @@ def _stand_in(patch, module):
     library = torch.library.Library("sglang", "FRAGMENT")
     library.impl(marlin.NAME, function, "CPU")
     return library
-
-
-def align(topk_ids, block, experts, **certificates):
-    """``moe_align_block_size`` in plain PyTorch: rows by expert, each expert's filled up to whole blocks."""
-    order, owners = [], []
-    flat = topk_ids.reshape(-1).tolist()
-    for expert in range(-1, experts):
-        rows = [i for i, e in enumerate(flat) if e == expert]
-        rows += [len(flat)] * (-len(rows) % block)
-        order += rows
-        owners += [expert] * (len(rows) // block)
-    return tuple(torch.tensor(found, dtype=torch.int32) for found in (order, owners, [len(order), owners.count(-1)]))
 
 
 def layer(
@@ -491,16 +487,15 @@ def test_taking_it_back_leaves_the_module_as_it_was(module):
     assert vars(module) == before
 
 
-def test_another_plugin_s_function_is_left_alone(module, monkeypatch):
-    monkeypatch.setattr(module, marlin.NAME, lambda *args, **kwargs: None)
-    with pytest.raises(engine.Unsupported, match=r"not the engine's own operator|wrapped or replaced"):
-        marlin.plan()
-
-
-def test_a_function_of_another_module_is_left_alone(module, monkeypatch):
-    elsewhere = vars(importlib.import_module("sglang.srt.utils.custom_op"))
-    monkeypatch.setattr(module, marlin.NAME, FunctionType((lambda *args, **kwargs: None).__code__, elsewhere))
-    with pytest.raises(engine.Unsupported, match="not the engine's own operator"):
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [(__name__, "not the engine's own operator|wrapped or replaced"), (ELSEWHERE, "not the engine's own operator")],
+    ids=["another plugin", "another module of the engine"],
+)
+def test_another_s_function_is_left_alone(module, monkeypatch, owner, reason):
+    code = (lambda *args, **kwargs: None).__code__
+    monkeypatch.setattr(module, marlin.NAME, FunctionType(code, vars(importlib.import_module(owner))))
+    with pytest.raises(engine.Unsupported, match=reason):
         marlin.plan()
 
 

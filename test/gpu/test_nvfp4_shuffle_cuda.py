@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import time
@@ -16,14 +17,15 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
-from nvfp4_layer import choose_trtllm, create, load  # noqa: E402
+import nvfp4_layer  # noqa: E402
+from nvfp4_layer import choose_trtllm, create, differences, load  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402, probe
 
 MIB = 1 << 20
 KIMI_TP4 = (384, 7168, 512)
-NAMES = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
+random_layer = functools.partial(nvfp4_layer.random_layer, device="cuda")
 
 # experts, hidden, intermediate, is_gated
 GRID = [
@@ -45,31 +47,6 @@ GRID = [
     (1, 16384, 128, True),  # scale rows of 1 KiB
     (1, 32768, 128, True),  # scale rows of 2 KiB: refused by the interleave kernel
 ]
-
-
-def random_layer(experts, hidden, intermediate, is_gated=True, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = (2 if is_gated else 1) * intermediate
-
-    def randint(*shape):
-        return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
-
-    return (
-        randint(experts, rows, hidden // 2),
-        randint(experts, hidden, intermediate // 2),
-        randint(experts, rows, hidden // 16).view(torch.float8_e4m3fn),
-        randint(experts, hidden, intermediate // 16).view(torch.float8_e4m3fn),
-    )
-
-
-def differences(got, expected):
-    return [
-        name
-        for name, a, b in zip(NAMES, got, expected, strict=True)
-        if a.shape != b.shape
-        or a.dtype != b.dtype
-        or not torch.equal(a.view(torch.uint8).cpu(), b.view(torch.uint8).cpu())
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +185,7 @@ def moe_layer(experts, hidden, intermediate, seed=0):
 
 def test_loading_a_layer_through_the_engine(engine):
     """The engine's own step from raw to shuffled parameters: same parameters, no second copy of the layer."""
-    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
+    assert probe(nvfp4_weights.CHANGE).status is Status.APPLIED
     experts, hidden, intermediate = 64, *KIMI_TP4[1:]
     align = engine.runner.align_fp4_moe_weights_for_flashinfer_trtllm
     stock = moe_layer(experts, hidden, intermediate)

@@ -51,7 +51,7 @@ def variants(engine: Any) -> dict[str, Any]:
         patchers = []
         try:
             for change in (output_buffer.CHANGE, deferred_shared_experts.CHANGE):
-                plan = patch.look(change)
+                plan = patch.probe(change)
                 assert plan.install is not None, f"{change.name}: {plan}"
                 patchers.append(patch.Patcher())
                 plan.install(patchers[-1])

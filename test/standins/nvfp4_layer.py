@@ -6,6 +6,38 @@ import types
 
 import torch
 
+#: What the engine's shuffle returns, in order.
+RESULTS = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
+
+
+def random_layer(
+    experts, hidden, intermediate, is_gated=True, seed=0, *, scale_dtype=torch.float8_e4m3fn, device="cpu"
+):
+    """Raw weights and block scales of both GEMMs, in the order of the engine's arguments: any bytes are codes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = (2 if is_gated else 1) * intermediate
+
+    def randint(*shape):
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    return (
+        randint(experts, rows, hidden // 2),
+        randint(experts, hidden, intermediate // 2),
+        randint(experts, rows, hidden // 16).view(scale_dtype),
+        randint(experts, hidden, intermediate // 16).view(scale_dtype),
+    )
+
+
+def differences(got, expected):
+    """The results that are not the same tensor in shape, dtype and every byte."""
+    return [
+        name
+        for name, a, b in zip(RESULTS, got, expected, strict=True)
+        if a.shape != b.shape
+        or a.dtype != b.dtype
+        or not torch.equal(a.view(torch.uint8).cpu(), b.view(torch.uint8).cpu())
+    ]
+
 
 class Layer(torch.nn.Module):
     """What the engine's NVFP4 method needs of a FusedMoE layer."""

@@ -35,7 +35,7 @@ from typing import Any
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import counts, look, takers
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status, left_alone_if_it_fails
+from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status, best_effort
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
@@ -125,7 +125,7 @@ def _make_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Ca
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        with left_alone_if_it_fails(f"the order of experts in {type(self).__name__}"):
+        with best_effort(f"the order of experts in {type(self).__name__}"):
             defers = may_defer(
                 inplace=self.experts.moe_runner_config.inplace,
                 leaves_input_alone=runners.leaves_its_input_alone(self.experts),
@@ -157,7 +157,7 @@ def _plan() -> Plan:
     moe = engine.own(deepseek, "DeepseekV2MoE")
     init = engine.own(moe, "__init__")
     forward = engine.own(moe, "forward_normal")
-    experts = runners.look_at_inplace(fused_moe)
+    experts = runners.probe_inplace(fused_moe)
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
@@ -205,6 +205,6 @@ CHANGE = Change(
     summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
-    unneeded=runners.unneeded_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
+    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

@@ -158,24 +158,24 @@ class Count:
     """Something that a change does, counted in a process that is observed (:mod:`.observers.acted`), in no other.
 
     :param name: what it is found by; changes that share one have the same.
-    :param did: the same for people, after the change's name: "ran in columns".
+    :param description: the same for people, after the change's name: "ran in columns".
     :param module: and ``function``, of ours where there is one: called whenever it may be done, by attribute of the
         module, or of a class in it ("Class.method").
-    :param of: how much was done, from what the function returned and what it was given; 0: nothing.
+    :param amount: how much was done, from what the function returned and what it was given; 0: nothing.
     :param unit: what that is a number of, for people; "": of nothing.
-    :param ahead: it is done before the layer's routed experts run, and counts for those.
-    :param idle: why nothing was done, from the largest input of a MoE layer that was seen ([tokens, hidden], its top-k,
-        and bytes of an element): "" where that says nothing.
+    :param before_layer: it is done before the layer's routed experts run, and counts for those.
+    :param skip_reason: why nothing was done, from the largest input of a MoE layer that ran: tokens, top-k, hidden
+        size, bytes of an element; "": that says nothing.
     """
 
     name: str
-    did: str
+    description: str
     module: str
     function: str
-    of: Callable[..., int] = _once
+    amount: Callable[..., int] = _once
     unit: str = ""
-    ahead: bool = False
-    idle: Callable[[int, int, int, int], str] = lambda tokens, top_k, hidden, itemsize: ""
+    before_layer: bool = False
+    skip_reason: Callable[[int, int, int, int], str] = lambda tokens, top_k, hidden, itemsize: ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Change:
     :param plan: looks at the installed engine, importing what it needs of it.
 
         :raises engine.Unsupported: the engine is not what the change expects.
-    :param unneeded: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
+    :param skip_reason: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
         Asked before ``plan``, so that a server imports nothing for a change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
@@ -197,7 +197,7 @@ class Change:
     name: str
     summary: str
     plan: Callable[[], Plan]
-    unneeded: Callable[[Any], str | None] = lambda server_args: None
+    skip_reason: Callable[[Any], str | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
@@ -271,23 +271,23 @@ def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -
     return lines
 
 
-def look(change: Change) -> Plan:
+def probe(change: Change) -> Plan:
     """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
     try:
         return change.plan()
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"looking at the engine failed: {said(error)}")
+        return Plan.unsupported(f"looking at the engine failed: {one_line_error(error)}")
 
 
-def said(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """An exception that nobody foresaw, in one line."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
-def left_alone_if_it_fails(what: str) -> Iterator[None]:
+def best_effort(what: str) -> Iterator[None]:
     """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
 
     :param what: stays as the engine has it if this fails, with one line in the log.
@@ -296,7 +296,7 @@ def left_alone_if_it_fails(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"sglang-moe-patches: {what} is left alone: {said(error)}"
+        message = f"sglang-moe-patches: {what} is left alone: {one_line_error(error)}"
         if strict():
             raise PatchError(f"{STRICT.name}=1, and {message}") from error
         log.once(logging.WARNING, message, "%s", message)
@@ -324,12 +324,12 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
-        unneeded = None if server_args is None else change.unneeded(engine.resolved(server_args))
+        unneeded = None if server_args is None else change.skip_reason(engine.resolved(server_args))
     except Exception as error:
-        return Plan.unsupported(f"what this server needs is not known here: {said(error)}")
+        return Plan.unsupported(f"what this server needs is not known here: {one_line_error(error)}")
     if unneeded:
         return Plan.not_needed(unneeded)
-    plan = look(change)
+    plan = probe(change)
     if plan.install is None:
         return plan
     patcher = Patcher()
@@ -337,5 +337,5 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
         plan.install(patcher)
     except Exception as error:
         patcher.undo()
-        return Plan.unsupported(f"installing failed and was undone: {said(error)}")
+        return Plan.unsupported(f"installing failed and was undone: {one_line_error(error)}")
     return plan

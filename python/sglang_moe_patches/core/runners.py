@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher, Plan, left_alone_if_it_fails
+from sglang_moe_patches.core.patch import Patcher, Plan, best_effort
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 for all of them."""
 
 
-def unneeded_without(*runners: str) -> Callable[[Any], str | None]:
+def skip_reason_without(*runners: str) -> Callable[[Any], str | None]:
     """``unneeded`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
 
     ``auto`` may still become one of them.
@@ -161,7 +161,7 @@ def symmetric_memory() -> SymmetricMemory:
     return SymmetricMemory(module, lambda: use(group(), disabled=not symmetric()))
 
 
-def look_at_inplace(fused_moe: Any) -> Any:
+def probe_inplace(fused_moe: Any) -> Any:
     """The engine's ``FusedMoE``, whose layers say whether their runner may write its output over its input.
 
     :raises engine.Unsupported: it does not say it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
@@ -206,7 +206,7 @@ def clear_inplace(layer: Any, patcher: Patcher) -> None:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            with left_alone_if_it_fails(f"the runner of {type(self).__name__}"):
+            with best_effort(f"the runner of {type(self).__name__}"):
                 if self.use_flashinfer_trtllm_moe:
                     self.moe_runner_config.inplace = False
 

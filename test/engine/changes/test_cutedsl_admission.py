@@ -18,7 +18,7 @@ from harness import graph_arguments, padded_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, limits_of
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 from share import cases
 
 pytestmark = pytest.mark.every_release
@@ -87,7 +87,7 @@ class AllOff:
 @pytest.fixture(scope="module")
 def tokens_of_forwards():
     """A function of a case: its server arguments, and the tokens of every forward that the scheduler asks for."""
-    outcome = look(cutedsl_sizing.CHANGE)
+    outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound: {outcome.reason}")
     from sglang.srt import server_args as server_args_module

@@ -19,7 +19,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.engine import has_module
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.observers.forwards import _held_bytes
 
 pytestmark = pytest.mark.every_release
@@ -40,7 +40,7 @@ SMALL = {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requ
 @pytest.fixture(autouse=True)
 def no_pools(monkeypatch):
     """The model runner of these tests was made before the change was installed: only the configuration counts."""
-    outcome = look(cutedsl_sizing.CHANGE)
+    outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound or to share: {outcome.reason}")
     monkeypatch.setattr(wrapper, "_seen", Pools())
@@ -266,7 +266,7 @@ def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_
 
 def test_beyond_upstreams_terms_each_flag_counts(server_args):
     """Engines with a number of their own keep it, and it is less."""
-    own = look(cutedsl_sizing.CHANGE).status is Status.HARDENED
+    own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
     base = {"max_prefill_tokens": 512, **graph_arguments(64)}
     whole = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
     for more, expected in (
@@ -335,4 +335,4 @@ def test_the_change_says_what_it_is_here(server_args):
 
     # Its own method, installed by the fixture, is not mistaken for the engine's.
     own = ServerArgs.cutedsl_moe_max_num_tokens is not launcher._cutedsl_moe_max_num_tokens
-    assert look(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)
+    assert probe(cutedsl_sizing.CHANGE).status is (Status.HARDENED if own else Status.APPLIED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import installed, without_buffer
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 
 pytestmark = pytest.mark.every_release
 
@@ -52,7 +52,7 @@ def test_shared_experts_run_last_with_the_same_result(engine, checkpoint, order)
 
 @pytest.fixture
 def applied():
-    if look(CHANGE).status is not Status.APPLIED:
+    if probe(CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release defers the shared experts itself")
 
 

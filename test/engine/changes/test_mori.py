@@ -18,10 +18,10 @@ import torch
 from conftest import installed
 from harness import padded_tokens
 from sglang_moe_patches.changes import mori_input_truncation as mori
-from sglang_moe_patches.changes.mori_input_truncation import seams
+from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.reference import mori as reference
 from share import cases
 
@@ -35,7 +35,7 @@ here = threading.local()
 
 @pytest.fixture(autouse=True)
 def _in_the_layer():
-    if seams.layer_class().__name__ != "MoriEPMoE":
+    if hooks.layer_class().__name__ != "MoriEPMoE":
         pytest.skip("this engine release has no layer of its own for MoRI (test_mori_runner.py)")
 
 
@@ -202,7 +202,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_the_change_supports_this_engine():
-    assert look(mori.CHANGE).status is Status.HARDENED
+    assert probe(mori.CHANGE).status is Status.HARDENED
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
@@ -251,7 +251,7 @@ def test_unset_or_zero_leaves_the_engine_alone(ranks, kernel, monkeypatch):
         assert call["topk_ids"] is dispatched.topk_ids
         assert call["topk_weight"] is dispatched.topk_weights
         assert call["num_local_tokens"] is dispatched.num_recv_tokens_per_expert
-        assert not hasattr(layer, seams._POLICY)
+        assert not hasattr(layer, hooks._POLICY)
 
 
 @pytest.mark.compatibility

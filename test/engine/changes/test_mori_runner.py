@@ -17,11 +17,11 @@ import pytest
 import torch
 from conftest import installed
 from sglang_moe_patches.changes import mori_input_truncation as mori
-from sglang_moe_patches.changes.mori_input_truncation import seams
+from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.reference import mori as reference
 from share import cases
 
@@ -34,7 +34,7 @@ CASES = cases(1_000)
 
 @pytest.fixture(autouse=True)
 def _in_the_runner(engine):
-    if seams.layer_class().__name__ == "MoriEPMoE":
+    if hooks.layer_class().__name__ == "MoriEPMoE":
         pytest.skip("this engine release cuts in its layer for MoRI (test_mori.py)")
 
 
@@ -102,10 +102,10 @@ def manual_cap(kind: Any, limit: int) -> dict[str, int]:
     """What the engine's dispatcher adds to its output for a limit of the user's, where it is the one who decides."""
     from sglang.srt.layers.moe.token_dispatcher import moriep
 
-    if seams._RECV_CAP not in kind._fields:
+    if hooks._RECV_CAP not in kind._fields:
         return {}
     impl = SimpleNamespace(_manual_recv_cap=limit, _trim_recv=False, _get_physical_recv_rows=lambda: BUFFER)
-    return {seams._RECV_CAP: moriep._MoriEPDispatcherImplBase._select_recv_cap(impl)}
+    return {hooks._RECV_CAP: moriep._MoriEPDispatcherImplBase._select_recv_cap(impl)}
 
 
 Core = Callable[[list[Any], int], tuple[list[torch.Tensor], list[int]]]
@@ -161,11 +161,11 @@ def kinds() -> list[Any]:
 def with_policy(layers: list[Any], attn_tp: int = 1, **more: Any) -> None:
     for rank, layer in enumerate(layers):
         layout = Layout(ranks=RANKS, attn_tp=attn_tp, dp_rank=rank // attn_tp)
-        setattr(layer, seams._POLICY, Policy(**{"layout": layout, "limit": 0, "recv_bound": True, **more}))
+        setattr(layer, hooks._POLICY, Policy(**{"layout": layout, "limit": 0, "recv_bound": True, **more}))
 
 
 def test_the_change_supports_this_engine(engine):
-    assert look(mori.CHANGE).status is Status.HARDENED
+    assert probe(mori.CHANGE).status is Status.HARDENED
 
 
 @pytest.mark.compatibility
@@ -185,7 +185,7 @@ def test_a_small_limit_loses_tokens_with_the_engines_cut_and_none_with_ours(laye
             with_policy(layers, limit=3)
             ours, rows = run(layers, 3)
         for layer in layers:
-            delattr(layer, seams._POLICY)
+            delattr(layer, hooks._POLICY)
         monkeypatch.delenv(LIMIT.name)
         assert equal(ours, whole)
         assert rows == [32] * RANKS
@@ -252,7 +252,7 @@ def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_on
     for layer, policy in built[1:]:
         assert layer is layer_module.FusedMoE
         assert (policy.limit, policy.recv_bound, policy.raise_only) == (7, False, True)
-    assert all(issubclass(layer, seams.layer_class()) for layer, _ in built)
+    assert all(issubclass(layer, hooks.layer_class()) for layer, _ in built)
 
 
 def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(layers, rows_seen, monkeypatch):
@@ -260,7 +260,7 @@ def test_with_epv2_a_limit_is_raised_and_nothing_else_is_cut(layers, rows_seen, 
     announce([8] * 4, 8)
     _, run = exchange([8] * 4, 1, 3, kind, rows_seen)
     whole, _ = run(layers, 0)
-    in_the_dispatcher = seams._RECV_CAP in kind._fields
+    in_the_dispatcher = hooks._RECV_CAP in kind._fields
     for limit, expected in ((3, 32), (40, 40), (2 * BUFFER, BUFFER)):
         with installed(mori.CHANGE):
             with_policy(layers, limit=limit, recv_bound=False, raise_only=True)
@@ -298,7 +298,7 @@ def test_no_row_is_lost_in_random_forwards(layers, rows_seen, monkeypatch):
                 assert equal(ours, whole), seed
                 seen["cut"] += max(rows) < BUFFER
         for layer in layers:
-            delattr(layer, seams._POLICY)
+            delattr(layer, hooks._POLICY)
         assert network.lost_rows == 0
         if limit:
             seen["lost by the engine's cut"] += not equal(run(layers, limit)[0], whole)

@@ -12,7 +12,7 @@ from harness import Kernels, Pool
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, offer, takers
-from sglang_moe_patches.core.patch import Patcher, Status, look
+from sglang_moe_patches.core.patch import Patcher, Status, probe
 from sglang_moe_patches.lab.observers import forwards
 
 pytestmark = pytest.mark.every_release
@@ -36,13 +36,13 @@ def backend(request, engine):
 
 @pytest.fixture
 def applied():
-    if look(output_buffer.CHANGE).status is not Status.APPLIED:
+    if probe(output_buffer.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release has an output buffer of its own")
 
 
 @pytest.fixture
 def hardened():
-    if look(output_buffer.CHANGE).status is not Status.HARDENED:
+    if probe(output_buffer.CHANGE).status is not Status.HARDENED:
         pytest.skip("this engine release has no output buffer of its own")
 
 
@@ -246,7 +246,7 @@ def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint,
         engine.generate(engine.load(checkpoint()), PROMPTS[:1], 0)
         return alive
 
-    native = look(output_buffer.CHANGE).status is not Status.APPLIED
+    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
     assert inputs_alive() == [not native] * 3
     with installed(*CHANGES):
         assert inputs_alive() == [False] * 3
@@ -270,7 +270,7 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
         patched = live()
     # The previous output goes, and what the engine does not do by itself: the attention input (up to 0.5.12.post1)
     # and the shared experts' output (0.5.11).
-    native = look(output_buffer.CHANGE).status is not Status.APPLIED
+    native = probe(output_buffer.CHANGE).status is not Status.APPLIED
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 

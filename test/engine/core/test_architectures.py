@@ -161,7 +161,7 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     assert stock[1].isfinite().all()
     assert stock[1].unique().numel() > 100
     assert not any(TAKEN)
-    stacks = list(look.look_at_stacks(run.load(name)))
+    stacks = list(look.probe_stacks(run.load(name)))
     assert len(stacks) == 1, [type(module).__name__ for module in run.load(name).modules()]
     ((stack, dead),) = stacks
     family = type(stack).__module__.rpartition(".")[2]
@@ -170,7 +170,7 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     assert name not in MUST_OFFER or dead.layers
 
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
     with installed(output_buffer.CHANGE), caplog.at_level("INFO"):
         patched = run(name)
     assert same(patched, stock)

@@ -16,7 +16,7 @@ from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import log, triton_sequence
 from sglang_moe_patches.core.dead_input import channel, offer, proofs
-from sglang_moe_patches.core.patch import Patcher, Plan, Status, look
+from sglang_moe_patches.core.patch import Patcher, Plan, Status, probe
 from sglang_moe_patches.lab.observers import acted
 from sglang_moe_patches.lab.observers.events import ChangeStatus
 from sglang_moe_patches.lab.reference import families as tiny
@@ -144,9 +144,9 @@ def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [CannotBeImported(name, error), *sys.meta_path])
     reason = f"cannot import {name}: {error.__name__}: no such operator"
-    assert look(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
+    assert probe(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
     for change in (output_buffer.CHANGE, moe_workspace.CHANGE):
-        assert look(change).reason.startswith(f"some models are left alone: {reason}")
+        assert probe(change).reason.startswith(f"some models are left alone: {reason}")
     with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
         model = engine.load(path)
         assert same(engine.generate(model, PROMPTS, STEPS), stock)
@@ -238,7 +238,7 @@ def test_a_familys_hidden_states_captured_for_eagle3_survive_the_forward(engine,
 
 
 def test_cutedsl_takes_a_familys_offer_with_the_stock_bits(engine, path, run, monkeypatch):
-    if look(cutedsl_sizing.CHANGE).install is None:
+    if probe(cutedsl_sizing.CHANGE).install is None:
         pytest.skip("the engine's CuteDSL wrapper allocates its own output")
     taken, take = [], channel.take
     monkeypatch.setattr(channel, "take", lambda *a, **k: taken.append(take(*a, **k)) or taken[-1])
@@ -288,7 +288,7 @@ def triton(engine, monkeypatch):
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
         monkeypatch.setattr(column_slices, name, value)
     monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
-    monkeypatch.setattr(offer, "SMALLEST_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield
 
@@ -388,7 +388,7 @@ def in_no_pool():
 
 @pytest.fixture
 def deferred():
-    if look(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
+    if probe(deferred_shared_experts.CHANGE).status is not Status.APPLIED:
         pytest.skip("this engine release traces its own deferral")
 
 

@@ -58,7 +58,7 @@ class Recorder(Patcher):
 
 def seams_of(change: patch.Change) -> list[Seam]:
     """What the change's plan replaces on this engine: (module or class, attribute)."""
-    plan = patch.look(change)
+    plan = patch.probe(change)
     if plan.install is None:
         return []
     recorder = Recorder()
@@ -167,7 +167,7 @@ def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
     for owner, name in seams:
         with another_plugin(way, (owner, name)):
             before = contents()
-            outcome, patcher = patch.look(change), Patcher()
+            outcome, patcher = patch.probe(change), Patcher()
             if outcome.install is not None:
                 outcome.install(patcher)
             touched = differences(before)
@@ -181,7 +181,7 @@ def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
                 left = left or dotted(owner, name) not in touched
             if not left:
                 taken.append(f"{dotted(owner, name)}: {outcome}; touched {touched}")
-        assert patch.look(change).install is not None  # what the other plugin did is undone
+        assert patch.probe(change).install is not None  # what the other plugin did is undone
     assert taken == []
 
 
@@ -192,7 +192,7 @@ def layer_of(family: str) -> Any:
 
 
 def plans(*names: str) -> dict[str, patch.Plan]:
-    return {change.name: patch.look(change) for change in CHANGES if change.name in names}
+    return {change.name: patch.probe(change) for change in CHANGES if change.name in names}
 
 
 def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():

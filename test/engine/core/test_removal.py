@@ -19,7 +19,7 @@ PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 
 def install_all(patcher: patch.Patcher) -> list[str]:
     """All changes, with what they do in the launcher: the names of those that install anything on this release."""
-    plans = {change.name: patch.look(change) for change in CHANGES}
+    plans = {change.name: patch.probe(change) for change in CHANGES}
     for change in CHANGES:
         for module, hook in change.launcher_hooks:
             hook(sys.modules[module], patcher)
@@ -32,7 +32,7 @@ def install_all(patcher: patch.Patcher) -> list[str]:
 def test_all_changes_taken_back_leave_every_module_and_class_as_it_was():
     """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
     for change in CHANGES:
-        patch.look(change)  # imports what it looks at
+        patch.probe(change)  # imports what it looks at
     before = contents()
     patcher = patch.Patcher()
     assert install_all(patcher)
@@ -44,9 +44,9 @@ def test_all_changes_taken_back_leave_every_module_and_class_as_it_was():
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_looking_at_the_engine_changes_nothing(change):
-    patch.look(change)  # imports what it looks at
+    patch.probe(change)  # imports what it looks at
     before = contents()
-    plan = patch.look(change)
+    plan = patch.probe(change)
     assert differences(before) == []
     if plan.install is None:
         pytest.skip(f"{change.name} installs nothing on this engine release")

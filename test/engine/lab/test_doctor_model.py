@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import models
 import pytest
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
-from sglang_moe_patches.lab.predict import advice
+from sglang_moe_patches.lab.predict import model_report
+from whole import models
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder_of(tmp_path, monkeypatch):
 
 
 def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
-    found = advice.examine(
+    found = model_report.examine(
         folder_of("Qwen/Qwen3-235B-A22B-FP8"), ["--tp", "4", "--chunked-prefill-size", "16384"], "h200"
     )
     server = found["server"]
@@ -37,12 +37,12 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
 
 @pytest.mark.product
 def test_deepseeks_shared_expert_is_a_routed_one_there(folder_of):
-    found = advice.examine(folder_of("deepseek-ai/DeepSeek-R1"), ["--tp", "8"], "h200")
+    found = model_report.examine(folder_of("deepseek-ai/DeepSeek-R1"), ["--tp", "8"], "h200")
     assert (found["sizes"]["experts"], found["sizes"]["top_k"], found["sizes"]["shared_experts"]) == (257, 9, 0)
 
 
 @pytest.mark.product
 def test_what_the_engine_refuses_is_quoted_in_one_line(folder_of):
-    with pytest.raises(advice.CannotAsk, match="invalid int value: 'two'") as caught:
-        advice.examine(folder_of("Qwen/Qwen3-30B-A3B-FP8"), ["--tp", "two"], "h200")
+    with pytest.raises(model_report.CannotAsk, match="invalid int value: 'two'") as caught:
+        model_report.examine(folder_of("Qwen/Qwen3-30B-A3B-FP8"), ["--tp", "two"], "h200")
     assert "\n" not in str(caught.value)

@@ -60,5 +60,5 @@ def test_a_change_is_asked_by_what_the_engine_made_of_the_arguments(checkpoint):
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
-    asking = Change("a", "", pytest.fail, unneeded=lambda server_args: f"it is on a {server_args.device}")
+    asking = Change("a", "", pytest.fail, skip_reason=lambda server_args: f"it is on a {server_args.device}")
     assert apply([asking], {"a"}, arguments)["a"].reason == "it is on a cpu"

@@ -15,7 +15,7 @@ from harness import graph_arguments
 from safetensors.torch import load_file, save_file
 from sglang_moe_patches.changes import cutedsl_sizing
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
-from sglang_moe_patches.core.patch import Status, look
+from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.observers.forwards import _held_bytes
 
 pytestmark = pytest.mark.every_release
@@ -108,7 +108,7 @@ def test_stock_engine_ends_on_a_forward_that_is_larger_than_the_buffers(engine, 
             assert tokens == expected[0]
             assert torch.equal(logits, expected[1])
             assert _held_bytes({layer.mlp.experts._cutedsl_wrapper for layer in model.model.layers}) == 0
-    outcome = look(cutedsl_sizing.CHANGE)
+    outcome = probe(cutedsl_sizing.CHANGE)
     assert (outcome.status is Status.NATIVE) == (not buffers)
     assert buffers or "keeps no buffers and refuses no forward" in outcome.reason
 
@@ -137,7 +137,7 @@ def test_memory_of_the_buffers():
     # What the engine itself chooses; data-parallel attention divides the chunks but not the gathered batch.
     kimi = models["kimi-k2.5"]
     assert stock(kimi, 4, 1, 1, 16_384, 512) == both(kimi, 4, 1, 16_384)[0]
-    if look(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # by --max-prefill-tokens, which it does not divide
+    if probe(cutedsl_sizing.CHANGE).status is Status.HARDENED:  # by --max-prefill-tokens, which it does not divide
         assert stock(kimi, 4, 4, 4, 256, 512) == both(kimi, 4, 4, 65_536)[0]
         assert stock(kimi, 4, 1, 1, 256, 20_000) == both(kimi, 4, 1, 20_000)[0]
     else:

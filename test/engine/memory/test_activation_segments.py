@@ -16,7 +16,7 @@ from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed
 from releases import DEFAULT
 from servers import answers, on_path, server, started
 from sglang_moe_patches.memory import activation_segments
-from sglang_moe_patches.memory.activation_segments import decide, switch
+from sglang_moe_patches.memory.activation_segments import eligibility, switch
 
 pytestmark = pytest.mark.every_release
 
@@ -29,19 +29,19 @@ def write(what):
         print(json.dumps([os.getpid(), what]), file=lines)
 
 def register():
-    wrapt.register_post_import_hook(allow, "sglang_moe_patches.memory.activation_segments.decide")
+    wrapt.register_post_import_hook(allow, "sglang_moe_patches.memory.activation_segments.eligibility")
     wrapt.register_post_import_hook(stand_in, "sglang_moe_patches.memory.activation_segments.switch")
     wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
 
 def allow(decide):
-    original = decide.stands_back
+    original = eligibility.skip_reason
 
-    def stands_back(asked, server):
+    def skip_reason(asked, server):
         if server.device == "cpu":  # the server's, not what holds for every server
             assert original(asked, server) == "--device is cpu"
         return original(asked, __import__("dataclasses").replace(server, device="cuda"))
 
-    decide.stands_back = stands_back
+    eligibility.skip_reason = skip_reason
 
 def stand_in(switch):
     switch.setter = lambda: write
@@ -115,7 +115,7 @@ def test_each_argument_that_is_asked_for_is_one_of_the_engines():
     """Or its feature would never be seen. What a release has not yet, it has not by that name."""
     from sglang.srt.server_args import ServerArgs
 
-    missing = {each.argument for each in decide.FEATURES if not hasattr(ServerArgs, each.argument)}
+    missing = {each.argument for each in eligibility.FEATURES if not hasattr(ServerArgs, each.argument)}
     assert missing == {
         argument
         for argument, since in {"weight_cache_mode": "0.5.17", "dcp_size": "0.5.15"}.items()
@@ -131,7 +131,7 @@ def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
     import torch
     from sglang.srt.distributed import parallel_state
 
-    monkeypatch.setenv(decide.SEGMENTS.name, "on")
+    monkeypatch.setenv(eligibility.SEGMENTS.name, "on")
     given: list[str] = []
     turn = switch.Switch(given.append)
     monkeypatch.setattr(switch, "Switch", lambda set_: turn)

@@ -115,13 +115,13 @@ def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
 
 
 def test_the_command_says_which_kernels_ran(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/overhead.py", "host", "--json", "a file"])
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/changes/overhead.py", "host", "--json", "a file"])
     monkeypatch.delenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", raising=False)
-    assert output.result("overhead", {})["command"] == "python benchmark/overhead.py host --json 'a file'"
+    assert output.result("overhead", {})["command"] == "python benchmark changes/overhead host --json 'a file'"
     monkeypatch.setenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", "1")
     assert output.result("overhead", {})["command"].startswith("sglang-moe-patches exec --reference-kernels -- python ")
     monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/tiny_moe/mutations.py"])
-    assert output.result("mutations", {})["command"].endswith(" python -m tiny_moe.mutations")
+    assert output.result("mutations", {})["command"].endswith(" python benchmark tiny_moe/mutations")
 
 
 def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):

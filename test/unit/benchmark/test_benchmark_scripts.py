@@ -6,19 +6,24 @@ import runpy
 import sys
 from pathlib import Path
 
-import peak_memory
 import pytest
 import torch
 from sglang_moe_patches.lab.observers.events import Block, History, Memory, Moment, Process
+from whole import peak_memory
 
 FOLDER = Path(__file__).parents[3] / "benchmark"
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
+SCRIPTS = [
+    f"{folder}/{path.stem}"
+    for folder in ("changes", "memory", "whole")
+    for path in (FOLDER / folder).glob("[a-z]*")
+    if path.suffix == ".py"
+]
 
 
 def run(monkeypatch, script, *arguments) -> str | int | None:
-    monkeypatch.setattr(sys, "argv", [f"benchmark/{script}", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmark", script, *arguments])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(FOLDER / script), run_name="__main__")
+        runpy.run_path(str(FOLDER), run_name="__main__")
     return ended.value.code
 
 
@@ -26,39 +31,45 @@ def run(monkeypatch, script, *arguments) -> str | int | None:
 def test_help_teaches(script, monkeypatch, capsys):
     assert run(monkeypatch, script, "--help") == 0
     said = capsys.readouterr().out
-    assert f"benchmark/{script}" in said, "no example"
-    assert script == "render.py" or "--json FILE" in said
+    assert said.count(f"python benchmark {script}") > 1, "no example beside the usage"
+    assert "--json FILE" in said
+
+
+def test_an_unknown_benchmark_is_answered_with_those_that_are_known(monkeypatch, capsys):
+    assert run(monkeypatch, "changes/nothing") == 2
+    said = capsys.readouterr().err
+    assert all(script in said for script in (*SCRIPTS, "tiny_moe/mutations"))
 
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("weight_shuffle.py", ()),
-        ("weight_shuffle.py", ("--tune", "--quick")),
-        ("overhead.py", ("servers",)),
-        ("peak_memory.py", ("--tp", "4")),
-        ("peak_memory.py", ("--quick", "--runner", "marlin")),
-        ("mori_rows.py", ("kernel",)),
+        ("changes/weight_shuffle", ()),
+        ("changes/weight_shuffle", ("--tune", "--quick")),
+        ("changes/overhead", ("servers",)),
+        ("whole/peak_memory", ("--tp", "4")),
+        ("whole/peak_memory", ("--quick", "--runner", "marlin")),
+        ("changes/mori_rows", ("kernel",)),
     ],
 )
 def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(monkeypatch, script, *arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith(script)
+    assert said.startswith(script.split("/")[1])
     assert "needs a GPU" in said
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ["segments", "soak"])
+@pytest.mark.parametrize("script", ["memory/segments", "whole/soak"])
 def test_without_a_gpu_one_line_says_what_runs_without_one(script, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(monkeypatch, f"{script}.py") == 2
-    said = f"{script}: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
+    assert run(monkeypatch, script) == 2
+    said = f"{script.split('/')[1]}: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("script", ["weight_shuffle.py", "cutedsl_memory.py"])
+@pytest.mark.parametrize("script", ["changes/weight_shuffle", "changes/cutedsl_memory"])
 def test_a_model_that_does_not_divide_is_named(script, monkeypatch, capsys):
     assert run(monkeypatch, script, "--models", "deepseek-v3-fused") == 2
     assert "deepseek-ai/DeepSeek-V3: 257 experts of intermediate size 2048 do not divide by" in capsys.readouterr().err
@@ -93,7 +104,7 @@ def test_what_allocated_memory_stands_beside_each_other_and_adds_up():
 
 def test_a_share_that_does_not_divide_is_named(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run(monkeypatch, "peak_memory.py", "--model", "qwen3-30b", "--shard", "4") == 2
+    assert run(monkeypatch, "whole/peak_memory", "--model", "qwen3-30b", "--shard", "4") == 2
     assert capsys.readouterr().err == ("peak_memory.py: moe_intermediate must be a positive multiple of 128, got 192\n")
-    assert run(monkeypatch, "peak_memory.py", "--shard", "5") == 2
+    assert run(monkeypatch, "whole/peak_memory", "--shard", "5") == 2
     assert "moonshotai/Kimi-K2.5: moe_intermediate 2048 does not divide by 5" in capsys.readouterr().err

@@ -1,12 +1,12 @@
-"""benchmark/segments.py: what is read from a server's lines and segments."""
+"""benchmark/memory/segments.py: what is read from a server's lines and segments."""
 
 from __future__ import annotations
 
 import json
 
-import segments
 from common import held
 from common.held import Line
+from memory import segments
 
 
 def line(reserved: int, peak: int = 0, free: int = 100, allocated: int = 10) -> Line:

@@ -1,4 +1,4 @@
-"""benchmark/soak.py: what is asked, what is read of two servers, and when it held."""
+"""benchmark/whole/soak.py: what is asked, what is read of two servers, and when it held."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import soak
 import torch
 from common import weights
 from common.held import Line
 from common.shapes import TINY
 from safetensors.torch import load_file
+from whole import soak
 
 SHORT, LONG = "weights 0, 5 tokens", "weights 0, 700 tokens"
 

@@ -1,4 +1,4 @@
-"""benchmark/serving.py: what the engine's client is told, and what is kept of several runs."""
+"""benchmark/memory/serving.py: what the engine's client is told, and what is kept of several runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from itertools import pairwise
 
 import pytest
-import serving
 import torch
+from memory import serving
 from tokenizers import Tokenizer
 
 
 def options(monkeypatch, *arguments: str):
     """As parsed, up to where a GPU is wanted."""
     found = []
-    monkeypatch.setattr(sys, "argv", ["benchmark/serving.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
     monkeypatch.setattr(serving.output, "parse", lambda parser: found.append(parser.parse_args()) or found[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:

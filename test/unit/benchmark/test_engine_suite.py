@@ -1,4 +1,4 @@
-"""benchmark/engine_suite.py: which of the engine's tests run, and what is said of them."""
+"""benchmark/whole/engine_suite.py: which of the engine's tests run, and what is said of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import engine_suite
 import pytest
 import torch
 from common import everywhere
-from engine_suite import File, against, broken, differing, select
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
+from whole import engine_suite
+from whole.engine_suite import File, against, broken, differing, select
 
 CUDA = 'register_cuda_ci(est_time=9, stage="stage-b", runner_config="1-gpu-large")\n'
 
@@ -204,11 +204,11 @@ def test_what_a_download_alone_needs_may_be_missing(monkeypatch: pytest.MonkeyPa
 
 def test_without_a_gpu_one_line_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["benchmark/engine_suite.py", str(checkout)])
+    monkeypatch.setattr("sys.argv", ["benchmark/whole/engine_suite.py", str(checkout)])
     with pytest.raises(SystemExit) as ended:
         engine_suite.main()
     assert ended.value.code == 2
     assert "engine_suite: needs a GPU" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["benchmark/engine_suite.py", str(checkout), "--list", "--only", "moe/"])
+    monkeypatch.setattr("sys.argv", ["benchmark/whole/engine_suite.py", str(checkout), "--list", "--only", "moe/"])
     assert engine_suite.main() == 0
     assert capsys.readouterr().out == "moe/test_a.py: runs\n"

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import interpreted
-import moe_workspace as moe_workspace_benchmark
 import pytest
 import torch
-from common import output
+from common import moe_tables, output
 from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
@@ -28,7 +27,7 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import (
     split_columns,
 )
 from sglang_moe_patches.core.engine import Unsupported
-from sglang_moe_patches.core.patch import Plan, check_environment, look
+from sglang_moe_patches.core.patch import Plan, check_environment, probe
 
 fractions = st.sampled_from([0.0, 0.125, 1.0])
 max_bytes = st.integers(1, 4 << 30)
@@ -246,7 +245,7 @@ def test_slices_have_every_column_once_in_order(hidden, width):
 
 def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
     """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
-    cells = moe_workspace_benchmark.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cells = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())
@@ -395,7 +394,7 @@ def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale):
 )
 def test_servers_that_never_reach_it(monkeypatch, device, runner, max_tokens, reason):
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
-    assert moe_workspace.CHANGE.unneeded(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
+    assert moe_workspace.CHANGE.skip_reason(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
@@ -445,7 +444,7 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
     for module, name, result in ((triton, "triton", triton_plan), (marlin, "marlin", marlin_plan)):
         monkeypatch.setattr(module, "plan", lambda name=name, result=result: plan(name, result))
     monkeypatch.setattr(token_slices, "plan", lambda max_tokens: plan("tokens", "applied"))
-    answer = look(moe_workspace.CHANGE)
+    answer = probe(moe_workspace.CHANGE)
     assert answer.reason == reason
     if installed is None:
         assert answer.install is None

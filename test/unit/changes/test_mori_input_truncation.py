@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.changes import mori_input_truncation
+from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation import policy as policy_module
-from sglang_moe_patches.changes.mori_input_truncation import seams
 from sglang_moe_patches.changes.mori_input_truncation.bound import (
     Cut,
     Layout,
@@ -24,8 +24,8 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
     rounded,
     rows_per_dp_rank,
 )
+from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
-from sglang_moe_patches.changes.mori_input_truncation.seams import truncate
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import check_environment
 from sglang_moe_patches.lab.reference import mori as reference
@@ -101,14 +101,14 @@ def test_every_spelling_of_on_that_the_engine_accepts_is_accepted(value):
 def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
     monkeypatch.delenv(LIMIT.name, raising=False)
     monkeypatch.delenv(BOUND.name, raising=False)
-    assert "--moe-a2a-backend is deepep" in mori_input_truncation.CHANGE.unneeded(
+    assert "--moe-a2a-backend is deepep" in mori_input_truncation.CHANGE.skip_reason(
         SimpleNamespace(moe_a2a_backend="deepep")
     )
     server = SimpleNamespace(moe_a2a_backend="mori")
-    assert "neither" in mori_input_truncation.CHANGE.unneeded(server)
+    assert "neither" in mori_input_truncation.CHANGE.skip_reason(server)
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.setenv(name, "1")
-        assert mori_input_truncation.CHANGE.unneeded(server) is None
+        assert mori_input_truncation.CHANGE.skip_reason(server) is None
         monkeypatch.delenv(name)
 
 
@@ -406,8 +406,8 @@ class Layer:
 
 def patched(policy, state):
     class Patched(Layer):
-        __init__ = seams._make_init(Layer.__init__, lambda layer: policy)
-        run_moe_core = seams._make_run_moe_core(Layer.run_moe_core, state)
+        __init__ = hooks._make_init(Layer.__init__, lambda layer: policy)
+        run_moe_core = hooks._make_run_moe_core(Layer.run_moe_core, state)
 
     return Patched
 

@@ -17,12 +17,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
-from nvfp4_layer import Layer, choose_trtllm, create, load, nvfp4_method  # noqa: E402
+from nvfp4_layer import RESULTS, Layer, choose_trtllm, create, differences, load, nvfp4_method, random_layer  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
+from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 
-NAMES = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
 
 
@@ -62,32 +61,8 @@ def applied(engine):
     patcher.undo()
 
 
-def random_layer(experts, hidden, intermediate, is_gated=True, seed=0, scale_dtype=torch.float8_e4m3fn):
-    generator = torch.Generator().manual_seed(seed)
-    rows = (2 if is_gated else 1) * intermediate
-
-    def randint(*shape):
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-    return (
-        randint(experts, rows, hidden // 2),
-        randint(experts, hidden, intermediate // 2),
-        randint(experts, rows, hidden // 16).view(scale_dtype),
-        randint(experts, hidden, intermediate // 16).view(scale_dtype),
-    )
-
-
 def clone(tensors):
     return tuple(t.clone() for t in tensors)
-
-
-def differences(got, expected):
-    """The results that are not the same tensor in shape, dtype and every byte."""
-    return [
-        name
-        for name, a, b in zip(NAMES, got, expected, strict=True)
-        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    ]
 
 
 def random_shapes(count, seed):
@@ -135,7 +110,7 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
     permutations[which] = shuffle.RowPermutation(rows, shuffle.repeating_tile(rows))
     monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: shuffle.ShufflePlan((*permutations,)))
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
-    assert differences(got, expected) == [NAMES[which]]
+    assert differences(got, expected) == [RESULTS[which]]
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 40_000, 1 << 20])
@@ -308,7 +283,6 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 _INTERPRETED = """
 import torch
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
-from sglang_moe_patches.core.patch import Patcher, Status, look  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]
@@ -426,7 +400,7 @@ def test_copying_the_result_back_is_free(source, survives):
 
 
 def test_supported_on_the_installed_engine(engine):
-    assert look(nvfp4_weights.CHANGE).status is Status.APPLIED
+    assert probe(nvfp4_weights.CHANGE).status is Status.APPLIED
 
 
 @pytest.mark.parametrize(
@@ -445,14 +419,14 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
         pytest.skip("nothing of it is used on this engine release")
     theirs = types.FunctionType(value.__code__, {"__name__": "sglang.of_another_release"}, attribute)
     monkeypatch.setattr(getattr(engine, owner), attribute, theirs, raising=False)
-    plan = look(nvfp4_weights.CHANGE)
+    plan = probe(nvfp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert words in plan.reason
 
 
 def test_another_plugins_shuffle_is_left_alone(engine, monkeypatch):
     monkeypatch.setattr(engine.utils, "prepare_static_weights_for_trtllm_fp4_moe", lambda *args: None)
-    plan = look(nvfp4_weights.CHANGE)
+    plan = probe(nvfp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert "wrapped or replaced by" in plan.reason
 

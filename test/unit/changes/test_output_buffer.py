@@ -272,7 +272,7 @@ def test_the_layers_of_a_stage_are_its_own():
     ("inplace", "runner", "least"),
     [
         (True, None, 0),
-        (True, "triton", offer.SMALLEST_SCRATCH_BYTES),
+        (True, "triton", offer.MIN_SCRATCH_BYTES),
         (False, "triton", 0),
         (True, "marlin", 0),
     ],

@@ -77,7 +77,7 @@ def test_an_engine_that_cannot_be_looked_at_is_unsupported():
 
 
 def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at():
-    needless = Change("a", "", pytest.fail, unneeded=lambda server_args: f"backend is {server_args.backend}")
+    needless = Change("a", "", pytest.fail, skip_reason=lambda server_args: f"backend is {server_args.backend}")
     assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
     plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
     assert plan == Plan.not_needed("backend is triton")
@@ -85,7 +85,7 @@ def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at
 
 def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change():
     """The engine may rename what ``unneeded`` asks its arguments for."""
-    asking = Change("a", "", pytest.fail, unneeded=lambda server_args: server_args.moe_runner_backend)
+    asking = Change("a", "", pytest.fail, skip_reason=lambda server_args: server_args.moe_runner_backend)
     plan = patch.apply([asking, change("b")], {"a", "b"}, SimpleNamespace(moe_backend="triton"))
     assert plan["a"].status is Status.UNSUPPORTED
     assert "no attribute 'moe_runner_backend'" in plan["a"].reason
@@ -95,13 +95,13 @@ def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change(
 def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
     monkeypatch.setattr(log, "_said", set())
     for _ in range(2):
-        with patch.left_alone_if_it_fails("a layer"):
+        with patch.best_effort("a layer"):
             raise AttributeError("no runner")
     assert [record.message for record in caplog.records] == [
         "sglang-moe-patches: a layer is left alone: AttributeError: no runner"
     ]
     monkeypatch.setenv(STRICT.name, "1")
-    with pytest.raises(PatchError, match="a layer is left alone"), patch.left_alone_if_it_fails("a layer"):
+    with pytest.raises(PatchError, match="a layer is left alone"), patch.best_effort("a layer"):
         raise AttributeError("no runner")
 
 
@@ -216,6 +216,6 @@ def test_undo_restores_what_was_there_in_reverse():
     ],
 )
 def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
-    reason = runners.unneeded_without(*runners.TRTLLM)(SimpleNamespace(**server))
+    reason = runners.skip_reason_without(*runners.TRTLLM)(SimpleNamespace(**server))
     assert (reason is None) == needed
     assert needed or "triton" in reason

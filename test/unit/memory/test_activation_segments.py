@@ -12,24 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory import activation_segments
-from sglang_moe_patches.memory.activation_segments import decide, switch
-from sglang_moe_patches.memory.activation_segments.decide import Allocator, Situation, lacks, stands_back
+from sglang_moe_patches.memory.activation_segments import eligibility, switch
+from sglang_moe_patches.memory.activation_segments.eligibility import Allocator, Situation, lacks, skip_reason
 
 # --- Which servers ---------------------------------------------------------------------------------------------------
 
 
-SEEN = f"{decide.SEEN_PYTORCH[0]}.0+cu130"
+SEEN = f"{eligibility.SEEN_PYTORCH[0]}.0+cu130"
 
 
 @pytest.mark.parametrize(("text", "asked"), [("", None), ("on", True), ("off", False), ("  on ", True)])
 def test_what_is_asked(text, asked):
-    assert decide.SEGMENTS.read({decide.SEGMENTS.name: text}) is asked
+    assert eligibility.SEGMENTS.read({eligibility.SEGMENTS.name: text}) is asked
 
 
 @pytest.mark.parametrize("text", ["1", "yes", "On", "auto"])
 def test_anything_else_is_an_error_that_names_the_variable(text):
-    with pytest.raises(ValueError, match=f"{decide.SEGMENTS.name}: expected on or off, got '{text}'"):
-        decide.SEGMENTS.read({decide.SEGMENTS.name: text})
+    with pytest.raises(ValueError, match=f"{eligibility.SEGMENTS.name}: expected on or off, got '{text}'"):
+        eligibility.SEGMENTS.read({eligibility.SEGMENTS.name: text})
 
 
 CONFIGURED = Situation(configured="PYTORCH_ALLOC_CONF")
@@ -54,7 +54,7 @@ CONFIGURED = Situation(configured="PYTORCH_ALLOC_CONF")
     ],
 )
 def test_a_server_stands_back_with_a_reason(asked, server, why):
-    assert stands_back(asked, server) == why
+    assert skip_reason(asked, server) == why
 
 
 #: As the engine's ``ServerArgs`` have them where nothing is on.
@@ -82,30 +82,30 @@ HAD = {
 
 def arguments(**more):
     """As the engine's ``ServerArgs``, where nothing is on."""
-    off = {each.argument: NOTHING.get(each.argument, False) for each in decide.FEATURES}
+    off = {each.argument: NOTHING.get(each.argument, False) for each in eligibility.FEATURES}
     return SimpleNamespace(**{"device": "cuda", **off, **more})
 
 
 def situation(more=None, environ=None, pytorch=SEEN):
-    return decide.situation_of(arguments(**more or {}), environ or {}, pytorch)
+    return eligibility.situation_of(arguments(**more or {}), environ or {}, pytorch)
 
 
 def test_a_plain_server_has_nothing():
     assert situation() == Situation()
-    assert decide.situation_of(SimpleNamespace(device="cuda"), {}, SEEN) == Situation(), "of a release without any"
-    assert stands_back(None, situation()) is None
+    assert eligibility.situation_of(SimpleNamespace(device="cuda"), {}, SEEN) == Situation(), "of a release without any"
+    assert skip_reason(None, situation()) is None
 
 
-@pytest.mark.parametrize("feature", decide.FEATURES, ids=str)
+@pytest.mark.parametrize("feature", eligibility.FEATURES, ids=str)
 def test_each_feature_is_known_by_its_argument_and_left_alone_by_name(feature):
     had = situation({feature.argument: HAD.get(feature.argument, True)})
-    assert str(feature) in str(stands_back(None, had))
-    assert bool(stands_back(True, had)) is bool(feature.why), "what hands memory to others, even where it is asked for"
+    assert str(feature) in str(skip_reason(None, had))
+    assert bool(skip_reason(True, had)) is bool(feature.why), "what hands memory to others, even where it is asked for"
     assert (len(had.never), len(had.unseen)) == ((1, 0) if feature.why else (0, 1))
 
 
 def test_what_hands_memory_to_others_is_never_switched():
-    never = {each.argument for each in decide.FEATURES if each.why}
+    never = {each.argument for each in eligibility.FEATURES if each.why}
     assert {"enable_memory_saver", "disaggregation_mode", "elastic_ep_backend", "enable_symm_mem", "nnodes"} <= never
 
 
@@ -113,29 +113,29 @@ def test_what_hands_memory_to_others_is_never_switched():
     "more", [{"tp_size": 2}, {"ep_size": 2}, {"pp_size": 2}, {"dp_size": 2}, {"lora_paths": ["a"]}], ids=str
 )
 def test_what_was_seen_is_switched_without_being_asked(more):
-    assert stands_back(None, situation(more)) is None
+    assert skip_reason(None, situation(more)) is None
 
 
 def test_a_vision_towers_graphs_are_left_alone_by_their_variable():
-    assert "SGLANG_VIT_ENABLE_CUDA_GRAPH" in str(stands_back(None, situation(environ={decide.VIT_GRAPHS: "true"})))
-    assert stands_back(None, situation(environ={decide.VIT_GRAPHS: "0"})) is None
+    assert "SGLANG_VIT_ENABLE_CUDA_GRAPH" in str(skip_reason(None, situation(environ={eligibility.VIT_GRAPHS: "true"})))
+    assert skip_reason(None, situation(environ={eligibility.VIT_GRAPHS: "0"})) is None
 
 
 @pytest.mark.parametrize(("pytorch", "seen"), [(SEEN, True), ("2.11.1", True), ("2.1.1", False), ("2.14.1", False)])
 def test_another_pytorch_is_left_alone_unless_it_is_asked_for(pytorch, seen):
-    assert (stands_back(None, situation(pytorch=pytorch)) is None) is seen
-    assert stands_back(True, situation(pytorch=pytorch)) is None
-    assert (stands_back(None, decide.of_process({}, pytorch)) is None) is seen
+    assert (skip_reason(None, situation(pytorch=pytorch)) is None) is seen
+    assert skip_reason(True, situation(pytorch=pytorch)) is None
+    assert (skip_reason(None, eligibility.of_process({}, pytorch)) is None) is seen
 
 
 def test_a_device_is_read_from_the_arguments():
     assert situation({"device": "cpu"}) == Situation(device="cpu")
 
 
-@pytest.mark.parametrize("name", decide.CONFIGURATIONS)
+@pytest.mark.parametrize("name", eligibility.CONFIGURATIONS)
 def test_a_configuration_of_the_users_is_read_from_either_variable(name):
     given = {name: "max_split_size_mb:128"}
-    assert situation(environ=given).configured == decide.of_process(given, SEEN).configured == name
+    assert situation(environ=given).configured == eligibility.of_process(given, SEEN).configured == name
     assert situation(environ={name: " "}).configured == ""
 
 
@@ -157,19 +157,19 @@ def test_an_allocator_that_cannot_is_left_alone(found, why):
 @pytest.fixture
 def environ(monkeypatch):
     """Nothing is asked, nothing configured, of a PyTorch that was seen."""
-    for name in (decide.SEGMENTS.name, *decide.CONFIGURATIONS):
+    for name in (eligibility.SEGMENTS.name, *eligibility.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(activation_segments, "_pytorch", lambda: SEEN)
     return monkeypatch
 
 
 def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ):
-    assert activation_segments.CHANGE.unneeded(arguments()) is None
-    assert "--dcp-size was not seen" in str(activation_segments.CHANGE.unneeded(arguments(dcp_size=2)))
-    environ.setenv(decide.SEGMENTS.name, "on")
-    assert activation_segments.CHANGE.unneeded(arguments(dcp_size=2)) is None
-    environ.setenv(decide.SEGMENTS.name, "off")
-    assert activation_segments.CHANGE.unneeded(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS is off"
+    assert activation_segments.CHANGE.skip_reason(arguments()) is None
+    assert "--dcp-size was not seen" in str(activation_segments.CHANGE.skip_reason(arguments(dcp_size=2)))
+    environ.setenv(eligibility.SEGMENTS.name, "on")
+    assert activation_segments.CHANGE.skip_reason(arguments(dcp_size=2)) is None
+    environ.setenv(eligibility.SEGMENTS.name, "off")
+    assert activation_segments.CHANGE.skip_reason(arguments()) == "SGLANG_MOE_PATCHES_SEGMENTS is off"
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ)
     [
         ({}, SEEN, "applied"),
         ({}, "2.14.1", "PyTorch 2.14 was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
-        ({decide.SEGMENTS.name: "on"}, "2.14.1", "applied"),
-        ({decide.SEGMENTS.name: "off"}, SEEN, "SGLANG_MOE_PATCHES_SEGMENTS is off"),
+        ({eligibility.SEGMENTS.name: "on"}, "2.14.1", "applied"),
+        ({eligibility.SEGMENTS.name: "off"}, SEEN, "SGLANG_MOE_PATCHES_SEGMENTS is off"),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, SEEN, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
     ],
 )

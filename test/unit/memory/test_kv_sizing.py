@@ -242,7 +242,7 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
     launcher.hook_server_args(SimpleNamespace(ServerArgs=arguments), Patcher())
     assert vars(arguments)["__post_init__"] is before
     change = next(each for each in CHANGES if each.name == "kv-sizing")
-    assert "turns it on" in str(change.unneeded(SimpleNamespace(**ARGUMENTS)))
+    assert "turns it on" in str(change.skip_reason(SimpleNamespace(**ARGUMENTS)))
 
 
 class Resolving:

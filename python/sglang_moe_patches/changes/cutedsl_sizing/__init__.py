@@ -50,7 +50,7 @@ CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
     plan=_plan,
-    unneeded=runners.unneeded_without(runners.CUTEDSL),
+    skip_reason=runners.skip_reason_without(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
         Count("shares", "gave a layer buffers that others have", f"{__name__}.wrapper", "_construct", _shared),

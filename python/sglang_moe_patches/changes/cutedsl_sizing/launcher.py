@@ -15,7 +15,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     other_tokens_per_request,
 )
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Patcher, left_alone_if_it_fails
+from sglang_moe_patches.core.patch import Patcher, best_effort
 from sglang_moe_patches.core.variables import Variable
 
 METHOD = "cutedsl_moe_max_num_tokens"
@@ -136,7 +136,7 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
     :raises ValueError: with the ``export`` line that mends it.
     """
     error = None
-    with left_alone_if_it_fails("the budget of FlashInfer's dispatcher"):
+    with best_effort("the budget of FlashInfer's dispatcher"):
         if (
             server_args.moe_runner_backend == runners.CUTEDSL
             and server_args.moe_a2a_backend == "flashinfer"

@@ -42,7 +42,7 @@ from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, look
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, said
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, one_line_error
 
 
 def _skip_reason(server_args: Any) -> str | None:
@@ -85,7 +85,7 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"probing it failed: {said(error)}")
+        return Plan.unsupported(f"probing it failed: {one_line_error(error)}")
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:
@@ -122,7 +122,7 @@ COLUMNS = Count(
     "split_columns",
     lambda slices, *args: len(slices) if len(slices) > 1 else 0,
     unit="slices",
-    idle=_size_skip_reason,
+    skip_reason=_size_skip_reason,
 )
 TOKEN_SLICES = Count(
     "token slices",
@@ -137,7 +137,7 @@ CHANGE = Change(
     summary="Triton and Marlin sum over the top-k in columns, in as little as a sixth of their memory; "
     "other runners are left alone",
     plan=_plan,
-    unneeded=_skip_reason,
+    skip_reason=_skip_reason,
     variables=(MAX_MOE_TOKENS, column_slices.MOE_WORKSPACE_MB),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

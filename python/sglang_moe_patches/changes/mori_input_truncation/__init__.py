@@ -39,7 +39,7 @@ from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
 from sglang_moe_patches.core.patch import Change, Count, Plan
 
 
-def _unneeded(server_args: Any) -> str | None:
+def _skip_reason(server_args: Any) -> str | None:
     if server_args.moe_a2a_backend != "mori":
         return f"--moe-a2a-backend is {server_args.moe_a2a_backend}"
     if not (LIMIT.read() or BOUND.read()):
@@ -48,9 +48,9 @@ def _unneeded(server_args: Any) -> str | None:
 
 
 def _plan() -> Plan:
-    from sglang_moe_patches.changes.mori_input_truncation import seams
+    from sglang_moe_patches.changes.mori_input_truncation import hooks
 
-    return seams.plan()
+    return hooks.plan()
 
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
@@ -67,7 +67,7 @@ CHANGE = Change(
     name="mori-input-truncation",
     summary="the MoE input behind MoRI is cut to the rows that can have arrived, never below",
     plan=_plan,
-    unneeded=_unneeded,
+    skip_reason=_skip_reason,
     variables=(LIMIT, BOUND),
-    counts=(Count("cut", "cut the input", f"{__name__}.seams", "truncate", _rows_cut, unit="rows"),),
+    counts=(Count("cut", "cut the input", f"{__name__}.hooks", "truncate", _rows_cut, unit="rows"),),
 )

@@ -49,7 +49,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, left_alone_if_it_fails
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -129,7 +129,7 @@ def _make_create_moe_runner(engine_create_moe_runner: Any) -> Any:
     @functools.wraps(engine_create_moe_runner)
     def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         result = engine_create_moe_runner(self, layer, *args, **kwargs)
-        with left_alone_if_it_fails("the block scales of a layer that Marlin runs"):
+        with best_effort("the block scales of a layer that Marlin runs"):
             if self._moe_runner_backend.value in _MARLIN:
                 give_up_swizzled_scales(layer)
         return result
@@ -178,7 +178,7 @@ def _make_create_weights(engine_create_weights: Any, modelopt: Any) -> Any:
 # --- The change ------------------------------------------------------------------------------------------------------
 
 
-def _look_at_shuffle() -> Install:
+def _probe_shuffle() -> Install:
     """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
     utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
     core = engine.module("flashinfer.fused_moe.core")
@@ -211,7 +211,7 @@ def _look_at_shuffle() -> Install:
     return install
 
 
-def _look_at_placeholders() -> Install:
+def _probe_placeholders() -> Install:
     """:raises engine.Unsupported: where the swizzled block scales are made, or whether they are read, is not known."""
     modelopt = engine.module(_MODELOPT)
     method = engine.own(modelopt, _METHOD)
@@ -233,7 +233,7 @@ def _look_at_placeholders() -> Install:
     return install
 
 
-def _look_at_marlin() -> Install | None:
+def _probe_marlin() -> Install | None:
     """:returns: ``None`` where the engine runs no NVFP4 experts by Marlin.
 
     :raises engine.Unsupported: what Marlin reads, or where the engine decides for it, is not known.
@@ -274,12 +274,12 @@ def _serves_by_marlin_alone() -> bool:
 def _plan() -> Plan:
     if absent := runners.without_flashinfer():
         return absent
-    marlin = _look_at_marlin()
+    marlin = _probe_marlin()
     if _serves_by_marlin_alone():
         if marlin is None:
             return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         return Plan.applied(marlin)
-    installs = [_look_at_shuffle(), _look_at_placeholders(), *([marlin] if marlin else [])]
+    installs = [_probe_shuffle(), _probe_placeholders(), *([marlin] if marlin else [])]
 
     def install(patcher: Patcher) -> None:
         for one in installs:
@@ -292,7 +292,7 @@ CHANGE = Change(
     name="nvfp4-weights",
     summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
     plan=_plan,
-    unneeded=runners.unneeded_without(*runners.TRTLLM, *_MARLIN),
+    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN),
     counts=(
         Count(
             "shuffled",
@@ -305,7 +305,7 @@ CHANGE = Change(
             "gave up block scales that Marlin never reads,",
             __name__,
             "give_up_swizzled_scales",
-            of=lambda result, *args, **kwargs: int(result),
+            amount=lambda result, *args, **kwargs: int(result),
             unit="bytes",
         ),
     ),

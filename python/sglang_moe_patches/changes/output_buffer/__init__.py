@@ -54,7 +54,7 @@ ATTENTION_INPUTS = Count(
     "sglang.srt.layers.communicator",
     "AttnTpContext.set_attn_inputs",
     lambda result, context, inputs: inputs is None,  # the engine never does
-    ahead=True,
+    before_layer=True,
 )
 CHANGE = Change(
     name="output-buffer",

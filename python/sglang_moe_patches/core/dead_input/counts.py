@@ -18,7 +18,7 @@ OFFERED = Count(
     channel.__name__,
     "exchange",
     lambda before, buffer: buffer is not None,
-    ahead=True,
+    before_layer=True,
 )
 AS_OUTPUT = Count("as output", "wrote the output into the dead input", channel.__name__, "take", _something)
 AS_SCRATCH = Count("as scratch", "took the dead input as scratch memory", channel.__name__, "take_memory", _something)

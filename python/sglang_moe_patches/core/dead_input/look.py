@@ -14,7 +14,7 @@ from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.core.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Patcher, said
+from sglang_moe_patches.core.patch import Patcher, one_line_error
 
 _installed: Offers | None = None
 
@@ -71,7 +71,7 @@ class Offers:
             asks = runners.remembering(getattr(pool, runners.IN_POOL))
             for module in _asking():
                 patcher.replace(module, runners.IN_POOL, asks)
-        built = functools.partial(look_at_model, patcher=patcher, wrapped=set())
+        built = functools.partial(probe_model, patcher=patcher, wrapped=set())
         for module in _holders(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
             patcher.wrap(module, INITIALIZE, functools.partial(offer.make_initialize, built=built))
 
@@ -99,7 +99,7 @@ def offers() -> Offers:
         known(engine.own(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.own(module, "DeepseekV2Model"))
     except Exception as error:  # whatever becomes of one family takes nothing else with it
-        reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {said(error)}"
+        reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {one_line_error(error)}"
         # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
         engine.require(way is None, reason)
         return Offers((), f"some models are left alone: {reason}", way)
@@ -109,12 +109,12 @@ def offers() -> Offers:
 # --- A model that was built ------------------------------------------------------------------------------------------
 
 
-def look_at_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
+def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
     """Have the layers of a model offer their inputs where every proof holds; one line says of others why not.
 
     :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
     """
-    for stack, dead in look_at_stacks(model):
+    for stack, dead in probe_stacks(model):
         for layer, found, experts in dead.layers:
             if found.layer not in wrapped:
                 patcher.wrap(found.layer, "forward", make_offering(found))
@@ -154,7 +154,7 @@ class Dead:
     why_not: list[str]
 
 
-def look_at_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
+def probe_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
     """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
 
     The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
@@ -171,10 +171,10 @@ def look_at_stacks(model: Any) -> Iterator[tuple[Any, Dead]]:
             if (experts := [module for module in layer.modules() if isinstance(module, experts_are)])
         ]
         if sparse:
-            yield stack, _look_at_layers(stack, sparse)
+            yield stack, _probe_layers(stack, sparse)
 
 
-def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
+def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
     dead = Dead([], [])
 
     def without(reason: str) -> None:
@@ -210,7 +210,7 @@ def _look_at_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> Dead:
 
 
 def said_of(error: Exception) -> str:
-    return str(error) if isinstance(error, engine.Unsupported) else said(error)
+    return str(error) if isinstance(error, engine.Unsupported) else one_line_error(error)
 
 
 def known(layer: type) -> Known:

@@ -11,11 +11,11 @@ from typing import Any
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
-from sglang_moe_patches.core.patch import left_alone_if_it_fails
+from sglang_moe_patches.core.patch import best_effort
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
 """Of a layer whose input may be offered: how many bytes it must have for anybody to take it."""
-SMALLEST_SCRATCH_BYTES = 1 << 20
+MIN_SCRATCH_BYTES = 1 << 20
 """Of the input of a layer whose runner takes it as scratch memory for large batches alone: a decode's is smaller, and
 what the runner makes of one so small is far below what moe-workspace acts on, gathered from many ranks, too."""
 
@@ -127,7 +127,7 @@ def make_initialize(original: Callable[..., Any], built: Callable[[Any], None]) 
     @functools.wraps(original)
     def _initialize_model(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
-        with left_alone_if_it_fails(f"the dead input of {type(model).__name__}'s layers"):
+        with best_effort(f"the dead input of {type(model).__name__}'s layers"):
             built(model)
         return model
 
@@ -145,7 +145,7 @@ def mark(layer: Any, experts: Any) -> None:
 
     :param experts: its routed experts.
     """
-    setattr(layer, _OFFERS_FROM, SMALLEST_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
+    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
 
 
 def _is_triton_in_place(experts: Any) -> bool:

@@ -111,7 +111,7 @@ def trtllm() -> Install:
     engine.require(
         engine.only_a_global(function, "torch"), f"in {TRTLLM_RUNNER}, torch is not only the module's global"
     )
-    experts = runners.look_at_inplace(fused_moe)
+    experts = runners.probe_inplace(fused_moe)
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:

@@ -129,8 +129,8 @@ class Tally:
             self._largest = seen
 
     def _add(self, count: Count, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if much := int(count.of(result, *args, **kwargs)):
-            if count.ahead and self._layer is None:
+        if much := int(count.amount(result, *args, **kwargs)):
+            if count.before_layer and self._layer is None:
                 self._ahead[count.name] = _capturing(), much
             else:
                 self._record(count.name, _capturing(), much)
@@ -179,7 +179,7 @@ def _said(counts: Iterable[Count], acted: Acted) -> str:
     done = [_done(count, acts, acted) for count in counts if (acts := of_count(acted, count.name))]
     if done:
         return "; ".join(done)
-    reasons = [count.idle(*acted.largest) for count in counts] if acted.largest else []
+    reasons = [count.skip_reason(*acted.largest) for count in counts] if acted.largest else []
     return f"did nothing{next((f': {reason}' for reason in reasons if reason), '')}"
 
 
@@ -192,7 +192,11 @@ def _done(count: Count, acts: Sequence[Act], acted: Acted) -> str:
     layers = {act.layer for act in acts if act.layer is not None}
     times = sum(act.times for act in acts)
     whole = "MoE layer" if len(acted.layers) == 1 else "MoE layers"
-    said = [f"{count.did} in {len(layers)} of {len(acted.layers)} {whole}" if layers else f"{count.did} {times} times"]
+    said = [
+        f"{count.description} in {len(layers)} of {len(acted.layers)} {whole}"
+        if layers
+        else f"{count.description} {times} times"
+    ]
     if count.unit:
         said.append(f"up to {max(act.most for act in acts):,} {count.unit}")
     if all(act.captured for act in acts):

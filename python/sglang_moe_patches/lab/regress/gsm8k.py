@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.lab.servers.keeper import Kept
+from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 GSM8K = 1319
 """Questions of GSM8K's test set, which the engine downloads."""
@@ -132,7 +132,7 @@ def evaluate(
         rehearsed.touch()
     progress, started = Progress(), time.monotonic()
     with log_path.open("wb") as log:
-        client = Kept([*command, "--evaluation", asked], environment, log, join_error=True, cwd=str(work))
+        client = Supervised([*command, "--evaluation", asked], environment, log, join_error=True, cwd=str(work))
     try:
         ended = False
         while not ended:

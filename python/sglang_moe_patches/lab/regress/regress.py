@@ -18,15 +18,15 @@ from sglang_moe_patches.lab.regress.gsm8k import Evaluation, Progress
 from sglang_moe_patches.lab.servers import gpu, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
 from sglang_moe_patches.lab.servers.interrupts import Interrupts
-from sglang_moe_patches.lab.servers.keeper import StillRunning
 from sglang_moe_patches.lab.servers.refusals import Refusal
 from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting
-from sglang_moe_patches.lab.servers.subject import PATCHED, STOCK, PortInUse, Subject
+from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
+from sglang_moe_patches.lab.servers.supervisor import StillRunning
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "Subject", "check", "enough", "run"]
+__all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "ServerSpec", "check", "enough", "run"]
 
 
 class CannotRun(RuntimeError):
@@ -94,7 +94,7 @@ def enough(data_path: Path | None, criterion: Criterion) -> int:
 
 
 def check(
-    subject: Subject | Addresses,
+    subject: ServerSpec | Addresses,
     evaluation: Evaluation,
     criterion: Criterion,
     environment: Mapping[str, str],
@@ -108,7 +108,7 @@ def check(
         if evaluation.data_path is not None:
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
         refusals.check_output(output)
-        if isinstance(subject, Subject):
+        if isinstance(subject, ServerSpec):
             subject.check(REFUSED, environment)
         else:
             refusals.check_address("--baseline-url", subject.stock)
@@ -124,7 +124,7 @@ def check(
 
 
 def run(
-    subject: Subject | Addresses,
+    subject: ServerSpec | Addresses,
     evaluation: Evaluation,
     criterion: Criterion,
     *,
@@ -147,7 +147,9 @@ def run(
     with Interrupts() as interrupts, scratch(keep_in=output) as logs:
         ask = _Asking(evaluation, environment, interrupts.check, console, _beforehand(evaluation, criterion))
         try:
-            for each in ask.servers(subject, logs, console) if isinstance(subject, Subject) else ask.addresses(subject):
+            for each in (
+                ask.servers(subject, logs, console) if isinstance(subject, ServerSpec) else ask.addresses(subject)
+            ):
                 runs.append(each)
                 # Where we are killed, the next server's keeper puts it into `output`.
                 (logs / f"{each.name}.json").write_bytes(_answers(each))
@@ -229,7 +231,7 @@ class _Asking:
                 rest = len(urls) - 1 if name == next(iter(urls)) else 0
                 yield self._evaluate(name, url, work, command=(url,), release=releases[name], rest=rest)
 
-    def servers(self, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
+    def servers(self, subject: ServerSpec, logs: Path, console: Console) -> Iterator[Run]:
         """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
 
         One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
@@ -246,7 +248,7 @@ class _Asking:
         except (StillRunning, gpu.MemoryHeld, PortInUse) as error:
             raise CannotRun(str(error)) from error
 
-    def _server(self, name: str, subject: Subject, logs: Path, console: Console) -> Iterator[Run]:
+    def _server(self, name: str, subject: ServerSpec, logs: Path, console: Console) -> Iterator[Run]:
         with scratch() as work:
             observed = work / "observed"
             observed.mkdir()

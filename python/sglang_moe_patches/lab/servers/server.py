@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sglang_moe_patches.lab.servers import folders
-from sglang_moe_patches.lab.servers.keeper import Kept
+from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ class Server:
         self.timeout = timeout
         self.progress = progress
         self.startup_s = 0.0
-        self._process: Kept | None = None
+        self._process: Supervised | None = None
 
     @property
     def url(self) -> str:
@@ -110,7 +110,9 @@ class Server:
     def _start(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
-            self._process = Kept(self.command, self.environment, output, join_error=True, scratch=tuple(folders.in_use))
+            self._process = Supervised(
+                self.command, self.environment, output, join_error=True, scratch=tuple(folders.in_use)
+            )
         try:
             while not self._healthy():
                 waited = time.monotonic() - started

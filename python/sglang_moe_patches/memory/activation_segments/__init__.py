@@ -33,7 +33,7 @@ import os
 from typing import Any
 
 from sglang_moe_patches.core.patch import Change, Plan
-from sglang_moe_patches.memory.activation_segments import decide
+from sglang_moe_patches.memory.activation_segments import eligibility
 
 
 def _pytorch() -> str:
@@ -42,17 +42,19 @@ def _pytorch() -> str:
     return str(torch.__version__)
 
 
-def _unneeded(server_args: Any) -> str | None:
-    return decide.stands_back(decide.SEGMENTS.read(), decide.situation_of(server_args, os.environ, _pytorch()))
+def _skip_reason(server_args: Any) -> str | None:
+    return eligibility.skip_reason(
+        eligibility.SEGMENTS.read(), eligibility.situation_of(server_args, os.environ, _pytorch())
+    )
 
 
 def _plan() -> Plan:
     from sglang_moe_patches.memory.activation_segments import switch
 
-    if reason := decide.lacks(switch.allocator()):
+    if reason := eligibility.lacks(switch.allocator()):
         return Plan.not_needed(reason)
     # Without a server too, as for doctor.
-    if reason := decide.stands_back(decide.SEGMENTS.read(), decide.of_process(os.environ, _pytorch())):
+    if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), eligibility.of_process(os.environ, _pytorch())):
         return Plan.not_needed(reason)
     return Plan.applied(switch.look())
 
@@ -62,6 +64,6 @@ CHANGE = Change(
     summary="after the start, activations come from expandable segments, of which the allocator keeps less: where "
     "that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
-    unneeded=_unneeded,
-    variables=(decide.SEGMENTS,),
+    skip_reason=_skip_reason,
+    variables=(eligibility.SEGMENTS,),
 )

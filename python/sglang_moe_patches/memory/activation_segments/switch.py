@@ -12,7 +12,7 @@ from typing import Any
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Install, Patcher
-from sglang_moe_patches.memory.activation_segments.decide import Allocator
+from sglang_moe_patches.memory.activation_segments.eligibility import Allocator
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 PROBE_BYTES = 2 << 20

@@ -33,7 +33,7 @@ from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args
 
 
-def _unneeded(server_args: Any) -> str | None:
+def _skip_reason(server_args: Any) -> str | None:
     asked = eligibility.KV_SIZING.read()
     return eligibility.skip_reason(asked, eligibility.arguments_of(server_args) if asked else {}, os.environ)
 
@@ -49,7 +49,7 @@ CHANGE = Change(
     summary="a start measures what forwards need, and the next gives the rest to the KV cache; "
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
-    unneeded=_unneeded,
+    skip_reason=_skip_reason,
     variables=(eligibility.KV_SIZING, eligibility.KV_RECORD),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
 )

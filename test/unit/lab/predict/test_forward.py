@@ -6,12 +6,12 @@ import json
 import shlex
 from dataclasses import replace
 
-import peak_memory
 import pytest
 from common import output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.lab.predict import forward
 from sglang_moe_patches.lab.predict.forward import Acting
+from whole import peak_memory
 
 WITHIN = 0.01
 #: What the formulas leave out of a runner: the sorted ids and their padding, seen to be up to this.

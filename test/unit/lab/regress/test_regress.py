@@ -20,7 +20,7 @@ import pytest
 from command import Command
 from releases import ROOT
 from sglang_moe_patches.lab.regress import regress, report
-from sglang_moe_patches.lab.servers import gpu, keeper
+from sglang_moe_patches.lab.servers import gpu, supervisor
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 from sglang_moe_patches.lab.servers.server import Server
 
@@ -248,7 +248,7 @@ def test_shared_memory_that_somebody_else_has_stays(tmp_path):
     script += "; print(flush=True); time.sleep(3600)"
     command = [sys.executable, "-c", script]
     with (tmp_path / "log").open("wb") as log:
-        kept = keeper.Kept(command, dict(os.environ), log, join_error=True)
+        kept = supervisor.Supervised(command, dict(os.environ), log, join_error=True)
     wait_until(lambda: (tmp_path / "log").read_bytes())
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         try:
@@ -273,8 +273,8 @@ def test_a_signal_between_the_servers_keeps_what_stock_answered(given, monkeypat
 
 def test_processes_that_cannot_be_ended_are_named_and_end_the_run(given, monkeypatch, capsys):
     """A process that waits for a driver outlives SIGKILL."""
-    wait = keeper.end_family
-    monkeypatch.setattr(keeper, "end_family", lambda root, patience: [*wait(root, patience), psutil.Process()])
+    wait = supervisor.end_family
+    monkeypatch.setattr(supervisor, "end_family", lambda root, patience: [*wait(root, patience), psutil.Process()])
     assert given.here(monkeypatch) == 2
     error = capsys.readouterr().err
     assert f"still running after 120 s: {os.getpid()} (" in error
@@ -292,7 +292,7 @@ def test_whoever_leaves_the_session_and_loses_its_parent_is_ended_too(given, tmp
 
 def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path, monkeypatch):
     environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
-    monkeypatch.setattr(keeper, "OURS_S", 0.5)
+    monkeypatch.setattr(supervisor, "OURS_S", 0.5)
     with Server("x", [], environment, tmp_path / "log") as server:
         server._process._root.suspend()
     assert given.processes() == []

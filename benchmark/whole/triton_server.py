@@ -1,11 +1,11 @@
 """Whole servers with the Triton runner, stock against patched: memory and time of a prefill, time of decode steps.
 
-    python benchmark/triton_server.py --json server.json
-    python benchmark/triton_server.py --fp8                                # FP8 experts in blocks
-    python benchmark/triton_server.py --model qwen3-235b --changes moe-workspace
-    python benchmark/triton_server.py --graphs --json graphs.json          # with the engine's default graphs
-    python benchmark/triton_server.py --shard 1 --tp 4                     # the whole widths on four GPUs
-    python benchmark/triton_server.py --quick                              # a tiny model, CPU: does it run at all?
+    python benchmark whole/triton_server --json server.json
+    python benchmark whole/triton_server --fp8                                # FP8 experts in blocks
+    python benchmark whole/triton_server --model qwen3-235b --changes moe-workspace
+    python benchmark whole/triton_server --graphs --json graphs.json          # with the engine's default graphs
+    python benchmark whole/triton_server --shard 1 --tp 4                     # the whole widths on four GPUs
+    python benchmark whole/triton_server --quick                              # a tiny model, CPU: does it run at all?
 
 Three real servers at the same time on the same GPUs, stock, patched and stock again: a few layers of the model's widths
 at one rank's shard sizes, random weights. They are asked the same prompts in turn, every other round backwards. Figures

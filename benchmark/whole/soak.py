@@ -1,8 +1,8 @@
 """A stock and a patched server side by side for minutes: mixed prompts, aborts, flushes, weight updates.
 
-    python benchmark/soak.py --gpus "0;1" --json soak.json       # Qwen3-30B's widths, 4 layers, BF16, 8 minutes
-    python benchmark/soak.py --gpus "0;0" --minutes 1 --seed 2    # both on one GPU
-    python benchmark/soak.py --quick                             # a tiny model, CPU: does it run?
+    python benchmark whole/soak --gpus "0;1" --json soak.json       # Qwen3-30B's widths, 4 layers, BF16, 8 minutes
+    python benchmark whole/soak --gpus "0;0" --minutes 1 --seed 2    # both on one GPU
+    python benchmark whole/soak --quick                             # a tiny model, CPU: does it run?
 
 Both servers serve one checkpoint from disk and get the same requests, drawn from one seed. In every round clients send
 prompts of random lengths; some of them go away, some requests are aborted by their id, and whatever still runs at the
@@ -40,7 +40,7 @@ from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server, ServerFailed
-from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
@@ -430,7 +430,7 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
     """Not started yet; and the files that its forwards write."""
     select, segments = SERVERS[name]
     wrote = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
-    own = processes.variables(work / "plugins", Path(__file__).parent)
+    own = processes.variables(work / "plugins", Path(__file__).parents[1])
     own |= environment.variables(own) if options.quick else {}
     own |= {
         SELECT_VARIABLE: select,

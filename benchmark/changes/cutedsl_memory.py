@@ -13,8 +13,8 @@ upstream      buffers for --tokens tokens times the data-parallel size, a set in
 ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
               the decoder layer offers, or into a tensor of the layer's own.
 
-Run it through `sglang-moe-patches exec --reference-kernels -- python benchmark/cutedsl_memory.py`: where there is no
-CUDA driver, that lets the engine's modules be imported.
+Run it through `sglang-moe-patches exec --reference-kernels -- python benchmark changes/cutedsl_memory`: where there is
+no CUDA driver, that lets the engine's modules be imported.
 """
 
 from __future__ import annotations

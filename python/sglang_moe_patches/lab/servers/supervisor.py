@@ -1,9 +1,9 @@
 """A command and everything it starts, which end when the process that wanted them does, however that comes.
 
-A server is dozens of processes in sessions and groups of their own. :class:`Kept` starts a keeper between it and us
-(``python -m sglang_moe_patches.lab.servers.keeper COMMAND...``), which adopts every process that loses its parent, so
-that none can leave the family, and holds the reading end of a pipe. The writing end is ours: whether we close it, are
-interrupted, or are killed with SIGKILL, the keeper reads its end and ends the whole family.
+A server is dozens of processes in sessions and groups of their own. :class:`Supervised` starts a supervisor between it
+and us (``python -m sglang_moe_patches.lab.servers.supervisor COMMAND...``), which adopts every process that loses its
+parent, so that none can leave the family, and holds the reading end of a pipe. The writing end is ours: whether we
+close it, are interrupted, or are killed with SIGKILL, the supervisor reads its end and ends the whole family.
 
 It ends it gently first. The command gets SIGTERM; whoever is left after a while gets SIGKILL, those last who clean up
 behind others once these are gone (Python's resource tracker, torch's). An engine ends its own trackers with SIGKILL, so
@@ -51,7 +51,7 @@ class StillRunning(RuntimeError):
     """Processes outlived SIGKILL; the message names them."""
 
 
-class Kept:
+class Supervised:
     """``command``, running under a keeper of its own.
 
     :param environment: the whole environment of the process.

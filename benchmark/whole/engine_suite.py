@@ -1,9 +1,9 @@
 """SGLang's own tests with this package installed, stock and patched side by side.
 
     make engine-suite SGLANG=../sglang                        # a checkout at the tag of the installed engine
-    python benchmark/engine_suite.py ../sglang --jobs 16 --json suite.json --logs logs
-    python benchmark/engine_suite.py ../sglang --list         # which would run, and why the others would not
-    python benchmark/engine_suite.py ../sglang --only fused_moe,block_int8
+    python benchmark whole/engine_suite ../sglang --jobs 16 --json suite.json --logs logs
+    python benchmark whole/engine_suite ../sglang --list         # which would run, and why the others would not
+    python benchmark whole/engine_suite ../sglang --only fused_moe,block_int8
 
 Of the folders of `test/registered` that say something of MoE layers, every file runs that needs one GPU and no
 download, twice, each time in a process of its own: with the engine as it is, and with every change acting wherever it
@@ -31,7 +31,7 @@ from typing import Any
 from common import machine, output, plugins, processes, stand_ins
 from common.everywhere import SIDES
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.servers.keeper import Kept
+from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 REGISTERED = Path("test") / "registered"
 #: Folders, or files in others, by what their paths contain.
@@ -124,7 +124,7 @@ def described(checkout: Path) -> str:
 
 def variables(*folders: Path) -> dict[str, str]:
     """The environment of a file's tests, with these folders of modules."""
-    own = processes.variables(*folders, Path(__file__).parent, *stand_ins.folders())
+    own = processes.variables(*folders, Path(__file__).parents[1], *stand_ins.folders())
     # Downloads that the selection did not foresee fail at once, and alike on both sides.
     return own | {"HF_HUB_OFFLINE": "1"}
 
@@ -139,7 +139,7 @@ def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> di
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
     begun = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
-        kept = Kept(command, own, log, join_error=True, cwd=str(path.parent))
+        kept = Supervised(command, own, log, join_error=True, cwd=str(path.parent))
         try:
             while kept.exit_code() is None and time.monotonic() < begun + limit_s:
                 time.sleep(0.2)

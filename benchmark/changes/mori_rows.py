@@ -1,8 +1,8 @@
 """Rows that the MoE kernel computes over rows received behind MoRI: stock, with a limit, and with the provable bound.
 
-    python benchmark/mori_rows.py --json rows.json --plot rows.svg            # the whole grid, no GPU
-    python benchmark/mori_rows.py --eps 8 --batches 1,32                      # a part of it
-    python benchmark/mori_rows.py kernel --json kernel.json                   # a kernel's time by rows, on a GPU
+    python benchmark changes/mori_rows --json rows.json --plot rows.svg            # the whole grid, no GPU
+    python benchmark changes/mori_rows --eps 8 --batches 1,32                      # a part of it
+    python benchmark changes/mori_rows kernel --json kernel.json                   # a kernel's time by rows, on a GPU
 
 Each case routes random tokens and moves them between simulated ranks with the reference dispatcher's rules (a row goes
 to a rank once, however many of its experts are there); what a rank receives is counted, not estimated. "balanced" draws

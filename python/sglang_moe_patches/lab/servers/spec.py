@@ -22,7 +22,7 @@ class PortInUse(ValueError):
 
 
 @dataclass(frozen=True)
-class Subject:
+class ServerSpec:
     """A model to serve, on servers that are alike but for :data:`VARIABLES`.
 
     :param model: a folder, a name on the hub, or an address that the engine can load from.

@@ -1,7 +1,7 @@
 """What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
 
-    python benchmark/models.py --json benchmark/results/models/0.5.23.json
-    python benchmark/models.py --only gpt-oss-120b
+    python benchmark whole/models --json benchmark/results/models/0.5.23.json
+    python benchmark whole/models --only gpt-oss-120b
 
 Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with the sizes in models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
@@ -21,14 +21,14 @@ from common import output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.lab.predict import advice, config, forward
+from sglang_moe_patches.lab.predict import config, forward, model_report
 
 MB = 1e6
 TOKENS = 16384
 #: What `doctor --model` says at length, as the table says it: the page explains it.
 BRIEF = {
-    advice.OWN_WORKSPACE: "the vendor's workspace",
-    advice.UNMEASURED: "family not measured",
+    model_report.OWN_WORKSPACE: "the vendor's workspace",
+    model_report.UNMEASURED: "family not measured",
     "a scale a row": "scales of rows not measured",
     "linear attention": "linear attention",
     "an indexer chooses": "sparse attention",
@@ -55,15 +55,17 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(model["config"]))
         try:
-            asked = advice.ask_engine(path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"])
-        except advice.CannotAsk as error:
+            asked = model_report.ask_engine(
+                path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"]
+            )
+        except model_report.CannotAsk as error:
             return {"refused": str(error)}
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
 
 
 def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """What ``doctor --model`` says, from answers that were kept."""
-    return advice.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
+    return model_report.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
 
 
 # --- What was measured -----------------------------------------------------------------------------------------------
@@ -75,10 +77,10 @@ def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         found = output.load(f"peak-memory/{path.stem}")["figures"]
         share = MODELS[found["model"]].shard(found["shard"])
-        quantization = forward.BLOCKS if found["served"].get("fp8") else None
+        quantization = forward.BLOCKS if found["served"]["fp8"] else None
         key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], quantization)
         peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
-        knob = found.get("moe_workspace_mb")
+        knob = found["moe_workspace_mb"]
         wholes[key] = f"{peaks}, {knob} MB asked for" if knob else peaks
     for cell in _cells():
         layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
@@ -139,7 +141,7 @@ def _ranks(model: dict[str, Any]) -> int:
 def _peak(found: dict[str, Any]) -> str:
     if not found["stock"]:
         return "-"
-    more = any(advice.AT_LEAST in line or advice.OWN_WORKSPACE in line for line in found["unknown"])
+    more = any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
     return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * more
 
 
@@ -151,7 +153,7 @@ def _said(found: dict[str, Any]) -> str:
     elif not any(change["acts"] for change in found["changes"]):
         said.append("nothing acts")
     for line in found["unknown"]:
-        if line not in advice.ALWAYS_UNKNOWN:
+        if line not in model_report.ALWAYS_UNKNOWN:
             said.append(next((brief for words, brief in BRIEF.items() if words in line), line))
     return "; ".join(said)
 

@@ -1,11 +1,11 @@
 """Activation memory of one prefill, stock against patched, with every megabyte named by the code that allocated it.
 
-    python benchmark/peak_memory.py --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
-    python benchmark/peak_memory.py --model deepseek-v3 --tp 2 --symm-mem
-    python benchmark/peak_memory.py --runner triton --shard 4          # BF16, one rank's share of four on one GPU
-    python benchmark/peak_memory.py --runner triton --shard 4 --fp8
-    python benchmark/peak_memory.py --runner marlin --shard 8 --moe-workspace-mb 628
-    python benchmark/peak_memory.py --quick                            # a tiny model, no GPU needed; no history there
+    python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
+    python benchmark whole/peak_memory --model deepseek-v3 --tp 2 --symm-mem
+    python benchmark whole/peak_memory --runner triton --shard 4  # BF16, one rank's share of four on one GPU
+    python benchmark whole/peak_memory --runner triton --shard 4 --fp8
+    python benchmark whole/peak_memory --runner marlin --shard 8 --moe-workspace-mb 628
+    python benchmark whole/peak_memory --quick  # a tiny model, no GPU needed; no history there
 
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
 computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,
@@ -265,7 +265,7 @@ def tables(result: output.Result) -> str:
     found = result["figures"]
     memory = [found["memory"][name] for name in servers.SERVERS]
     served = found["served"]
-    runner = f"{served['runner']}{' with FP8 experts' if served.get('fp8') else ''}"
+    runner = f"{served['runner']}{' with FP8 experts' if served['fp8'] else ''}"
     rows = []
     for title, key in (
         ("live when the routed kernel starts", "live_at_kernel_bytes"),
@@ -323,11 +323,8 @@ def of_result(result: output.Result, server: str) -> prediction.Prediction:
     """What a server of a result should have needed, by the prediction of today."""
     found = result["figures"]
     kept = found["served"]
-    runner = kept.get("runner", "flashinfer_trtllm_routed")
-    served = weights.Served(
-        MODELS[found["model"]].shard(found.get("shard", 1)), runner=runner, fp8=kept.get("fp8", False)
-    )
-    knob = found.get("moe_workspace_mb")
+    served = weights.Served(MODELS[found["model"]].shard(found["shard"]), runner=kept["runner"], fp8=kept["fp8"])
+    knob = found["moe_workspace_mb"]
     with asked_for(knob):
         # Results without the knob are from before slices had a price.
         return by_sizes(
@@ -344,7 +341,7 @@ def against_sizes(results: list[output.Result]) -> str:
         cells = []
         for server in servers.SERVERS:
             cells += [in_mb(predicted[server].peak), in_mb(found["memory"][server]["peak_forward_bytes"])]
-        experts = "FP8" if found["served"].get("fp8") else "BF16"
+        experts = "FP8" if found["served"]["fp8"] else "BF16"
         rows.append((f"{found['model']} {experts}", *cells, predicted["patched"].where))
     header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured", "where, patched")
     return output.table(header, rows)

@@ -1,7 +1,7 @@
 """NVFP4 experts on Hopper or Ampere, where the engine runs them by Marlin from 0.5.13 on: what their weights take.
 
-    python benchmark/nvfp4_hopper.py --json nvfp4.json
-    python benchmark/nvfp4_hopper.py --model qwen3-30b --shard 1 --moe-layers 8 --changes all
+    python benchmark changes/nvfp4_hopper --json nvfp4.json
+    python benchmark changes/nvfp4_hopper --model qwen3-30b --shard 1 --moe-layers 8 --changes all
 
 Whole servers, stock, patched and stock again, on the same GPU: a few layers of the model's widths at one rank's shard
 sizes, random weights, the engine's own kernels and quantization flags. Compared are the bytes that are allocated before

@@ -10,10 +10,10 @@ import pytest
 from common.shapes import MODELS
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.lab.predict import advice, asking, forward
-from sglang_moe_patches.lab.predict.advice import Server, acting
+from sglang_moe_patches.lab.predict import engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import Read
 from sglang_moe_patches.lab.predict.forward import Acting
+from sglang_moe_patches.lab.predict.model_report import Server, acting
 from sglang_moe_patches.lab.predict.shapes import Layout
 from sglang_moe_patches.registry import CHANGES
 
@@ -36,7 +36,7 @@ def asked(layer: dict[str, Any] | None = LAYER, changes: dict[str, str] = ALL, *
 
 
 def advise(**facts: Any) -> dict[str, Any]:
-    return advice.advise(Read(MODELS["kimi-k2.5"]), asked(**facts), [])
+    return model_report.advise(Read(MODELS["kimi-k2.5"]), asked(**facts), [])
 
 
 def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
@@ -45,7 +45,7 @@ def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     found = advise()
     assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
     assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
-    assert found["unknown"] == list(advice.ALWAYS_UNKNOWN)
+    assert found["unknown"] == list(model_report.ALWAYS_UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_what_the_engine_does_by_itself_is_stock():
 def test_a_router_in_float32_is_deepseeks_alone():
     newer = asked() | {"float_logits": True}
     read = Read(MODELS["kimi-k2.5"])
-    assert advice.advise(read, newer, [])["server"]["float_logits"]
+    assert model_report.advise(read, newer, [])["server"]["float_logits"]
     newer["layer"] = LAYER | {"family": "qwen3_moe"}
-    assert not advice.advise(read, newer, [])["server"]["float_logits"]
+    assert not model_report.advise(read, newer, [])["server"]["float_logits"]
 
 
 def test_each_change_says_what_it_does_here_or_why_not():
@@ -150,27 +150,27 @@ def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():
     read = Read(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
-    found = advice.advise(read, asked(), [])
+    found = model_report.advise(read, asked(), [])
     assert "attention" not in found["stock"]["elsewhere"]
-    assert any(advice.AT_LEAST in line for line in found["unknown"])
+    assert any(model_report.AT_LEAST in line for line in found["unknown"])
 
 
 def test_a_kernels_own_workspace_is_said_to_come_on_top():
     layer = LAYER | {"runner": runners.TRTLLM[1], "method": "ModelOptNvFp4FusedMoEMethod"}
     found = advise(layer=layer)
-    assert any(advice.OWN_WORKSPACE in line for line in found["unknown"])
+    assert any(model_report.OWN_WORKSPACE in line for line in found["unknown"])
     assert found["patched"]["parts"]["workspace"] == 0
 
 
 def test_without_an_engine_the_arguments_are_all_that_is_known():
     read = Read(MODELS["kimi-k2.5"])
-    found = advice.advise(read, None, ["--tp", "8", "--chunked-prefill-size=4096", "--enable-metrics"])
+    found = model_report.advise(read, None, ["--tp", "8", "--chunked-prefill-size=4096", "--enable-metrics"])
     assert found["server"]["layout"] == {"tp": 8, "ep": 1, "dp": 1}
     assert found["server"]["tokens"] == 4096
     assert found["stock"] is None
     assert any("SGLang is not installed" in line for line in found["unknown"])
-    with pytest.raises(advice.CannotAdvise, match="invalid int"):
-        advice.advise(read, None, ["--tp", "all"])
+    with pytest.raises(model_report.CannotAdvise, match="invalid int"):
+        model_report.advise(read, None, ["--tp", "all"])
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_without_an_engine_the_arguments_are_all_that_is_known():
     ],
 )
 def test_a_format_is_known_by_the_engines_class(method, blocks, quantization, words):
-    assert advice._format(method, blocks) == (quantization, words)
+    assert model_report._format(method, blocks) == (quantization, words)
 
 
 def test_the_terms_add_up():
     found = json.loads(json.dumps(advise()))
-    rows = {title.strip(): (stock, patched) for title, stock, patched in advice.terms_of(found)}
+    rows = {title.strip(): (stock, patched) for title, stock, patched in model_report.terms_of(found)}
     assert rows["peak"] == ("3,027.2", "1,168.1")
     for column, server in enumerate(("stock", "patched")):
         parts = found[server]["parts"]
@@ -208,14 +208,14 @@ def test_the_terms_add_up():
     ],
 )
 def test_what_is_given_twice_or_unknown_is_refused(arguments, gpu, said):
-    with pytest.raises(advice.CannotAdvise, match=said):
-        advice.examine("x/y", arguments, gpu)
+    with pytest.raises(model_report.CannotAdvise, match=said):
+        model_report.examine("x/y", arguments, gpu)
 
 
 def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
-    monkeypatch.setattr(asking.sys, "executable", "/bin/false")
-    with pytest.raises(asking.CannotAsk, match="without a word"):
-        asking.ask("folder", [], "h200", {})
+    monkeypatch.setattr(engine_query.sys, "executable", "/bin/false")
+    with pytest.raises(engine_query.CannotAsk, match="without a word"):
+        engine_query.ask("folder", [], "h200", {})
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
-    row = advice.kv_sizing_row({"skip_reason": "", "monitor_only": "", **answer}, arguments)
+    row = model_report.kv_sizing_row({"skip_reason": "", "monitor_only": "", **answer}, arguments)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])
 
@@ -239,7 +239,7 @@ def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts,
 def test_brackets_in_reasons_and_names_are_printed(capsys) -> None:
     found = advise()
     found["changes"][0] |= {"does": "", "reason": "[tokens, top-k, hidden] is 134 MB here", "acts": False}
-    advice.show({"model": "a[/b]", "gpu": "h200", "engine": "0.5", **found})
+    model_report.show({"model": "a[/b]", "gpu": "h200", "engine": "0.5", **found})
     printed = " ".join(capsys.readouterr().out.split())
     assert "a[/b] on" in printed
     assert "[tokens, top-k, hidden]" in printed

@@ -138,7 +138,7 @@ def _unseen_pytorch(version: str) -> tuple[str, ...]:
     return () if release in SEEN_PYTORCH else (f"PyTorch {release}",)
 
 
-def stands_back(asked: bool | None, server: Situation) -> str | None:
+def skip_reason(asked: bool | None, server: Situation) -> str | None:
     """Why a server's allocator is left as it is; ``None``: it is switched over.
 
     :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.

@@ -20,8 +20,8 @@ from sglang_moe_patches.core.patch import Change
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
-from sglang_moe_patches.lab.predict.asking import GPUS, CannotAsk, ask
 from sglang_moe_patches.lab.predict.config import Read
+from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY

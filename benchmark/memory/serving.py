@@ -1,9 +1,9 @@
 """Tokens per second of servers as they come, patched, and sized by their record: the engine's own `bench_serving`.
 
-    python benchmark/serving.py --work serving --json serving.json                  # Kimi-K2.5's widths, 14 layers
-    python benchmark/serving.py --work serving --json serving.json --servers stock  # one of them; the others later
-    python benchmark/serving.py --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
-    python benchmark/serving.py --quick                                             # a tiny model, CPU: does it run?
+    python benchmark memory/serving --work serving --json serving.json  # Kimi-K2.5's widths, 14 layers
+    python benchmark memory/serving --work serving --json serving.json --servers stock  # one of them; the others later
+    python benchmark memory/serving --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
+    python benchmark memory/serving --quick  # a tiny model, CPU: does it run?
 
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
 are asked the same requests at once. `stock`: SGLANG_MOE_PATCHES=none. `patched`: all changes. `stock-sized` and `sized`

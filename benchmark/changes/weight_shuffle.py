@@ -1,9 +1,9 @@
 """NVFP4 weight preparation for the TRT-LLM MoE kernels: the engine's own function against ours, in one run.
 
-    python benchmark/weight_shuffle.py --json shuffle.json --plot shuffle.svg                         # the whole grid
-    python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp4                                # one row
-    python benchmark/weight_shuffle.py --models kimi-k2.5 --shards tp1,tp4 --tune                     # launch settings
-    python benchmark/weight_shuffle.py --check                                                        # no GPU needed
+    python benchmark changes/weight_shuffle --json shuffle.json --plot shuffle.svg  # the whole grid
+    python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
+    python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp1,tp4 --tune  # launch settings
+    python benchmark changes/weight_shuffle --check  # no GPU needed
 
 Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
 warm; "of copy bandwidth" is every byte of the layer read once and written once over that time, relative to a plain

@@ -181,7 +181,7 @@ def _reads_the_limit(runner: Any, function: Callable[..., Any]) -> bool:
     return hasattr(runner, "get_int_env_var") and any(LIMIT.name in ast.unparse(call) for call in reads)
 
 
-def _look_at_the_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
+def _probe_the_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
     """How the engine's own cut is taken over, beyond the two methods of the layer.
 
     :raises engine.Unsupported: where the engine cuts is not known.
@@ -251,7 +251,7 @@ def plan() -> Plan:
         announces, ["cls", "global_dp_buffer_len", "local_dp_buffer_len", "dp_max_padding", "global_num_tokens"]
     )
     engine.require_mentions(announces, "_global_num_tokens", "_local_dp_buffer_len", "_global_dp_buffer_len")
-    take_the_cut_over = _look_at_the_cut(layer, run_moe_core, moriep.MoriEPNormalDispatchOutput)
+    take_the_cut_over = _probe_the_cut(layer, run_moe_core, moriep.MoriEPNormalDispatchOutput)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(layer, "__init__", _make_init)

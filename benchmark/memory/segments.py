@@ -1,10 +1,10 @@
 """What the allocator keeps beyond the tensors, with activation-segments and without, on real servers.
 
-    python benchmark/segments.py --json segments.json --gpus "0;1"                   # Kimi-K2.5's widths, 14 layers
-    python benchmark/segments.py --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
-    python benchmark/segments.py --servers stock,stock-segments --seconds 480         # a long run
-    python benchmark/segments.py -- --disable-cuda-graph --disable-piecewise-cuda-graph   # everything eager
-    python benchmark/segments.py --quick                                              # a tiny model, CPU: does it run?
+    python benchmark memory/segments --json segments.json --gpus "0;1"  # Kimi-K2.5's widths, 14 layers
+    python benchmark memory/segments --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
+    python benchmark memory/segments --servers stock,stock-segments --seconds 480  # a long run
+    python benchmark memory/segments -- --disable-cuda-graph --disable-piecewise-cuda-graph  # everything eager
+    python benchmark memory/segments --quick  # a tiny model, CPU: does it run?
 
 Four servers, one after the other on each group of GPUs, at the engine's own fraction and with its default graphs,
 random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server.
@@ -34,7 +34,7 @@ from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.activation_segments.decide import SEGMENTS
+from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.
@@ -183,7 +183,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     """One server, from start to end."""
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
-    own = processes.variables(work / "plugin", Path(__file__).parent)
+    own = processes.variables(work / "plugin", Path(__file__).parents[1])
     own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}

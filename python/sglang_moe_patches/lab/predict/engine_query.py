@@ -1,8 +1,8 @@
-"""What the engine would choose for a model on a GPU that is not there: asked of the engine itself.
+"""What the engine would choose for a model on a GPU that this machine lacks: asked of the engine itself.
 
-``python -m sglang_moe_patches.lab.predict.asking`` reads one JSON object from standard input and answers with one on
-standard output. Its process is told of a GPU by what PyTorch answers, and the process groups are PyTorch's fake ones,
-of as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
+``python -m sglang_moe_patches.lab.predict.engine_query`` reads one JSON object from standard input and answers with one
+on standard output. Its process is told of a GPU by what PyTorch answers; the process groups are PyTorch's fake ones, of
+as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
 tensors, which have sizes and no memory. What it put there is what it would run.
 
 Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so.
@@ -302,7 +302,7 @@ def _found(model: Any) -> dict[str, Any] | None:
     from sglang_moe_patches.core.dead_input import look
 
     modules = dict(model.named_modules())
-    found = (known.family for _, dead in look.look_at_stacks(model) for _, known, _ in dead.layers)
+    found = (known.family for _, dead in look.probe_stacks(model) for _, known, _ in dead.layers)
     family = next(found, "")
     for name, experts in modules.items():
         if not isinstance(experts, FusedMoE):
@@ -361,10 +361,10 @@ def _changes(server_args: Any) -> list[dict[str, Any]]:
     for change in CHANGES:
         if change.name not in selected:
             plan = patch.Plan(patch.Status.NOT_SELECTED)
-        elif reason := change.unneeded(server_args):
+        elif reason := change.skip_reason(server_args):
             plan = patch.Plan.not_needed(reason)
         else:
-            plan = patch.look(change)
+            plan = patch.probe(change)
         told.append({"name": change.name, "status": str(plan.status), "reason": plan.reason})
     return told
 

@@ -1,8 +1,8 @@
 """What the patches cost in time: decode and prefill against stock, and microseconds of host time per MoE layer.
 
-    python benchmark/overhead.py servers --json o.json                      # needs a GPU
-    sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host       # any machine
-    sglang-moe-patches exec --reference-kernels -- python benchmark/overhead.py host --runner triton
+    python benchmark changes/overhead servers --json o.json                      # needs a GPU
+    sglang-moe-patches exec --reference-kernels -- python benchmark changes/overhead host       # any machine
+    sglang-moe-patches exec --reference-kernels -- python benchmark changes/overhead host --runner triton
 
 `servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
 (piecewise ones for prefill too), and asks them in turn, one request at a time, so that both meet the same conditions.
@@ -224,7 +224,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from common.in_process import InProcess
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
     from sglang_moe_patches.core.dead_input.look import known, make_offering
-    from sglang_moe_patches.core.patch import SELECT_VARIABLE, look
+    from sglang_moe_patches.core.patch import SELECT_VARIABLE, probe
     from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 
     started, folder = work / "started", work / "model"
@@ -246,7 +246,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     changes += [deferred_shared_experts.CHANGE, moe_workspace.CHANGE] if options.runner == "triton" else []
     installs = []
     for change in changes:
-        plan = look(change)
+        plan = probe(change)
         if plan.install is None:
             raise SystemExit(f"overhead: {change.name} is {plan} on this engine: nothing of ours to time")
         installs.append(plan.install)
@@ -313,15 +313,14 @@ def host_tables(*results: output.Result) -> str:
     for result in results:
         found = result["figures"]
         low, high = found["quartiles"]
-        control = found.get("control")
         rows.append(
             (
                 result["conditions"]["machine"],
-                found.get("runner", "flashinfer_trtllm_routed"),
+                found["runner"],
                 f"{found['stock_us']:.1f}",
                 f"{found['added_us']:+.1f}",
                 f"{low:.1f} .. {high:.1f} ({found['rounds']})",
-                f"{control['added_us']:+.1f}" if control else "",
+                f"{found['control']['added_us']:+.1f}",
             )
         )
     header = ("microseconds of host time per MoE layer", "runner", "stock", "added", "quartiles (rounds)")

@@ -3,7 +3,7 @@
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
 server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) without it, in turn.
 
-    python benchmark/launcher_cost.py --json launcher.json
+    python benchmark whole/launcher_cost --json launcher.json
 
 Runs on any machine; without a CUDA driver start it through ``sglang-moe-patches exec --reference-kernels --``, whose
 reference kernels it leaves out.

@@ -1,0 +1,26 @@
+"""Run a benchmark: ``python benchmark changes/overhead --quick``; without a name, list them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+FOLDERS = ("changes", "memory", "whole", "tiny_moe")
+
+
+def main() -> int:
+    """Import the benchmark, so that ``common`` and what it starts in other processes find each other, and run it."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    names = {f"{path.parent.name}/{path.stem}": path for path in paths if "\ndef main(" in path.read_text()}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in names:
+        print(f"benchmark: expected one of: {', '.join(names)}", file=sys.stderr)
+        return 2
+    sys.argv = [str(names[name]), *sys.argv[2:]]
+    return importlib.import_module(name.replace("/", ".")).main() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

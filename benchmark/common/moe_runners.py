@@ -1,0 +1,462 @@
+"""One rank's MoE layer behind the engine's Triton runner or its Marlin kernel, stock and in column slices.
+
+No server and no checkpoint: random weights at a model's widths. Both runners are driven alike by ``moe_workspace``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, triton
+from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.dead_input import channel
+from sglang_moe_patches.core.patch import Patcher, Plan
+
+from common.shapes import MODELS, Layout, Rank
+
+LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}
+#: Models with a shared expert that the Triton runner computes as one more routed one.
+FUSED = ("deepseek-v3-fused", "glm-4.5")
+#: Weights that share a scale, by model, where that is not 128.
+INT4_GROUPS = {"kimi-k2.5": 32, "glm-4.5": 32}
+ROUTED_SCALING_FACTOR = 2.5
+#: Tokens of a batch whose experts are computed in float32.
+CHECKED_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a layer runs with the change: as the rule says, in a number of slices, or within a number of MB.
+
+    :param slices: run in so many slices, whatever the rule says.
+    :param mb: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
+    :param copies: without them, the answers of Marlin's slices are wrong: what they would take with weights that were
+        permuted when the model was loaded.
+    :param offered: the output is offered, as a server's layer offers its dead input.
+    """
+
+    slices: int | None = None
+    mb: int | None = None
+    copies: bool = True
+    offered: bool = False
+
+
+class Batch(ABC):
+    """A layer and the tokens that it gets."""
+
+    @abstractmethod
+    def run(self) -> torch.Tensor:
+        """Call the layer as the engine does, with whatever is patched right now. :returns: [tokens, hidden]."""
+
+    @abstractmethod
+    def first(self, tokens: int) -> Batch:
+        """The first of the tokens, as a batch."""
+
+    def restore(self) -> None:
+        """Undo what an in-place layer did to its input."""
+        return
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Some tokens and their outputs in float32; ``None`` where stock is compared bit by bit."""
+        return None
+
+
+class Runner(ABC):
+    """An engine function that the change replaces, to switch between both.
+
+    :ivar ran: the column ranges of the last call that was cut.
+    """
+
+    #: Whether a call overwrites its input, so that calls cannot follow each other.
+    in_place = True
+    #: The function of ``columns`` that chooses the width of a slice.
+    rule: str
+
+    def __init__(self, plan: Plan, module: Any, function: str, slices_in: Any) -> None:
+        if plan.install is None:
+            print(f"moe_workspace: {plan}", file=sys.stderr)
+            raise SystemExit(2)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16
+        self.ran: list[tuple[int, int]] = []
+        self.dead_input: torch.Tensor | None = None
+        self._install, self._module, self._function = plan.install, module, function
+        self.stock = getattr(module, function)
+        self._patched: dict[tuple[int | None, bool, bool], Any] = {}
+        choose_column_slices = slices_in.choose_column_slices
+
+        def recorded(*args: Any) -> list[tuple[int, int]]:
+            self.ran = choose_column_slices(*args)
+            return self.ran
+
+        slices_in.choose_column_slices = recorded
+
+    @abstractmethod
+    def layer(self, model: str, layout: str, weights: str) -> Any:
+        """A layer of one rank with random weights."""
+
+    @abstractmethod
+    def batch(self, layer: Any, tokens: int) -> Batch:
+        """Random tokens for the layer, always the same."""
+
+    def warm_up(self) -> None:
+        """Have the engine compile what it compiles, before anything is timed."""
+        return
+
+    @abstractmethod
+    def slice_step(self, gemm: Any) -> int:
+        """What the width of a slice must be a multiple of.
+
+        :param gemm: the rule's ``TritonGemm`` or ``MarlinGemm``.
+        """
+
+    @contextmanager
+    def use(self, variant: Variant | None) -> Iterator[None]:
+        """Within the block the layer runs so; ``None``: stock."""
+        if variant is None:
+            yield
+            return
+        slices, before = variant.slices, {name: getattr(column_slices, name) for name in (self.rule, *FORCED)}
+
+        def width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
+            step = self.slice_step(gemm)
+            return min(layer.hidden, -(-layer.hidden // (slices * step)) * step)
+
+        if slices:
+            for name, value in {self.rule: width, **FORCED}.items():
+                setattr(column_slices, name, value)
+        self.ran = []
+        try:
+            setattr(self._module, self._function, self._with_change(variant))
+            with channel.moe_output_buffer_ctx(self.dead_input) if variant.offered else nullcontext():
+                yield
+        finally:
+            setattr(self._module, self._function, self.stock)
+            for name, value in before.items():
+                setattr(column_slices, name, value)
+
+    def _with_change(self, variant: Variant) -> Any:
+        """The function that the change puts in the place of the engine's."""
+        key = (variant.mb, variant.copies, bool(variant.slices))
+        if key not in self._patched:
+            name, copying = column_slices.MOE_WORKSPACE_MB.name, sum_and_copy.sum_and_copy
+            os.environ[name] = "" if variant.mb is None else str(variant.mb)
+            if not variant.copies:
+                sum_and_copy.sum_and_copy = _sum_only
+            try:
+                self._install(Patcher())
+            finally:
+                del os.environ[name]
+                sum_and_copy.sum_and_copy = copying
+            self._patched[key] = getattr(self._module, self._function)
+        return self._patched[key]
+
+
+def _sum_only(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
+    moe_sum.moe_sum(expert_outputs, output, scale)
+
+
+#: What the rule has to be told where a number of slices is asked for.
+FORCED = {"MIN_TENSOR_BYTES": 1, "MAX_SLOWDOWN_FRACTION": float("inf")}
+
+
+def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
+    """One rank's share of a layer.
+
+    :param fused: a shared expert runs as one more routed one, in models that are served so.
+    """
+    known = MODELS[model]
+    fuse = fused and model in FUSED and known.shared_experts
+    return (known.fused() if fuse else known).per_rank(LAYOUTS[layout])
+
+
+# --- Triton ----------------------------------------------------------------------------------------------------------
+
+
+class TritonRunner(Runner):
+    """The engine's ``FusedMoE`` through ``run_moe_core``, in place, as the Triton runner works by default."""
+
+    rule = "slice_width"
+
+    def __init__(self) -> None:
+        warnings.filterwarnings("ignore")
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: nobody to talk to
+        from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+        super().__init__(triton.plan(), fused_moe, "_fused_moe_kernel_sequence", deferred_tensor)
+        self._set_up_engine()
+
+    def _set_up_engine(self) -> None:
+        """What the engine's processes set up before a model is built, for one rank."""
+        from sglang.srt import server_args as module
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
+        from sglang.srt.layers.moe import initialize_moe_config
+
+        try:
+            arguments: Any = module.ServerArgs(model_path="dummy")
+        except Exception:
+            names = module.ServerArgs.__dataclass_fields__
+            arguments = SimpleNamespace(**dict.fromkeys(names), enable_deterministic_inference=False)
+        for name, value in {
+            "moe_a2a_backend": "none",
+            "moe_runner_backend": "triton",
+            "ep_num_redundant_experts": 0,
+            "enable_fused_moe_sum_all_reduce": False,
+            "device": self.device.type,
+        }.items():
+            setattr(arguments, name, value)
+        module.set_global_server_args_for_scheduler(arguments)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        parallel_state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"tcp://127.0.0.1:{port}",
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+        )
+        parallel_state.initialize_model_parallel()
+        try:
+            dp_attention.initialize_dp_attention(arguments, SimpleNamespace(hidden_size=0, dtype=self.dtype))
+        except Exception as error:
+            print(f"note: data-parallel attention is not set up: {error}", flush=True)
+        initialize_moe_config(arguments)
+
+    def layer(self, model: str, layout: str, weights: str, experts: int | None = None) -> Any:
+        """
+        :param weights: ``bf16`` or ``fp8``.
+        :param experts: so many, in place of the model's.
+        """
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        rank, quantization = rank_of(model, layout, fused=True), None
+        if weights == "fp8":
+            from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+            quantization = Fp8Config(
+                is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128]
+            )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                layer = FusedMoE(
+                    num_experts=experts or rank.experts,
+                    hidden_size=rank.hidden,
+                    intermediate_size=rank.intermediate,
+                    layer_id=0,
+                    top_k=rank.top_k,
+                    params_dtype=self.dtype,
+                    quant_config=quantization,
+                    routed_scaling_factor=ROUTED_SCALING_FACTOR,
+                    prefix="experts",
+                )
+        finally:
+            torch.set_default_dtype(before)
+        generator = torch.Generator(self.device).manual_seed(0)
+        with torch.no_grad():
+            for weight, fan_in in ((layer.w13_weight, rank.hidden), (layer.w2_weight, rank.intermediate)):
+                for expert in weight.data:
+                    drawn = torch.randn(expert.shape, device=self.device, dtype=torch.float32, generator=generator)
+                    expert.copy_((drawn * (100 if weights == "fp8" else 1) * fan_in**-0.5).to(expert.dtype))
+            for name in ("w13_weight_scale_inv", "w2_weight_scale_inv"):
+                if hasattr(layer, name):
+                    data = getattr(layer, name).data
+                    data.copy_((0.5 + torch.rand(data.shape, device=self.device, generator=generator)) / 100)
+        if quantization is not None:
+            layer.quant_method.process_weights_after_loading(layer)
+        layer.rank = Rank(experts or rank.experts, rank.top_k, rank.hidden, rank.intermediate)
+        return layer
+
+    def batch(self, layer: Any, tokens: int) -> TritonBatch:
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        generator = torch.Generator(self.device).manual_seed(1)
+        logits = torch.randn(tokens, layer.rank.experts, device=self.device, generator=generator)
+        best = logits.topk(layer.rank.top_k, dim=1)
+        pristine = torch.randn(tokens, layer.rank.hidden, device=self.device, generator=generator).to(self.dtype)
+        routed = StandardTopKOutput(
+            topk_weights=torch.softmax(best.values, 1).contiguous(),
+            topk_ids=best.indices.to(torch.int32).contiguous(),
+            router_logits=logits.to(self.dtype),
+        )
+        dispatch = StandardDispatchOutput(hidden_states=pristine.clone(), hidden_states_scale=None, topk_output=routed)
+        return TritonBatch(layer, pristine, dispatch)
+
+    def slice_step(self, gemm: Any) -> int:
+        return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"])
+
+
+@dataclass
+class TritonBatch(Batch):
+    """Tokens as the dispatcher hands them to the runner."""
+
+    layer: Any
+    pristine: torch.Tensor
+    dispatch: Any
+
+    def run(self) -> torch.Tensor:
+        output: torch.Tensor = self.layer.run_moe_core(dispatch_output=self.dispatch).hidden_states
+        return output
+
+    def restore(self) -> None:
+        self.dispatch.hidden_states.copy_(self.pristine)
+
+    def first(self, tokens: int) -> TritonBatch:
+        routed = self.dispatch.topk_output
+        dispatch = self.dispatch._replace(
+            hidden_states=self.pristine[:tokens].clone(), topk_output=type(routed)(*(t[:tokens] for t in routed))
+        )
+        return TritonBatch(self.layer, self.pristine[:tokens], dispatch)
+
+
+# --- Marlin ----------------------------------------------------------------------------------------------------------
+
+
+class MarlinRunner(Runner):
+    """The engine's own ``fused_marlin_moe`` on INT4 weights, called as its runner calls it."""
+
+    in_place = False
+    rule = "packed_slice_width"
+
+    def __init__(self) -> None:
+        with suppress(Exception):  # a release whose arguments want a model: nothing here reads them
+            from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+            set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+        plan = marlin.plan()
+        super().__init__(plan, engine.module(marlin.MODULE) if plan.install else None, marlin.NAME, marlin)
+
+    def layer(self, model: str, layout: str, weights: str = "int4") -> MarlinLayer:
+        return MarlinLayer(rank_of(model, layout, fused=False), INT4_GROUPS.get(model, 128), self.device, self.dtype)
+
+    def batch(self, layer: MarlinLayer, tokens: int) -> MarlinBatch:
+        generator = torch.Generator(self.device).manual_seed(1)
+        logits = torch.randn(tokens, layer.rank.experts, device=self.device, generator=generator)
+        best = torch.softmax(logits, -1).topk(layer.rank.top_k, dim=1)
+        drawn = torch.randn(tokens, layer.rank.hidden, device=self.device, generator=generator)
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        arguments = layer.weights | {
+            "hidden_states": (drawn * 0.5).to(self.dtype),
+            "gating_output": logits,
+            "topk_weights": (best.values / best.values.sum(-1, keepdim=True)).contiguous(),
+            "topk_ids": best.indices.to(torch.int32).contiguous(),
+            "workspace": torch.zeros(4 * processors, dtype=torch.int32, device=self.device),
+            "num_bits": 4,
+            "routed_scaling_factor": ROUTED_SCALING_FACTOR,
+        }
+        return MarlinBatch(self._module, layer, arguments)
+
+    def warm_up(self) -> None:
+        batch = self.batch(MarlinLayer(Rank(8, 4, 512, 128), 32, self.device, self.dtype), 4096)
+        for variant in (None, Variant(slices=2)):
+            with self.use(variant):
+                batch.run()
+
+    def slice_step(self, gemm: Any) -> int:
+        return column_slices.MARLIN_ALIGNMENT_COLUMNS
+
+
+class MarlinLayer:
+    """Random INT4 weights of one rank, packed as the engine's loader packs them."""
+
+    def __init__(self, rank: Rank, group: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.rank, self.group = rank, group
+        generator = torch.Generator(device).manual_seed(0)
+
+        def packed(k: int, n: int) -> torch.Tensor:
+            weights = torch.empty(rank.experts, k // 16, 2 * n, dtype=torch.int32, device=device)
+            for expert in weights:
+                expert.random_(-(2**31), 2**31 - 1, generator=generator)
+            return weights
+
+        def scales(k: int, n: int) -> torch.Tensor:
+            drawn = torch.rand(rank.experts, k // group, n, device=device, generator=generator)
+            return ((0.5 + drawn) * k**-0.5 / 4.6).to(dtype)
+
+        hidden, inner = rank.hidden, rank.intermediate
+        self.weights = {
+            "w1": packed(hidden, 2 * inner),
+            "w2": packed(inner, hidden),
+            "w1_scale": scales(hidden, 2 * inner),
+            "w2_scale": scales(inner, hidden),
+        }
+
+    def sizes(self) -> dict[str, Any]:
+        """What the rule's cost is computed from."""
+        rank, weights = self.rank, self.weights
+        return {
+            "sizes": [rank.experts, rank.top_k, rank.hidden, rank.intermediate],
+            "w2_bytes": weights["w2"].nbytes + weights["w2_scale"].nbytes,
+            "weight_bytes": sum(tensor.nbytes for tensor in weights.values()),
+        }
+
+    def in_float(self, name: str, expert: int) -> torch.Tensor:
+        """[k, n] of one expert's weights in float32."""
+        from sglang.srt.layers.quantization.marlin_utils import get_scale_perms
+        from sglang.srt.layers.quantization.moe_wna16 import get_weight_perm
+
+        packed, scales = self.weights[name][expert], self.weights[f"{name}_scale"][expert].float()
+        shifts = torch.arange(0, 32, 4, device=packed.device)
+        places = get_weight_perm(4).to(packed.device)
+        stored = ((packed.unsqueeze(-1) >> shifts) & 15).view(-1, len(places))
+        tiles = torch.empty_like(stored)
+        tiles[:, places] = stored
+        k_tiles, n = len(packed), packed.shape[1] // 2
+        values = tiles.view(k_tiles, n // 16, 16, 16).permute(0, 2, 1, 3).reshape(16 * k_tiles, n).float() - 8
+        order = torch.tensor(get_scale_perms()[0], device=packed.device)
+        in_order = torch.empty_like(scales).view(-1, 64)
+        in_order[:, order] = scales.view(-1, 64)
+        return values * in_order.view(scales.shape).repeat_interleave(self.group, 0)
+
+
+@dataclass
+class MarlinBatch(Batch):
+    """Tokens as the runner hands them over: the keyword arguments of the engine's function."""
+
+    module: Any
+    layer: MarlinLayer
+    arguments: dict[str, Any]
+
+    def run(self) -> torch.Tensor:
+        output: torch.Tensor = getattr(self.module, marlin.NAME)(**self.arguments)
+        return output
+
+    def first(self, tokens: int) -> MarlinBatch:
+        by_token = ("hidden_states", "gating_output", "topk_weights", "topk_ids")
+        cut = {name: self.arguments[name][:tokens] for name in by_token}
+        return MarlinBatch(self.module, self.layer, self.arguments | cut)
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = len(self.arguments["hidden_states"])
+        checked = torch.arange(0, tokens, max(1, tokens // CHECKED_TOKENS))[:CHECKED_TOKENS]
+        x, ids, weights = (
+            self.arguments[name][checked.to(self.arguments[name].device)]
+            for name in ("hidden_states", "topk_ids", "topk_weights")
+        )
+        output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in ids.unique().tolist():
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[rows].float() @ self.layer.in_float("w1", expert)).chunk(2, -1)
+            down = (torch.nn.functional.silu(gate) * up) @ self.layer.in_float("w2", expert)
+            output.index_add_(0, rows, down * weights[rows, places].unsqueeze(1))
+        return checked, output * ROUTED_SCALING_FACTOR
+
+
+RUNNERS: dict[str, type[TritonRunner] | type[MarlinRunner]] = {"triton": TritonRunner, "marlin": MarlinRunner}
