@@ -13,6 +13,7 @@ import pytest
 import torch
 from common import everywhere
 from sglang_moe_patches.changes.moe_workspace import column_slices
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from whole import engine_suite
 from whole.engine_suite import File, against, broken, differing, select
 
@@ -124,15 +125,15 @@ def test_the_table_says_what_stock_itself_fails_and_what_differs():
 
 @pytest.mark.parametrize(("hidden", "width"), [(1024, 256), (511, 256), (128, 128), (7168, 256)])
 def test_columns_are_as_narrow_as_they_can_be(hidden: int, width: int):
-    narrow = everywhere.narrowest(column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES)
-    assert column_slices.slice_width(1, 6, hidden, 1024, 2) == hidden
-    assert narrow(1, 6, hidden, 1024, 2) == width
+    layer = LayerShape(1, 6, hidden, 1024)
+    assert column_slices.slice_width(layer, TritonGemm()) == hidden
+    assert everywhere.narrowest_slice_width(layer, TritonGemm()) == width
 
 
 def test_no_slice_cuts_a_tile_or_a_scale():
-    narrow = everywhere.narrowest(column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES)
-    assert narrow(1, 6, 4096, 1024, 2, tiles={"BLOCK_SIZE_N": 512}) == 512
-    assert narrow(1, 6, 4096, 1024, 2, scale_columns=128, scale_bytes=4) == 512
+    layer = LayerShape(1, 6, 4096, 1024)
+    for gemm in (TritonGemm({"BLOCK_SIZE_N": 512}), TritonGemm(columns_per_scale=128, scale_stride_bytes=4)):
+        assert everywhere.narrowest_slice_width(layer, gemm) == 512
 
 
 TESTS = """
