@@ -1,6 +1,6 @@
 """What a change is, how it is put in place, and how it is taken back.
 
-A *change* is one module or package in :mod:`sglang_moe_patches.changes`. It states one :class:`Change`. Asked for its
+A *change* is one module or package in ``changes`` or ``memory``. It states one :class:`Change`. Asked for its
 :class:`Plan`, it looks at the installed engine and answers with a status and, where it has something to install, with
 the function that does: the branch taken while looking *is* the installer, so nothing is looked at twice. Looking never
 changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
@@ -155,7 +155,9 @@ def _once(result: Any, *args: Any, **kwargs: Any) -> int:
 
 @dataclass(frozen=True)
 class Count:
-    """Something that a change does, counted in a process that is observed (:mod:`.observers.acted`), in no other.
+    """Something that a change does, counted in a process that is observed, in no other.
+
+    What counts is :mod:`sglang_moe_patches.lab.observers.acted`.
 
     :param name: what it is found by; changes that share one have the same.
     :param description: the same for people, after the change's name: "ran in columns".
@@ -326,7 +328,7 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     try:
         skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
     except Exception as error:
-        return Plan.unsupported(f"what this server needs is not known here: {one_line_error(error)}")
+        return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
     if skip_reason:
         return Plan.not_needed(skip_reason)
     plan = probe(change)

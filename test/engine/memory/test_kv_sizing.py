@@ -20,7 +20,16 @@ from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import free_port
-from sglang_moe_patches.memory.kv_sizing import facts, images, metrics, phases, record, sizing
+from sglang_moe_patches.memory.kv_sizing import (
+    eligibility,
+    facts,
+    fingerprint,
+    images,
+    metrics,
+    phases,
+    record,
+    sizing,
+)
 
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
@@ -31,6 +40,33 @@ PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
 OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
 SAYS = "sglang-moe-patches: kv-sizing: "
+
+
+ELSEWHERE = {
+    *("attn_dp_size", "enable_flexkv", "enable_unified_cache_external_linker", "enable_unified_memory", "grpc_port"),
+    *("keep_mm_feature_on_device", "radix_cache_backend", "speculative_skip_dp_mlp_sync"),
+    # The engine keeps it beside the arguments.
+    "model_config",
+}
+"""Arguments that only some of the tested releases have."""
+
+
+@pytest.mark.every_release
+def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
+    """Or a server that has it would never be recognized."""
+    from sglang.srt.server_args import ServerArgs
+
+    class Asked(dict):
+        def get(self, name, default=None):
+            names.add(name)
+            return super().get(name, default)
+
+    names = set(fingerprint.VOLATILE)
+    for reasons in (eligibility.MONITOR_ONLY, eligibility.INELIGIBLE):
+        for applies, _ in reasons.values():
+            applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
+    fields = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
+    assert names - set(fields) <= ELSEWHERE
 
 
 @pytest.fixture(scope="module")

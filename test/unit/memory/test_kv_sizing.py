@@ -98,7 +98,7 @@ ARGUMENTS: dict[str, object] = {
     "disaggregation_mode": "null",
 }
 ARGUMENTS |= {"offload_group_size": -1, "radix_cache_backend": None}
-NOT_SIZED = {
+MONITOR_ONLY_CASES = {
     "--attn-cp-size": {"attn_cp_size": 2},
     "--speculative-algorithm": {"speculative_algorithm": "DFLASH"},
     "--speculative-adaptive": {"speculative_algorithm": "EAGLE", "speculative_adaptive": True},
@@ -114,7 +114,7 @@ NOT_SIZED = {
     "--max-queued-requests": {"max_queued_requests": 8},
 }
 """Servers that are monitored, and their arguments."""
-LEFT_ALONE = {
+INELIGIBLE_CASES = {
     "--enable-dp-attention-local-control-broadcast": {
         "attn_dp_size": 2,
         "enable_dp_attention_local_control_broadcast": 1,
@@ -148,22 +148,25 @@ ATTENTION["dp_size"] |= {"enable_dp_attention": True}
 
 def test_a_plain_server_is_sized_where_it_is_asked_for():
     assert eligibility.skip_reason(True, ARGUMENTS, {}) is None
-    assert eligibility.skip_reason(False, ARGUMENTS, {}) == "SGLANG_MOE_PATCHES_KV_SIZING=auto turns it on"
+    assert eligibility.skip_reason(False, ARGUMENTS, {}) == "SGLANG_MOE_PATCHES_KV_SIZING is off; auto turns it on"
     assert eligibility.skip_reason(True, {**ARGUMENTS, "device": "cpu"}, {}) == "--device is cpu"
 
 
-@pytest.mark.parametrize("name", [*NOT_SIZED, *LEFT_ALONE])
+@pytest.mark.parametrize("name", [*MONITOR_ONLY_CASES, *INELIGIBLE_CASES])
 def test_a_server_that_is_not_rehearsed_keeps_the_rule_and_the_flag_is_named(name):
-    arguments = {**ARGUMENTS, **{**NOT_SIZED, **LEFT_ALONE}[name]}
+    arguments = {**ARGUMENTS, **{**MONITOR_ONLY_CASES, **INELIGIBLE_CASES}[name]}
     refused, monitored = eligibility.skip_reason(True, arguments, {}), eligibility.monitor_only_reason(arguments)
-    assert f"because of {name}, " in str(refused if name in LEFT_ALONE else monitored)
-    assert (monitored if name in LEFT_ALONE else refused) is None
+    assert f"of {name}, " in str(refused if name in INELIGIBLE_CASES else monitored)
+    assert (monitored if name in INELIGIBLE_CASES else refused) is None
 
 
 def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
-    assert (set(eligibility.MONITOR_ONLY), set(eligibility.INELIGIBLE)) == (set(NOT_SIZED), set(LEFT_ALONE))
+    assert (set(eligibility.MONITOR_ONLY), set(eligibility.INELIGIBLE)) == (
+        set(MONITOR_ONLY_CASES),
+        set(INELIGIBLE_CASES),
+    )
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
-    assert [name for name in (*NOT_SIZED, *LEFT_ALONE) if f"`{name}`" not in page] == []
+    assert [name for name in (*MONITOR_ONLY_CASES, *INELIGIBLE_CASES) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("given", ATTENTION.values(), ids=ATTENTION)
@@ -174,9 +177,9 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
         is None
     )
     for name in ("--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"):
-        alone = {**ARGUMENTS, **LEFT_ALONE[name], "attn_dp_size": 1}
+        alone = {**ARGUMENTS, **INELIGIBLE_CASES[name], "attn_dp_size": 1}
         assert eligibility.skip_reason(True, alone, {}) is None
-        assert f"because of {name}, " in str(eligibility.skip_reason(True, {**alone, **given}, {}))
+        assert f"of {name}, " in str(eligibility.skip_reason(True, {**alone, **given}, {}))
     server = phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
     c = phases.configuration(given, server)
     assert (c.ranks, c.gathered) == (2, 2)
@@ -419,7 +422,8 @@ def test_what_was_not_needed_goes_to_the_kv_cache_but_for_the_margin():
         (Record(unfinished=("0 of a",)), "no record for this configuration", True),
         (Record(unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
         (replace(MEASURED, unfinished=("0 of a", "0 of b")), "2 rehearsals have begun and not ended", False),
-        (replace(MEASURED, missed=("mixed chunk",)), "did not reach: mixed chunk", False),
+        (replace(MEASURED, missed=("mixed chunk",), rehearsals=1), "did not reach: mixed chunk", True),
+        (replace(MEASURED, missed=("mixed chunk",), rehearsals=2), "did not reach: mixed chunk", False),
         (replace(MEASURED, ooms=2), "2 servers ran out of memory", False),
         (
             replace(MEASURED, before=130 * GB),
@@ -661,6 +665,8 @@ def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_i
     stopped = replace(MEASURED, need=12 * GB, reached=(), missed=("mixed chunk",), fraction=0.9)
     became = record.with_rehearsal(MEASURED, stopped, 0, A, stopped=True)
     assert (became.need, became.proven, became.missed, became.reached) == (12 * GB, False, (), MEASURED.reached)
+    assert became.rehearsals == MEASURED.rehearsals + 1
+    assert record.with_rehearsal(became, stopped, 0, A).rehearsals == MEASURED.rehearsals + 2
     assert sizing.decide(START, became).reserve >= 12 * GB + sizing.MARGIN_BYTES - 1
 
 
@@ -1773,6 +1779,14 @@ def test_a_given_fraction_is_used_unchanged_and_what_it_leaves_is_said(recorded,
     assert caplog.records[0].levelname == "WARNING"
 
 
+def test_where_phases_were_not_reached_no_advice_is_given_beside_a_given_fraction(recorded, monkeypatch, caplog):
+    (key,) = record.read(recorded)
+    record.update(recorded, key, lambda old: replace(MEASURED, missed=("mixed chunk",), rehearsals=1))
+    states, _, said = start(monkeypatch, caplog, Rank(recorded), Rank(recorded), by_user=True)
+    assert "did not reach: mixed chunk; measuring during this start" in said[0]
+    assert {state.decision.rehearse for state in states} == {True}
+
+
 def test_a_given_fraction_is_measured_once(tmp_path, monkeypatch, caplog):
     states, fractions, said = start(monkeypatch, caplog, Rank(tmp_path / "kv.json"), by_user=True)
     assert fractions == {0.8}
@@ -1808,8 +1822,8 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     one, other = start(monkeypatch, caplog, Rank(path), Rank(path, total=150 * GB), attn_cp_size=2)[0]
     assert one.key != other.key  # nobody waits for another
     states, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
-    because = "because of --attn-cp-size, whose largest forwards are not rehearsed yet"
-    line = f"using the engine's default fraction 0.8000: {because}; free memory is recorded while it serves"
+    because = "of --attn-cp-size, whose largest forwards are not rehearsed yet"
+    line = f"using the engine's default fraction 0.8000 because {because}; free memory is recorded while it serves"
     assert (fractions, said) == ({0.8}, [line])
     assert not any(each.decision.rehearse for each in states)
     for state, free in zip(states, (9 * GB, 7 * GB), strict=True):
@@ -1913,7 +1927,7 @@ def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, mo
         assert fractions == {0.8}
         assert all(state.decision.monitor for state in states)
         assert len(said) == 2  # by the first rank of each machine
-        assert all("using the engine's default fraction 0.8000: because of --nnodes, " in line for line in said)
+        assert all("using the engine's default fraction 0.8000 because of --nnodes, " in line for line in said)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Why
     With ``--moe-runner-backend flashinfer_cutedsl`` every MoE layer owns a FlashInfer ``CuteDslMoEWrapper`` whose
     buffers are sized by a guess (``chunked_prefill_size``, ``cuda_graph_max_bs``). A larger forward ends the server:
     ``ValueError: num_tokens (4073) exceeds max_num_tokens (2048)``. Sized for the worst forward, and paid once per
-    layer, they cost 17.2 GB in Kimi-K2.5 at TP=4.
+    layer, they cost 17.3 GB in Kimi-K2.5 at TP=4.
 
 How
     The number of tokens is the largest that the engine's scheduler can bring (:func:`max_forward_tokens`). Layers of

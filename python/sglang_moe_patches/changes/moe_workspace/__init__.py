@@ -134,7 +134,7 @@ TOKEN_SLICES = Count(
 )
 CHANGE = Change(
     name="moe-workspace",
-    summary="Triton and Marlin sum over the top-k in columns, in as little as a sixth of their memory; "
+    summary="Triton and Marlin sum over the top-k in columns, in as little as a fifth of their memory; "
     "other runners are left alone",
     plan=_plan,
     skip_reason=_skip_reason,

@@ -123,7 +123,7 @@ class DeferredOutput:
 
     __slots__ = ("allocate", "call")
     dtype = None
-    """No dtype that the engine sums in a way of its own: it then calls one of the sums that are replaced."""
+    """``None`` is none of the dtypes for which the engine has a special sum: it takes the general one."""
 
     def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
         self.call, self.allocate = call, allocate

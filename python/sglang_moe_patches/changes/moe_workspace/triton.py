@@ -117,7 +117,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # One slice saves something only with a dead input, or where the tensor is never written.
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
         if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)

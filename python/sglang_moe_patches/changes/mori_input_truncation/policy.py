@@ -127,7 +127,7 @@ def _server_setting(bag: str, name: str) -> Any:
 
 
 def read_policy(layer: Any) -> Policy | None:
-    """The policy of a ``FusedMoE`` layer under construction; ``None`` where no MoRI stands in front of it."""
+    """The policy of a ``FusedMoE`` layer under construction; ``None`` if the all-to-all back end is not MoRI."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 

@@ -11,7 +11,7 @@ Why
 
 How
     * ``prepare_static_weights_for_trtllm_fp4_moe`` is replaced, in ``quantization.utils`` and where it was imported by
-      name, by ``kernels.nvfp4_shuffle``: same arguments, same results, but written into the tensors that came in.
+      name, by :mod:`.shuffle`: same arguments, same results, but written into the tensors that came in.
       ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into the parameter it was made from.
       Nothing is needed to avoid that copy: ``Tensor.copy_`` returns at once when source and destination are the same
       view of the same storage (PyTorch checks storage, offset, strides, sizes and dtype, not object identity), and

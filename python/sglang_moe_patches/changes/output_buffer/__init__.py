@@ -10,8 +10,9 @@ How
     models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
     CuteDSL runner does so through cutedsl-sizing.
 
-    Where the engine has no buffer, its TRT-LLM runner is made to take the offered one (:mod:`..dead_input.takers`), and
-    marked as not mutating its input, which it never did; attention inputs are dropped when ``self_attn`` returns,
+    Where the engine has no buffer, its TRT-LLM runner is made to take the offered one
+    (:mod:`sglang_moe_patches.core.dead_input.takers`), and marked as not mutating its input, which it never did;
+    attention inputs are dropped when ``self_attn`` returns,
     whatever the runner.
 
     Where the engine has all this built in, it offers the input of every DeepSeek MoE layer, also of one that starts

@@ -10,5 +10,5 @@ There is one offerer. Where the engine has an offer of its own, which does not a
 *withheld*, in every layer, and ours go its way.
 
 Which layers offer is proved, for the model that is built, by the code of its layers and of its loop (:mod:`.proofs`,
-:mod:`.look`).
+:mod:`.probe`).
 """

@@ -1,6 +1,6 @@
 """The output buffer on its way from the decoder layer, which offers it, to the runner, which takes it.
 
-There is one channel: the engine's own where it has one (:mod:`.look` finds it), else ours.
+There is one channel: the engine's own where it has one (:mod:`.probe` finds it), else ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Families of models, by the engine's module with their layer stack.
 
-There is no list of those that offer: the layers of the model that is being built are probed (:mod:`.look`).
+There is no list of those that offer: the layers of the model that is being built are probed (:mod:`.probe`).
 """
 
 DEEPSEEK = "deepseek_v2"

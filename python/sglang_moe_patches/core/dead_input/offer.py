@@ -14,10 +14,10 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
-"""Of a layer whose input may be offered: how many bytes it must have for anybody to take it."""
+"""Attribute of a layer whose input may be offered: the fewest bytes of an input that is worth it."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""Of the input of a layer whose runner takes it as scratch memory for large batches alone: a decode's is smaller, and
-what the runner makes of one so small is far below what moe-workspace acts on, gathered from many ranks, too."""
+"""The same where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs are
+below moe-workspace's threshold, gathered from many ranks, too."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:

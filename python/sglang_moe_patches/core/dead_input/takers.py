@@ -39,8 +39,8 @@ class Torch:
 class OutputTorch(Torch):
     """``empty_like`` may answer with the offered buffer.
 
-    The engine's runner, in place, has its output where its input lies: in the pool of NCCL symmetric memory, where
-    there is one, so that the collective after it takes the way that it took.
+    In place, the engine's output shares its input's memory, in the pool of NCCL symmetric memory where there is one.
+    A fresh output must come from that pool as well, so that the next collective stays symmetric.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:

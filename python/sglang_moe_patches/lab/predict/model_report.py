@@ -127,9 +127,11 @@ def kv_sizing_row(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[s
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     if reason := answer["skip_reason"] or answer["monitor_only"]:
         recorded = "" if answer["skip_reason"] else "; free memory is recorded while it serves"
-        return row | {"reason": f"the engine's fraction is used {reason}{recorded}" if mode else reason}
+        used = "is used" if mode else "would be used"
+        return row | {"reason": f"the engine's fraction {used} because {reason}{recorded}"}
     if not mode:
-        return row | {"status": "not needed", "reason": f"{KV_SIZING.name}=auto turns it on; it would size this server"}
+        would = "say what the given --mem-fraction-static leaves" if given else "size this server"
+        return row | {"status": "not needed", "reason": f"{KV_SIZING.name}=auto turns it on; it would {would}"}
     if given and mode != ALWAYS:
         does = "the given --mem-fraction-static is used unchanged; a start measures, and the log says what it leaves"
     else:
@@ -282,7 +284,7 @@ def ask_engine(path: Path, arguments: list[str], gpu: str) -> dict[str, Any]:
 def advise(read: Read, asked: Mapping[str, Any] | None, arguments: list[str]) -> dict[str, Any]:
     """What follows from the sizes and from what the engine said.
 
-    :param asked: as :func:`.asking.ask` returns it; ``None``: there is no engine.
+    :param asked: as :func:`.engine_query.ask` returns it; ``None``: there is no engine.
     """
     unknown = []
     if asked is None:

@@ -43,7 +43,7 @@ class Feature:
     """What a server may have that could meet such memory.
 
     :param argument: of the engine's ``ServerArgs``. A release that has no such argument has no such feature.
-    :param why: it is left alone whatever is asked; "": where nobody asks, for it was not seen on a GPU.
+    :param why: it rules the change out, even with ``on``; "": it is only off by default, as it was not run on a GPU.
     :param has: whether the argument's value means that the server has it.
     :param name: for people; "": the option.
     """

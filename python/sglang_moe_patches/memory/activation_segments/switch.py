@@ -168,7 +168,7 @@ def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
 
 
 def look() -> Install:
-    """How the seams are wrapped.
+    """How the hook points are wrapped.
 
     :raises engine.Unsupported: the engine, or PyTorch, is not as expected.
     """

@@ -35,8 +35,8 @@ def all_machines_take_part(takes_part: bool) -> bool:
     """Whether every rank of the server asks this, and takes part itself: the same answer for all that ask.
 
     Ranks of one machine have one launcher's environment. Another machine may not have this package, or its variable,
-    and who waited for its ranks would wait for ever. The first rank decides, by what the others have left, unless one
-    has given up before, or does not take part: whatever is decided first counts.
+    so that waiting for its ranks could block for ever. The first rank decides, by the keys that the others have set,
+    unless one has given up before, or does not take part: whatever is decided first counts.
 
     :raises RuntimeError: the store does not answer.
     """

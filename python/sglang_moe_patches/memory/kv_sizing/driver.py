@@ -1,4 +1,4 @@
-"""Who says when which request of the script is put: knows nothing of the engine but what is reported to it."""
+"""Which request of a rehearsal is put next: knows nothing of the engine but what is reported to it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def record_path(environ: Mapping[str, str]) -> Path:
 
 _NOT_REHEARSED = "whose largest forwards are not rehearsed yet"
 _MEMORY_CHANGES = "whose memory comes and goes"
-_KEEPS_PROMPTS = "which keeps prompts that a flush would have to drop"
+_KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
@@ -68,7 +68,7 @@ MONITOR_ONLY: Reasons = {
     ),
     "--speculative-ngram-external-corpus-path": (
         lambda a: _drafts(a) and a.get("speculative_ngram_external_corpus_path"),
-        "which a flush would drop",
+        "whose corpus the flush after a rehearsal would drop",
     ),
     "--pp-size": (lambda a: _drafts(a) and (a.get("pp_size") or 1) > 1, "whose stages do not all speculate"),
     "--disaggregation-mode": (lambda a: a.get("disaggregation_mode") not in (None, "null"), _NOT_REHEARSED),
@@ -131,7 +131,7 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     """
     if not asked:
-        return f"{KV_SIZING.name}=auto turns it on"
+        return f"{KV_SIZING.name} is off; auto turns it on"
     if str(arguments.get("device")) != "cuda":
         return f"--device is {arguments.get('device')}"
     if reason := _first_reason(INELIGIBLE, arguments):
@@ -148,7 +148,7 @@ def monitor_only_reason(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _first_reason(reasons: Reasons, arguments: Mapping[str, Any]) -> str | None:
-    return next((f"because of {name}, {reason}" for name, (has, reason) in reasons.items() if has(arguments)), None)
+    return next((f"of {name}, {reason}" for name, (has, reason) in reasons.items() if has(arguments)), None)
 
 
 def is_on(name: str, environ: Mapping[str, str]) -> bool:

@@ -70,7 +70,7 @@ def pools(runner: Any) -> tuple[Any, Any]:
 
 
 def pool_bytes(pool: Any) -> int:
-    """Bytes of a KV cache, by its own word."""
+    """Bytes of a KV cache, as the pool reports them."""
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
 
 
@@ -92,7 +92,7 @@ def unknown_pool(runner: Any) -> str:
     """A pool of more than one KV cache that is not :data:`REHEARSED`; "": there is none."""
     pool, table = pools(runner)
     kind = hybrid(pool, table)
-    # One that is not the other's too: of a table that has states a request takes one.
+    # The table must be of the pool's kind: a request takes a slot in a table of states, too.
     known = REHEARSED.get(type(pool).__name__) == kind == (hybrid(None, table) or kind)
     several = kind or getattr(runner, "is_hybrid_swa", False)
     return type(pool).__name__ if several and not known else ""

@@ -21,7 +21,7 @@ VOLATILE = (
     *("log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_target", "crash_dump_folder"),
     *("show_time_cost", "enable_metrics", "weight_version", "fastapi_root_path", "random_seed", "skip_server_warmup"),
     *("decode_log_interval", "warmups", "watchdog_timeout", "soft_watchdog_timeout", "dist_timeout", "sleep_on_idle"),
-    *("base_gpu_id", "gpu_id_step", "node_rank", "stream_interval", "log_interval", "prometheus_port"),
+    *("base_gpu_id", "gpu_id_step", "node_rank", "stream_interval"),
     *("enable_cache_report", "download_dir", "model_loader_extra_config"),
     *("tool_call_parser", "reasoning_parser", "chat_template"),
     # The model is identified by its configuration, wherever it lies.

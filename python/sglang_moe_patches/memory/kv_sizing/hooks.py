@@ -1,4 +1,4 @@
-"""Where the engine is told, and asked: its sizing of the KV cache, the begin of its event loop, its word on itself."""
+"""The hook points: pools (choose the fraction), event loop (rehearse, monitor), init info (report the fraction)."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.Siz
         monitor_only = _machines_apart() or ""
         # The leader may not be there to log it.
         if monitor_only and state.elsewhere and state.gpu == int(arguments.get("base_gpu_id") or 0):
-            logger.warning("%susing the engine's default fraction %.4f: %s", SAYS, fraction, monitor_only)
+            logger.warning("%susing the engine's default fraction %.4f because %s", SAYS, fraction, monitor_only)
     try:
         report = _report(state, runner, free_before_load_gib, fraction, arguments)
     except Exception as error:
@@ -258,11 +258,11 @@ def _machines_apart() -> str | None:
     try:
         together = coordination.all_machines_take_part(True)
     except Exception as error:
-        return f"because of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
+        return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
     if together:
         return None
     return (
-        f"because of --nnodes, not all of whose machines have said within {coordination.WAIT_S:.0f} s that they have "
+        f"of --nnodes, not all of whose machines have said within {coordination.WAIT_S:.0f} s that they have "
         f"{eligibility.KV_SIZING.name} and this version"
     )
 

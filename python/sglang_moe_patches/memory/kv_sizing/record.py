@@ -43,6 +43,7 @@ class Record:
     :param ranks: the same for each rank.
     :param reached: phases that ran at their bounds; ``missed``: that did not; ``skipped``: that cannot run in this
         configuration, each with the reason.
+    :param rehearsals: that ended, of this configuration.
     :param proven: a server that was sized by it has rehearsed too.
     :param serving_peak_need: the most taken while serving; 0: not seen.
     :param lowest_free_serving: the lowest free memory while serving; ``None``: not seen.
@@ -68,6 +69,7 @@ class Record:
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    rehearsals: int = 0
     proven: bool = False
     serving_peak_need: int = 0
     lowest_free_serving: int | None = None
@@ -265,16 +267,19 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
     """A rehearsal has ended, and what did not end on this GPU of this machine before is forgiven.
 
     :param new: what it measured. An earlier need counts where it was larger; what was seen while serving stays known.
-    :param stopped: it ended early, before memory ran out: of a server that was sized by ``old`` it says how much less
-        is to be given; the phases that ``old`` has are no less reached for it.
+    :param stopped: it ended early, before memory ran out. The need is raised, and the phases that ``old`` has reached
+        stay reached.
     """
     here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
     left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)
+    ended = old.rehearsals + 1
     if stopped and old.need:
-        return replace(old, unfinished=left, need=max(new.need, old.need), ranks=new.ranks, proven=False)
+        need = max(new.need, old.need)
+        return replace(old, unfinished=left, need=need, ranks=new.ranks, rehearsals=ended, proven=False)
     return replace(
         new,
         unfinished=left,
+        rehearsals=ended,
         unserved=old.unserved,
         need=max(new.need, old.need),
         # Another replica may have found meanwhile that more is needed than this one set aside.

@@ -46,7 +46,7 @@ REHEARSAL_TIMEOUT_S = 300.0
 ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
 MIN_FREE_BYTES = 1_000_000_000
-"""Bytes; with less left after a forward the script ends: the next one might not have them."""
+"""Bytes; with less left after a forward the rehearsal ends: the next one might not have them."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 
 COUNTERS = (
@@ -80,7 +80,7 @@ class RankResult:
     :param lowest: its lowest free memory in bytes.
     :param reserve: what it has beside its weights and its KV cache, in bytes.
     :param failure: why it is not known; "" where it is.
-    :param stopped: the script ended before memory ran out.
+    :param stopped: the rehearsal ended early, before memory ran out.
     :param flushed: its cache is empty again.
     """
 
@@ -238,7 +238,7 @@ class Rehearsal:
         self._driver: LoadDriver | None = None
 
     def begin(self) -> None:
-        """Broadcast everything in place; whoever calls undoes it with :meth:`end` if this raises."""
+        """Install all wrappers. If this raises, the caller must call :meth:`end`."""
         self._began = time.monotonic()
         first = gpu_memory.read(self.gpu)
         self._free, self._reserved = first.free, first.reserved

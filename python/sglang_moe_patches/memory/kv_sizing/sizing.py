@@ -11,14 +11,16 @@ from sglang_moe_patches.memory.kv_sizing import record as records
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
-"""What stays free beyond what was needed. Between two kinds of load the need has differed by up to 1,180 MB in fourteen
-servers that were measured, and once by 2 GB."""
+"""Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
+fourteen servers that were measured, and once by 2 GB. Independent of ``rehearsal.MIN_FREE_BYTES``."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
 """Of the GPU's memory: what other processes may hold more or less of it than when the record was made."""
 MAX_UNFINISHED_REHEARSALS = 2
 """Rehearsals that ended with their server, after which none is tried."""
+MAX_INCOMPLETE_REHEARSALS = 2
+"""Rehearsals that ended without having reached every phase, after which none is tried."""
 MAX_OUT_OF_MEMORY = 2
 """Servers that ran out of memory while serving, after which the rule applies."""
 MAX_UNSERVED_STARTS = 2
@@ -54,7 +56,7 @@ class Decision:
 
     :param fraction: for the engine; ``None``: its own.
     :param reason: why the engine keeps its own; "" where the record decides.
-    :param reserve: in bytes; ``margin``: the part of it that nothing needed.
+    :param reserve: in bytes; ``margin``: the part of it beyond the need.
     :param monitor: free memory is recorded while serving, though nothing else is.
     """
 
@@ -87,7 +89,7 @@ class SizingInputs:
     """What a server decides by, the same on every rank.
 
     :param fraction: in force unless the record decides.
-    :param given: the user gave it; ``keep``: and it is used unchanged.
+    :param given: the user set ``--mem-fraction-static``; ``keep``: it must not be changed.
     :param monitor_only: why this server is not sized, "" where it may be.
     :param reports: of all ranks in their order; the first one's record counts.
     """
@@ -126,13 +128,12 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     if inputs.monitor_only:
         decision = Decision(reason=inputs.monitor_only, monitor=True, reserve=launch.reserve)
         next_step = "; free memory is recorded while it serves" + _monitored(record)
-        return SizingOutcome(
-            f"{using}: {decision.reason}{next_step}", bool(leader.unreadable), decision, launch, record
-        )
+        message = f"{using} because {decision.reason}{next_step}"
+        return SizingOutcome(message, bool(leader.unreadable), decision, launch, record)
     decision = decide(launch, record, leader.unreadable)
     is_warning = bool(leader.unreadable)
     if inputs.keep:
-        measured = record is not None and record.need > 0
+        measured = record is not None and record.need > 0 and not record.missed
         advice, is_warning = advise(launch, record) if record and measured else (decision.reason, is_warning)
         rehearse = decision.rehearse and not measured
         decision = Decision(reason=f"it is used unchanged; {advice}", rehearse=rehearse, reserve=launch.reserve)
@@ -189,7 +190,9 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
     if record is None or not record.need:
         return _keep_rule(launch, unreadable or "no record for this configuration", rehearse=True)
     if record.missed:
-        return _keep_rule(launch, f"the rehearsal did not reach: {', '.join(record.missed)}")
+        # Time may have run out while kernels were compiled, which the next start finds ready.
+        again = record.rehearsals < MAX_INCOMPLETE_REHEARSALS
+        return _keep_rule(launch, f"the rehearsal did not reach: {', '.join(record.missed)}", rehearse=again)
     if record.ooms >= MAX_OUT_OF_MEMORY:
         return _keep_rule(launch, f"{record.ooms} servers ran out of memory while serving")
     if len(record.unserved) >= MAX_UNSERVED_STARTS:

@@ -224,10 +224,16 @@ def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
         ({"mode": "auto"}, [], True, "a start measures what forwards need"),
         ({"mode": "auto"}, ["--mem-fraction-static", "0.82"], True, "is used unchanged"),
         ({"mode": "always"}, ["--mem-fraction-static=0.82"], True, "a start measures what forwards need"),
-        ({"mode": ""}, [], False, "=auto turns it on"),
-        ({"mode": "", "monitor_only": "because of --speculative-algorithm"}, [], False, "--speculative-algorithm"),
-        ({"mode": "auto", "monitor_only": "because of --enable-eplb"}, [], False, "free memory is recorded"),
-        ({"mode": "auto", "skip_reason": "because of --enable-lora"}, [], False, "because of --enable-lora"),
+        ({"mode": ""}, [], False, "=auto turns it on; it would size this server"),
+        (
+            {"mode": ""},
+            ["--mem-fraction-static", "0.82"],
+            False,
+            "it would say what the given --mem-fraction-static leaves",
+        ),
+        ({"mode": "", "monitor_only": "of --enable-eplb"}, [], False, "would be used because of --enable-eplb"),
+        ({"mode": "auto", "monitor_only": "of --enable-eplb"}, [], False, "free memory is recorded"),
+        ({"mode": "auto", "skip_reason": "of --enable-lora"}, [], False, "is used because of --enable-lora"),
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
