@@ -11,7 +11,6 @@ that a test starts.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import os
@@ -26,29 +25,16 @@ from typing import Any
 SIDES = ("stock", "patched")
 
 
-def narrowest(original: Callable[..., int], alignment: int, operand_bytes: int) -> Callable[..., int]:
+def narrowest_slice_width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
     """``column_slices.slice_width`` that bounds a slice by nothing but where one can start."""
-    parameters = inspect.signature(original)
-
-    @functools.wraps(original)
-    def slice_width(*args: Any, **kwargs: Any) -> int:
-        given = parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        sizes = given.arguments
-        scales = sizes["scale_columns"] * (operand_bytes // math.gcd(operand_bytes, sizes["scale_bytes"]))
-        tile = sizes["tiles"]["BLOCK_SIZE_N"] if sizes["tiles"] else 1
-        return int(min(sizes["hidden"], math.lcm(alignment, tile, scales)))
-
-    return slice_width
+    return int(min(layer.hidden, gemm.alignment_columns))
 
 
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, in the patched servers of a test."""
     from sglang_moe_patches.changes.moe_workspace import column_slices
 
-    column_slices.slice_width = narrowest(
-        column_slices.slice_width, column_slices.ALIGNMENT, column_slices.OPERAND_BYTES
-    )
+    column_slices.slice_width = narrowest_slice_width
     # No tensor is too small, and no layer too fast.
     column_slices.MIN_TENSOR_BYTES, column_slices.MAX_SLOWDOWN_FRACTION = 1, math.inf
 

@@ -84,7 +84,7 @@ class Runner(ABC):
     #: The function of ``columns`` that chooses the width of a slice.
     rule: str
 
-    def __init__(self, plan: Plan, module: Any, function: str, ranges_in: Any) -> None:
+    def __init__(self, plan: Plan, module: Any, function: str, slices_in: Any) -> None:
         if plan.install is None:
             print(f"moe_workspace: {plan}", file=sys.stderr)
             raise SystemExit(2)
@@ -95,13 +95,13 @@ class Runner(ABC):
         self._install, self._module, self._function = plan.install, module, function
         self.stock = getattr(module, function)
         self._patched: dict[tuple[int | None, bool, bool], Any] = {}
-        column_ranges = ranges_in.column_ranges
+        choose_column_slices = slices_in.choose_column_slices
 
         def recorded(*args: Any) -> list[tuple[int, int]]:
-            self.ran = column_ranges(*args)
+            self.ran = choose_column_slices(*args)
             return self.ran
 
-        ranges_in.column_ranges = recorded
+        slices_in.choose_column_slices = recorded
 
     @abstractmethod
     def layer(self, model: str, layout: str, weights: str) -> Any:
@@ -116,10 +116,10 @@ class Runner(ABC):
         return
 
     @abstractmethod
-    def slice_step(self, given: dict[str, Any]) -> int:
+    def slice_step(self, gemm: Any) -> int:
         """What the width of a slice must be a multiple of.
 
-        :param given: the keyword arguments of the rule.
+        :param gemm: the rule's ``TritonGemm`` or ``MarlinGemm``.
         """
 
     @contextmanager
@@ -130,9 +130,9 @@ class Runner(ABC):
             return
         slices, before = variant.slices, {name: getattr(column_slices, name) for name in (self.rule, *FORCED)}
 
-        def width(tokens: int, top_k: int, hidden: int, *sizes: Any, **given: Any) -> int:
-            step = self.slice_step(given)
-            return min(hidden, -(-hidden // (slices * step)) * step)
+        def width(layer: Any, gemm: Any, max_bytes: int | None = None) -> int:
+            step = self.slice_step(gemm)
+            return min(layer.hidden, -(-layer.hidden // (slices * step)) * step)
 
         if slices:
             for name, value in {self.rule: width, **FORCED}.items():
@@ -164,8 +164,8 @@ class Runner(ABC):
         return self._patched[key]
 
 
-def _sum_only(experts_output: Any, output: Any, scale: float, copied: Any) -> None:
-    moe_sum.moe_sum(experts_output, output, scale)
+def _sum_only(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
+    moe_sum.moe_sum(expert_outputs, output, scale)
 
 
 #: What the rule has to be told where a number of slices is asked for.
@@ -299,8 +299,8 @@ class TritonRunner(Runner):
         dispatch = StandardDispatchOutput(hidden_states=pristine.clone(), hidden_states_scale=None, topk_output=routed)
         return TritonBatch(layer, pristine, dispatch)
 
-    def slice_step(self, given: dict[str, Any]) -> int:
-        return math.lcm(column_slices.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"])
+    def slice_step(self, gemm: Any) -> int:
+        return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"])
 
 
 @dataclass
@@ -369,8 +369,8 @@ class MarlinRunner(Runner):
             with self.use(variant):
                 batch.run()
 
-    def slice_step(self, given: dict[str, Any]) -> int:
-        return column_slices.MARLIN_ALIGNMENT
+    def slice_step(self, gemm: Any) -> int:
+        return column_slices.MARLIN_ALIGNMENT_COLUMNS
 
 
 class MarlinLayer:

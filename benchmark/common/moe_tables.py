@@ -87,14 +87,16 @@ def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tu
     for key, widths in measured.items():
         model, layout, weights, _, tokens = key
         rank, fp8 = rank_of(model, layout, fused=True), weights == "fp8"
-        width = column_slices.slice_width(
-            *(tokens, rank.top_k, rank.hidden, rank.intermediate, 2),
-            activation_itemsize=1 if fp8 else 2,
+        shape = column_slices.LayerShape(
+            *(tokens, rank.top_k, rank.hidden, rank.intermediate),
             weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if fp8 else 2),
-            tiles=next(iter(widths.values()))["config"],
-            most_bytes=None if setting is None else setting * 10**6,
-            **({"scale_columns": 128, "scale_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
         )
+        gemm = column_slices.TritonGemm(
+            next(iter(widths.values()))["config"],
+            fp8,
+            **({"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
+        )
+        width = column_slices.slice_width(shape, gemm, None if setting is None else setting * 10**6)
         found[key] = widths.get(width, {}) if width < rank.hidden else None
     return found
 
@@ -270,15 +272,11 @@ def marlin_rule(one: dict[str, Any]) -> tuple[float, float, int]:
     layer = 2 * rows * hidden * 3 * inner / column_slices.MARLIN_OPERATIONS_PER_US
     layer += (one["weight_bytes"] + 4 * rows * hidden) / column_slices.BYTES_PER_US
     each, for_each_row = column_slices.MARLIN_SLICE_US
-    cost = column_slices.MARLIN_START_US + 2 * one["w2_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
+    cost = column_slices.MARLIN_SLICING_US + 2 * one["w2_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
     cost += (one["slices"] - 1) * (each + rows * for_each_row)
-    width = column_slices.packed_slice_width(
-        *(one["tokens"], top_k, hidden, inner, 2),
-        gate_columns=2 * inner,
-        column_bytes=one["w2_bytes"] // hidden,
-        weight_bytes=one["weight_bytes"],
-    )
-    return layer, cost, len(column_slices.ranges(hidden, width))
+    shape = column_slices.LayerShape(one["tokens"], top_k, hidden, inner, weight_bytes=one["weight_bytes"])
+    width = column_slices.packed_slice_width(shape, column_slices.MarlinGemm(one["w2_bytes"] // hidden))
+    return layer, cost, len(column_slices.split_columns(hidden, width))
 
 
 def fresh(one: dict[str, Any]) -> bool:
@@ -317,7 +315,8 @@ def fit(result: output.Result) -> str:
     cost_us = torch.tensor([[(one["slowdown"] - 1) * one["stock_ms"] * 1e3] for one in cells], dtype=torch.float64)
     best = torch.linalg.lstsq(facts, cost_us, driver="gelsd").solution.flatten().tolist()
     constants = (
-        f"MARLIN_START_US {best[0]:.0f}, MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
+        f"MARLIN_SLICING_US {best[0]:.0f}, "
+        f"MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
         f"MARLIN_SLICE_US ({best[2]:.0f}, {best[3]:.1e})\n"
     )
     return output.table(header, rows) + "\n" + constants

@@ -225,7 +225,7 @@ def small(monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
-    monkeypatch.setattr(column_slices, "ALIGNMENT", 64)
+    monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -239,14 +239,14 @@ def quick(monkeypatch, request):
 def ran(monkeypatch):
     """How many slices each sequence ran in since the test began."""
     counts = []
-    slices = deferred_tensor.column_ranges
+    slices = deferred_tensor.choose_column_slices
 
-    def counted(promise, output):
-        found = slices(promise, output)
+    def counted(deferred, output):
+        found = slices(deferred, output)
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(deferred_tensor, "column_ranges", counted)
+    monkeypatch.setattr(deferred_tensor, "choose_column_slices", counted)
     return counts
 
 
@@ -442,7 +442,7 @@ def read_beside(modules, monkeypatch):
 def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_done(
     modules, ran, read_beside, monkeypatch, beside
 ):
-    monkeypatch.setattr(streams, "beside", beside)
+    monkeypatch.setattr(streams, "has_concurrent_reader", beside)
     given = layer(inplace=True)
     stock, hidden = run(modules, given), given["hidden_states"].clone()
     with patched():
@@ -457,7 +457,7 @@ def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_don
 
 @pytest.mark.usefixtures("small")
 def test_what_is_not_in_place_is_written_at_once(modules, ran, monkeypatch):
-    monkeypatch.setattr(streams, "beside", True)
+    monkeypatch.setattr(streams, "has_concurrent_reader", True)
     given = layer()
     stock = run(modules, given)
     with patched(), Allocations() as ours:
@@ -580,7 +580,7 @@ def test_writing_over_the_moe_input_would_be_seen(modules, inplace, monkeypatch)
 @pytest.mark.usefixtures("small")
 def test_a_lost_slice_is_seen(modules, ran, monkeypatch):
     monkeypatch.setattr(
-        column_slices, "ranges", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
+        column_slices, "split_columns", lambda hidden, width: [(c, c + width) for c in range(0, hidden - width, width)]
     )
     stock, ours = both(modules, layer())
     assert ran == [3]
@@ -612,14 +612,15 @@ def test_another_tile_is_seen(modules, ran, monkeypatch):
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = both(modules, given)
     assert same_bits(stock, ours)
-    slices = deferred_tensor.column_ranges
+    slices = deferred_tensor.choose_column_slices
 
-    def with_other_tiles(promise, output):
-        args, kwargs = promise.gemm
-        promise.gemm = ((*args[:14], {**args[14], "BLOCK_SIZE_K": 32}, *args[15:]), kwargs)
-        return slices(promise, output)
+    def with_other_tiles(deferred, output):
+        gemm = deferred.gemm
+        config = {**gemm.tiles, "BLOCK_SIZE_K": 32}
+        deferred.gemm = gemm._replace(rest=tuple(config if one is gemm.tiles else one for one in gemm.rest))
+        return slices(deferred, output)
 
-    monkeypatch.setattr(deferred_tensor, "column_ranges", with_other_tiles)
+    monkeypatch.setattr(deferred_tensor, "choose_column_slices", with_other_tiles)
     with patched():
         assert not same_bits(stock, run(modules, given))
     assert ran == [2, 2]

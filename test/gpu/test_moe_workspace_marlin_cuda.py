@@ -96,7 +96,7 @@ def _stand_in(patch, module):
     with contextlib.suppress(ImportError):  # from 0.5.17 on
         sums = importlib.import_module("sglang.kernels.ops.moe.moe_topk_sum")
         patch.setattr(sums, "moe_topk_sum", lambda x, out: moe_sum_reduce(x, out, 1.0))
-    function = marlin.function_of(module)
+    function = marlin.find_function(module)
     library = torch.library.Library("sglang", "FRAGMENT")
     library.impl(marlin.NAME, function, "CPU")
     return library
@@ -192,7 +192,7 @@ def small(monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1)
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
-    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT", 128)
+    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 128)
     monkeypatch.setattr(log, "_said", set(), raising=False)
 
 
@@ -207,13 +207,13 @@ def quick(monkeypatch, request):
 def ran(monkeypatch):
     """The ranges of each call since the test began."""
     found = []
-    ranges = marlin.column_ranges
+    ranges = marlin.choose_column_slices
 
     def counted(given, most_bytes):
         found.append(ranges(given, most_bytes))
         return found[-1]
 
-    monkeypatch.setattr(marlin, "column_ranges", counted)
+    monkeypatch.setattr(marlin, "choose_column_slices", counted)
     return found
 
 
@@ -275,7 +275,7 @@ def test_whatever_the_function_is_asked_for(module, ran, more):
 
 
 def test_the_last_range_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
-    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT", 256)
+    monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 256)
     stock, ours = both(module, layer(hidden=896, intermediate=64))
     assert ran == [[(0, 256), (256, 512), (512, 768), (768, 896)]]
     assert same(stock, ours)
@@ -328,7 +328,7 @@ def test_no_tensor_is_as_large_as_the_one_that_is_not_there(module, ran):
 
 def test_the_first_output_is_gone_before_the_ranges_begin(module, monkeypatch):
     alive, sums = [], []
-    fill, gemm_and_sum = marlin._First.fill, marlin.gemm_and_sum
+    fill, gemm_and_sum = marlin._FirstOutput.allocate, marlin.gemm_and_sum
 
     def filled(self):
         import weakref
@@ -341,7 +341,7 @@ def test_the_first_output_is_gone_before_the_ranges_begin(module, monkeypatch):
         sums.append(alive[0]())
         return gemm_and_sum(*args, **kwargs)
 
-    monkeypatch.setattr(marlin._First, "fill", filled)
+    monkeypatch.setattr(marlin._FirstOutput, "allocate", filled)
     monkeypatch.setattr(marlin, "gemm_and_sum", summed)
     with patched():
         run(module, layer())
@@ -428,7 +428,7 @@ def reordered():
 def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
     if "no_combine" in more and not takes(module, "no_combine"):
         pytest.skip("not in this release")
-    monkeypatch.setattr(streams, "beside", more.pop("beside", False))
+    monkeypatch.setattr(streams, "has_concurrent_reader", more.pop("beside", False))
     whole = []
     original = getattr(module, marlin.NAME)
     patcher = Patcher()
@@ -515,14 +515,14 @@ def test_another_s_function_is_left_alone(module, monkeypatch, owner, reason):
     ids=["read", "another view", "torch", "another tensor"],
 )
 def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path, old, new, reason):
-    source = engine.source(marlin.function_of(module))
+    source = engine.source(marlin.find_function(module))
     assert old in source
     path = tmp_path / "changed.py"
     path.write_text(source.split("\n", 1)[1].replace(old, new))
     names: dict[str, object] = {}
     annotations = __future__.annotations.compiler_flag
     exec(compile(path.read_text(), str(path), "exec", annotations), vars(module), names)
-    monkeypatch.setattr(marlin, "function_of", lambda module: names[marlin.NAME])
+    monkeypatch.setattr(marlin, "find_function", lambda module: names[marlin.NAME])
     with pytest.raises(engine.Unsupported, match=reason):
         marlin.plan()
 

@@ -253,17 +253,6 @@ def test_scratch_is_bounded_and_no_weights_are_decoded():
 
 
 @ON_GPU
-def test_no_synchronization():
-    shared, arguments = layer(16, 512, 128), batch(20, 16, 512, 4)
-    routed(**shared, **arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        routed(**shared, **arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@ON_GPU
 def test_workspace_of_a_stated_size(monkeypatch):
     shared, arguments = layer(4, 256, 64), batch(4, 4, 256, 2)
     routed(**shared, **arguments)

@@ -49,7 +49,10 @@ def test_a_server_needs_wrapt_alone():
     assert "wrapt" in run_without({"wrapt"}, "from sglang_moe_patches import plugin; plugin.register()").stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["regress", "--help"], ["make-model", "--help"]])
+HELP = [[command, "--help"] for command in ("regress", "make-model", "serve")]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *HELP])
 def test_the_command_starts_without_any_extra(arguments: list[str]):
     code = f"sys.argv[1:] = {arguments}; from sglang_moe_patches.cli import main; main()"
     done = run_without(EXTRAS, code)

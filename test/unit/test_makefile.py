@@ -21,12 +21,6 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_default_release_is_what_is_installed_and_as_it_was_frozen():
-    said = make("-n", "-B", "env", f"UV={sys.executable}").stdout
-    assert f'"sglang=={releases.DEFAULT}"' in said
-    assert f"--constraint test/constraints/{releases.DEFAULT}.txt" in said
-
-
 @pytest.mark.parametrize("target", ["env", "constraints"])
 def test_a_release_without_a_constraints_file_can_be_installed(target: str):
     done = make("-n", target, f"ENGINE={UNKNOWN}")
@@ -35,12 +29,6 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
     assert "--constraint " not in done.stdout
     assert f"releases.py overrides {UNKNOWN} > .venvs/{UNKNOWN}/overrides.txt" in done.stdout
     assert f"--override .venvs/{UNKNOWN}/overrides.txt" in done.stdout
-
-
-def test_a_new_release_must_be_stated_first():
-    done = make("new-release", f"ENGINE={UNKNOWN}")
-    assert done.returncode
-    assert f"SGLang {UNKNOWN} is not in `all` of releases.toml; add it there first" in done.stderr
 
 
 def test_the_logs_of_releases_tested_at_once_are_shown_one_by_one_and_a_failure_fails(tmp_path: Path):

@@ -50,10 +50,3 @@ def test_a_second_start_by_the_rule_is_a_failure(gpu, tokens, log, code, monkeyp
     assert (environment.SWITCH in variables) == (not gpu)
     assert ("standins" in variables.get("PYTHONPATH", "")) == (not gpu)
     assert ("is not sized by the record" in capsys.readouterr().err) == bool(code)
-
-
-def test_what_was_said_is_shown_without_what_the_log_has_in_front():
-    assert second_start.said(f"{RECORDED}\nanother line\n{RULE}") == [
-        RECORDED.partition("] ")[2],
-        RULE.partition("] ")[2],
-    ]

@@ -1,7 +1,7 @@
 """The Triton runner's sequence of kernels, and the one wrapper around it, which changes share.
 
-A change that runs some of its calls another way gives a *route*. Each call goes the first way that a route names, or
-the engine's.
+A change that replaces some of its calls adds a *route*. Each call goes to the function of the first route that has one,
+or to the engine's sequence.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PARAMETERS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
 _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
-"""Given a call's ``hidden_states``, ``topk_ids`` and keyword arguments, the function that takes the call as it is, or
+"""From a call's ``hidden_states``, ``topk_ids`` and keyword arguments: the function that gets the call instead, or
 ``None``."""
 
 
-def look() -> tuple[ModuleType, FunctionType]:
+def probe() -> tuple[ModuleType, FunctionType]:
     """The engine's module, and its sequence.
 
     :raises engine.Unsupported: it is not what routes expect, or not the engine's own.
@@ -41,26 +41,26 @@ def look() -> tuple[ModuleType, FunctionType]:
     return module, sequence
 
 
-def add(patcher: Patcher, route: Route, *, first: bool = False) -> None:
+def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
     """Send calls of the engine's sequence where ``route`` says.
 
-    :param first: it is asked before the routes that were added earlier.
+    :param first: ask it before the routes that were added earlier.
     """
     module = engine.module(MODULE)
     if not hasattr(getattr(module, NAME), _ROUTES):
-        patcher.wrap(module, NAME, make_sequence)
+        patcher.wrap(module, NAME, wrap_sequence)
     sequence = getattr(module, NAME)
     routes = getattr(sequence, _ROUTES)
     patcher.add(sequence, _ROUTES, (route, *routes) if first else (*routes, route))
 
 
-def make_sequence(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
+def wrap_sequence(original: Callable[..., Any], *routes: Route) -> Callable[..., Any]:
     """The wrapper; more routes can be set on it."""
     import torch
 
     is_compiling = torch.compiler.is_compiling
 
-    # Arguments that it named would be put together anew at every call, which costs as much as everything else here.
+    # Named parameters would be packed anew at every call, which costs as much as everything else here.
     @functools.wraps(original)
     def sequence(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -68,9 +68,9 @@ def make_sequence(original: Callable[..., Any], *routes: Route) -> Callable[...,
         if len(args) < len(_PARAMETERS):  # the engine's own calls pass them by their place
             args = (*args, *(kwargs.pop(name) for name in _PARAMETERS[len(args) :]))
         for route in sequence._moe_patches_routes:  # type: ignore[attr-defined]
-            way = route(args[0], args[4], kwargs)
-            if way is not None:
-                return way(*args, **kwargs)
+            replacement = route(args[0], args[4], kwargs)
+            if replacement is not None:
+                return replacement(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(sequence, _ROUTES, routes)

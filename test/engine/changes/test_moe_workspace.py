@@ -24,16 +24,16 @@ TOKENS = 130
 def seen(monkeypatch):
     """How many tokens each routed-experts kernel gets."""
     sizes = []
-    run = token_slices._run
+    run = token_slices.run_slices
 
-    def counted(core, dispatch, most):
+    def counted(core, dispatch, max_tokens):
         def core_seen(part):
             sizes.append(len(part.hidden_states))
             return core(part)
 
-        return run(core_seen, dispatch, most)
+        return run(core_seen, dispatch, max_tokens)
 
-    monkeypatch.setattr(token_slices, "_run", counted)
+    monkeypatch.setattr(token_slices, "run_slices", counted)
     return sizes
 
 
@@ -124,18 +124,18 @@ def test_a_model_whose_shared_experts_may_run_beside_is_known_when_it_is_loaded(
         if fused and isinstance(layer, FusedMoE):
             layer.num_fused_shared_experts = 1
     with installed(moe_workspace.CHANGE):
-        assert not streams.beside
+        assert not streams.has_concurrent_reader
         loading(model)
-        assert streams.beside != fused
-    assert not streams.beside
+        assert streams.has_concurrent_reader != fused
+    assert not streams.has_concurrent_reader
 
 
 def test_where_no_model_can_be_looked_at_any_may(engine, monkeypatch):
     runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
     monkeypatch.setattr(runner, "load_model", lambda self: None)
     with installed(moe_workspace.CHANGE):
-        assert streams.beside
-    assert not streams.beside
+        assert streams.has_concurrent_reader
+    assert not streams.has_concurrent_reader
 
 
 @DEFAULT_ENGINE_ONLY

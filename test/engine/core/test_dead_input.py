@@ -287,7 +287,7 @@ def triton(engine, monkeypatch):
     triton_runner(monkeypatch)
     for name, value in (("MIN_TENSOR_BYTES", 1), ("MIN_BYTES_SAVED_PER_SLICE", 1), ("MAX_SLOWDOWN_FRACTION", math.inf)):
         monkeypatch.setattr(column_slices, name, value)
-    monkeypatch.setattr(column_slices, "ALIGNMENT", 64)
+    monkeypatch.setattr(column_slices, "SLICE_ALIGNMENT_COLUMNS", 64)
     monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         yield
@@ -382,7 +382,7 @@ def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, 
 @pytest.fixture
 def in_no_pool():
     """Releases up to 0.5.15.post1. Later ones make Triton's output in the pool themselves."""
-    if engine_code.mentions(triton_sequence.look()[1], "use_symmetric_memory"):
+    if engine_code.mentions(triton_sequence.probe()[1], "use_symmetric_memory"):
         pytest.skip("this engine release asks for the pool itself")
 
 

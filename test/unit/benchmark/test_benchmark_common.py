@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 
 import pytest
-from common import machine, output, plugins, timing
-from common.shapes import MODELS, TINY, Layout, Model, Rank
+from common import output, timing
+from common.shapes import MODELS, TINY, Layout, Rank
 
 
 @pytest.mark.parametrize(
@@ -44,12 +42,6 @@ def test_a_shape_is_the_models_own(model, module, config):
         assert ours.groups == (theirs.n_group, theirs.topk_group)
 
 
-def test_a_fused_shared_expert_is_one_more_that_every_token_chooses():
-    apart, fused = MODELS["deepseek-v3"], MODELS["deepseek-v3-fused"]
-    assert (fused.experts, fused.top_k, fused.shared_experts) == (257, 9, 0)
-    assert (fused.hidden, fused.moe_layers) == (apart.hidden, apart.moe_layers) == (7168, 58)
-
-
 def test_ranks_share_a_layer_by_experts_or_by_columns():
     kimi = MODELS["kimi-k2.5"]
     assert kimi.per_rank(Layout()) == Rank(384, 8, 7168, 2048)
@@ -60,11 +52,6 @@ def test_ranks_share_a_layer_by_experts_or_by_columns():
         TINY.per_rank(Layout(tp=16, ep=16))
     with pytest.raises(ValueError, match="ep must divide tp"):
         Layout(tp=4, ep=3)
-
-
-def test_every_model_names_where_its_figures_are_from():
-    assert all("/" in model.source for model in MODELS.values())
-    assert all(isinstance(model, Model) and model.experts >= model.top_k for model in MODELS.values())
 
 
 def test_versions_run_in_turn_and_every_other_round_backwards():
@@ -86,16 +73,6 @@ def test_versions_run_in_turn_and_every_other_round_backwards():
     }
 
 
-def test_the_engine_finds_a_written_plugin_and_runs_it(tmp_path, monkeypatch):
-    from importlib.metadata import entry_points
-
-    plugins.write_module(tmp_path / "it", "a_benchmarks_own", "def register():\n    return 'here'\n")
-    monkeypatch.syspath_prepend(tmp_path / "it")
-    importlib.invalidate_caches()
-    (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "a_benchmarks_own"]
-    assert found.load()() == "here"
-
-
 def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
     parser = output.parser("What it does.", logs=True)
     file, page, logs = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "logs"
@@ -114,16 +91,6 @@ def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
     assert [path.read_text() for path in logs.iterdir()] == ["ready"]
 
 
-def test_the_command_says_which_kernels_ran(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/changes/overhead.py", "host", "--json", "a file"])
-    monkeypatch.delenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", raising=False)
-    assert output.result("overhead", {})["command"] == "python benchmark changes/overhead host --json 'a file'"
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_REFERENCE_KERNELS", "1")
-    assert output.result("overhead", {})["command"].startswith("sglang-moe-patches exec --reference-kernels -- python ")
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmark/tiny_moe/mutations.py"])
-    assert output.result("mutations", {})["command"].endswith(" python benchmark tiny_moe/mutations")
-
-
 def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):
     parser = output.parser("What it does.", quick={"rounds": 2, "steps": 3})
     parser.add_argument("--rounds", type=int, default=15)
@@ -132,19 +99,3 @@ def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):
     quick = output.parse(parser, ["--quick", "--steps", "7"])
     assert (quick.rounds, quick.steps) == (2, 7)
     assert "rounds 2, steps 3" in parser.format_help()
-
-
-def test_an_unknown_name_is_named_with_those_that_are_known():
-    assert output.choice_of(MODELS)("glm-4.5,mixtral-8x7b") == ["glm-4.5", "mixtral-8x7b"]
-    with pytest.raises(argparse.ArgumentTypeError, match=r"nobody: unknown; known: kimi-k2\.5, deepseek-v3"):
-        output.choice_of(MODELS)("kimi-k2.5,nobody")
-
-
-def test_without_a_gpu_there_is_one_line(capsys, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        machine.require_gpu("this.py", "--check works without one")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "this.py: needs a GPU, and PyTorch sees none here; --check works without one\n"

@@ -50,6 +50,7 @@ def test_an_unknown_benchmark_is_answered_with_those_that_are_known(monkeypatch,
         ("whole/peak_memory", ("--tp", "4")),
         ("whole/peak_memory", ("--quick", "--runner", "marlin")),
         ("changes/mori_rows", ("kernel",)),
+        *(("memory/segments", ()), ("memory/serving", ()), ("whole/soak", ())),
     ],
 )
 def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, monkeypatch, capsys):
@@ -59,14 +60,6 @@ def test_where_a_gpu_is_needed_and_missing_there_is_one_line(script, arguments, 
     assert said.startswith(script.split("/")[1])
     assert "needs a GPU" in said
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("script", ["memory/segments", "whole/soak"])
-def test_without_a_gpu_one_line_says_what_runs_without_one(script, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(monkeypatch, script) == 2
-    said = f"{script.split('/')[1]}: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
-    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("script", ["changes/weight_shuffle", "changes/cutedsl_memory"])

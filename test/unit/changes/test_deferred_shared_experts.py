@@ -166,7 +166,7 @@ def sequence(symmetric_memory):
     into_buffer = with_globals(
         function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, memory)
     )
-    wrapped = triton_sequence.make_sequence(function, takers.make_triton_route(into_buffer, memory))
+    wrapped = triton_sequence.wrap_sequence(function, takers.make_triton_route(into_buffer, memory))
     yield lambda hidden_states, weight, **how: wrapped(hidden_states, weight, None, None, None, **how)
     patcher.undo()
 

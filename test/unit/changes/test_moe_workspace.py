@@ -1,4 +1,4 @@
-"""moe-workspace: how wide the slices are, and the engine's own sequence in Triton's interpreter."""
+"""moe-workspace: how wide slices are, what stays whole, token slices; the engine's own code in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,141 +11,242 @@ from typing import Any, NamedTuple
 
 import interpreted
 import pytest
+import torch
 from common import moe_tables, output
 from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import column_slices, token_slices
-from sglang_moe_patches.changes.moe_workspace.column_slices import packed_slice_width, ranges, slice_width
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, token_slices
+from sglang_moe_patches.changes.moe_workspace.column_slices import (
+    LayerShape,
+    MarlinGemm,
+    TritonGemm,
+    packed_slice_width,
+    slice_width,
+    split_columns,
+)
 from sglang_moe_patches.core.engine import Unsupported
 from sglang_moe_patches.core.patch import Plan, check_environment, probe
 
-sizes = st.fixed_dictionaries(
-    {
-        "tokens": st.integers(1, 1 << 17),
-        "top_k": st.integers(3, 16),
-        "hidden": st.integers(16, 1024).map(lambda n: 16 * n),
-        "intermediate": st.integers(4, 1024).map(lambda n: 16 * n),
-        "itemsize": st.sampled_from([2, 4]),
-        "activation_itemsize": st.sampled_from([None, 1]),
-        "activation_elsewhere": st.booleans(),
-        "tiles": st.fixed_dictionaries(
-            {
-                "BLOCK_SIZE_M": st.sampled_from([16, 64, 128]),
-                "BLOCK_SIZE_N": st.sampled_from([16, 32, 64, 128, 256]),
-                "GROUP_SIZE_M": st.sampled_from([1, 32]),
-            }
-        ),
-        "share": st.sampled_from([0.0, 0.125, 1.0]),
-        "scale_columns": st.sampled_from([1, 32, 64, 128]),
-        "scale_bytes": st.integers(1, 64).map(lambda n: 4 * n),
-        "copied": st.booleans(),
-        "weight_bytes": st.integers(0, 1 << 34),
-        "most_bytes": st.none(),
-    }
+fractions = st.sampled_from([0.0, 0.125, 1.0])
+max_bytes = st.integers(1, 4 << 30)
+layers = st.builds(
+    LayerShape,
+    tokens=st.integers(1, 1 << 17),
+    top_k=st.integers(3, 16),
+    hidden=st.integers(16, 1024).map(lambda n: 16 * n),
+    intermediate=st.integers(4, 1024).map(lambda n: 16 * n),
+    itemsize=st.sampled_from([2, 4]),
+    gate_columns=st.just(0),
+    weight_bytes=st.integers(0, 1 << 34),
+    local_row_fraction=fractions,
 )
-asked = sizes.flatmap(lambda given: st.integers(1, 4 << 30).map(lambda most: given | {"most_bytes": most}))
+gemms = st.builds(
+    TritonGemm,
+    tiles=st.fixed_dictionaries(
+        {
+            "BLOCK_SIZE_M": st.sampled_from([16, 64, 128]),
+            "BLOCK_SIZE_N": st.sampled_from([16, 32, 64, 128, 256]),
+            "GROUP_SIZE_M": st.sampled_from([1, 32]),
+        }
+    ),
+    quantized=st.booleans(),
+    activation_in_dead_input=st.booleans(),
+    uses_staging=st.booleans(),
+    columns_per_scale=st.sampled_from([1, 32, 64, 128]),
+    scale_stride_bytes=st.integers(1, 64).map(lambda n: 4 * n),
+)
+packed_layers = st.builds(
+    LayerShape,
+    tokens=st.integers(1, 1 << 17),
+    top_k=st.integers(1, 16),
+    hidden=st.integers(1, 128).map(lambda n: 128 * n),
+    intermediate=st.integers(1, 64).map(lambda n: 64 * n),
+    itemsize=st.just(2),
+    gate_columns=st.integers(1, 128).map(lambda n: 64 * n),
+    weight_bytes=st.integers(0, 1 << 34),
+    local_row_fraction=fractions,
+)
+packed_gemms = st.builds(MarlinGemm, st.integers(1, 1 << 20), st.booleans(), st.none())
 
 
-# --- How wide --------------------------------------------------------------------------------------------------------
+# --- How wide: each bound of column_slices, computed here by itself --------------------------------------------------
 
 
-@given(sizes | asked)
-def test_slices_cut_no_tile_and_no_block_of_scales_and_start_at_16_bytes(given):
-    width = slice_width(**given)
-    assert 0 < width <= given["hidden"]
-    if width < given["hidden"]:
-        assert width % given["tiles"]["BLOCK_SIZE_N"] == 0
-        assert width % given["scale_columns"] == 0
-        assert width * given["itemsize"] % 16 == 0
-        assert width // given["scale_columns"] * given["scale_bytes"] % 16 == 0
+def tensor_bytes(layer):
+    return layer.tokens * layer.top_k * layer.hidden * layer.itemsize
 
 
-def tensor_bytes(given):
-    return given["tokens"] * given["top_k"] * given["hidden"] * given["itemsize"]
+def triton_bytes(layer, gemm, width):
+    """Bytes that the runner holds around the activation, and while it runs slices of this width."""
+    rows, inner, size, whole = layer.tokens * layer.top_k, layer.intermediate, layer.itemsize, width >= layer.hidden
+    own = 0 if gemm.activation_in_dead_input else inner * size
+    quantized = inner + 4 * inner / 128 if gemm.quantized else 0  # a scale for each 128
+    beside = own + quantized if whole else quantized or own
+    staging = layer.tokens * layer.hidden * size if gemm.uses_staging and not whole else 0
+    return rows * (2 * inner * size + own), rows * (beside + min(width, layer.hidden) * size) + staging
 
 
-@given(sizes)
-def test_small_tensors_stay_whole(given):
-    if tensor_bytes(given) < column_slices.MIN_TENSOR_BYTES:
-        assert slice_width(**given) == given["hidden"]
+def triton_us(layer, gemm, slices):
+    """What slices cost, and what the layer takes, by the fitted constants."""
+    rows, tiles, size = layer.tokens * layer.top_k, gemm.tiles, 1 if gemm.quantized else 2
+    small = size == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE_ELEMENTS
+    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[size]
+    constant, for_each_row = column_slices.SLICE_US[size]
+    staged = 2 * layer.tokens * layer.hidden * layer.itemsize if gemm.uses_staging else 0
+    operations = 2 * rows * layer.local_row_fraction * layer.hidden * 3 * layer.intermediate
+    moved = layer.weight_bytes + 2 * tensor_bytes(layer)
+    cost = column_slices.SLICING_US + staged / column_slices.BYTES_PER_US
+    return cost + (slices - 1) * (
+        constant + rows * for_each_row
+    ), operations / rate + moved / column_slices.BYTES_PER_US
 
 
-@given(sizes)
-def test_each_slice_saves_what_it_costs(given):
-    slices = len(ranges(given["hidden"], slice_width(**given)))
-    assert slices == 1 or tensor_bytes(given) / slices**2 >= column_slices.MIN_BYTES_SAVED_PER_SLICE
+def marlin_bytes(layer, gemm, width):
+    rows, inner, hidden = layer.tokens * layer.top_k, layer.intermediate, layer.hidden
+    final = 0 if gemm.output_in_dead_input else 2 * layer.tokens * hidden
+    own_weights = gemm.column_bytes if width < hidden else 0
+    gate_columns = layer.gate_columns or 2 * inner
+    return 2 * rows * (inner + gate_columns), 2 * rows * inner + final + width * (2 * rows + own_weights)
 
 
-def microseconds(given):
-    """What the slices cost, and what the layer takes, by the fitted constants."""
-    rows, inner, tiles = given["tokens"] * given["top_k"], given["intermediate"], given["tiles"]
-    bytes_ = given["activation_itemsize"] or 2
-    slices = len(ranges(given["hidden"], slice_width(**given)))
-    copied = 2 * given["tokens"] * given["hidden"] * given["itemsize"] if given["copied"] else 0
-    small = bytes_ == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE
-    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[bytes_]
-    once, for_each_row = column_slices.SLICE_US[bytes_]
-    moved = given["weight_bytes"] + 2 * tensor_bytes(given)
+def marlin_us(layer, gemm, slices):
+    rows, hidden = layer.tokens * layer.top_k, layer.hidden
+    constant, for_each_row = column_slices.MARLIN_SLICE_US
+    cost = column_slices.MARLIN_SLICING_US + 2 * hidden * gemm.column_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
+    operations = 2 * rows * layer.local_row_fraction * hidden * (layer.intermediate + layer.gate_columns)
+    moved = layer.weight_bytes + 2 * tensor_bytes(layer)
     return (
-        column_slices.START_US + (slices - 1) * (once + rows * for_each_row) + copied / column_slices.BYTES_PER_US,
-        2 * rows * given["share"] * given["hidden"] * 3 * inner / rate + moved / column_slices.BYTES_PER_US,
-        slices,
+        cost + (slices - 1) * (constant + rows * for_each_row),
+        operations / column_slices.MARLIN_OPERATIONS_PER_US + moved / column_slices.BYTES_PER_US,
     )
 
 
-@given(sizes)
-def test_slices_cost_two_per_cent_at_the_most(given):
-    cost, layer, slices = microseconds(given)
-    assert slices == 1 or cost <= 0.02 * layer
+def triton_step(gemm):
+    scales = 16 // math.gcd(16, gemm.scale_stride_bytes) * gemm.columns_per_scale
+    return math.lcm(column_slices.SLICE_ALIGNMENT_COLUMNS, gemm.tiles["BLOCK_SIZE_N"], scales)
 
 
-def test_tiles_that_go_through_the_columns_first_stay_whole_in_fp8():
-    sizes = (16384, 8, 7168, 512, 2)
-    for rows, group, cut in ((128, 1, False), (64, 1, True), (128, 32, True)):
-        tiles = {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": group}
-        assert (slice_width(*sizes, activation_itemsize=1, tiles=tiles) < 7168) == cut
-        assert slice_width(*sizes, tiles=tiles) < 7168
+@given(layers, gemms, st.none() | max_bytes)
+def test_slices_cut_no_tile_and_no_block_of_scales_and_start_at_16_bytes(layer, gemm, limit):
+    width = slice_width(layer, gemm, limit)
+    assert 0 < width <= layer.hidden
+    if width < layer.hidden:
+        assert width % gemm.tiles["BLOCK_SIZE_N"] == 0
+        assert width % gemm.columns_per_scale == 0
+        assert width * layer.itemsize % 16 == 0
+        assert width // gemm.columns_per_scale * gemm.scale_stride_bytes % 16 == 0
 
 
-def held(given, width):
-    """Bytes that the runner holds around the activation, and while it runs slices of this width."""
-    rows, inner, size = given["tokens"] * given["top_k"], given["intermediate"], given["itemsize"]
-    own = 0 if given["activation_elsewhere"] else inner * size
-    quantized = inner + 4 * inner / 128 if given["activation_itemsize"] else 0  # a scale for each 128
-    whole = width >= given["hidden"]
-    beside = own + quantized if whole else quantized or own
-    copied = given["tokens"] * given["hidden"] * size if given["copied"] and not whole else 0
-    return rows * (2 * inner * size + own), rows * (beside + min(width, given["hidden"]) * size) + copied
+@given(packed_layers, packed_gemms, st.none() | max_bytes)
+def test_marlin_has_a_launch_for_each_slice(layer, gemm, limit):
+    width = packed_slice_width(layer, gemm, limit)
+    slices = split_columns(layer.hidden, width)
+    assert slices[-1][1] == layer.hidden
+    assert all((stop - start) % column_slices.MARLIN_TILE_COLUMNS == 0 for start, stop in slices)
+    assert len(slices) == 1 or width % column_slices.MARLIN_ALIGNMENT_COLUMNS == 0
 
 
-@given(asked)
-def test_what_is_asked_for_is_kept_with_the_fewest_slices_that_keep_it(given):
-    width, scale = slice_width(**given), 16 // math.gcd(16, given["scale_bytes"]) * given["scale_columns"]
-    step = math.lcm(column_slices.ALIGNMENT, given["tiles"]["BLOCK_SIZE_N"], scale)
-    around, during = held(given, width)
-    most = max(around, given["most_bytes"])
-    assert during <= most or width == min(step, given["hidden"])
-    slices = len(ranges(given["hidden"], width))
+def check_default_rule(layer, gemm, width, predict_us):
+    slices = len(split_columns(layer.hidden, width))
     if slices > 1:
-        assert held(given, given["hidden"])[1] > most
+        assert tensor_bytes(layer) >= column_slices.MIN_TENSOR_BYTES
+        assert tensor_bytes(layer) / slices**2 >= column_slices.MIN_BYTES_SAVED_PER_SLICE
+        cost_us, layer_us = predict_us(layer, gemm, slices)
+        assert cost_us <= 0.02 * layer_us
+
+
+@given(layers, gemms)
+def test_slices_are_of_large_tensors_save_what_they_cost_and_cost_two_per_cent_at_the_most(layer, gemm):
+    check_default_rule(layer, gemm, slice_width(layer, gemm), triton_us)
+
+
+@given(packed_layers, packed_gemms)
+def test_so_do_marlins_copies_included_and_where_a_slice_saves_anything(layer, gemm):
+    width = packed_slice_width(layer, gemm)
+    check_default_rule(layer, gemm, width, marlin_us)
+    assert width == layer.hidden or layer.gate_columns < layer.hidden
+
+
+def check_asked_limit(layer, gemm, width, step, limit, predict_bytes):
+    """The limit is kept, by the fewest slices that keep it."""
+    around, during = predict_bytes(layer, gemm, width)
+    limit = max(around, limit)
+    assert during <= limit or width == min(step, layer.hidden)
+    slices = len(split_columns(layer.hidden, width))
+    if slices > 1:
+        assert predict_bytes(layer, gemm, layer.hidden)[1] > limit
     if slices > 2:
-        wider = -(-given["hidden"] // ((slices - 1) * step)) * step
-        assert held(given, wider)[1] > most
+        wider = -(-layer.hidden // ((slices - 1) * step)) * step
+        assert predict_bytes(layer, gemm, wider)[1] > limit
+
+
+@given(layers, gemms, max_bytes)
+def test_what_is_asked_for_is_kept_with_the_fewest_slices_that_keep_it(layer, gemm, limit):
+    check_asked_limit(layer, gemm, slice_width(layer, gemm, limit), triton_step(gemm), limit, triton_bytes)
+
+
+@given(packed_layers, packed_gemms, max_bytes)
+def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(layer, gemm, limit):
+    width = packed_slice_width(layer, gemm, limit)
+    if layer.gate_columns >= layer.hidden:
+        assert width == layer.hidden
+    else:
+        check_asked_limit(layer, gemm, width, column_slices.MARLIN_ALIGNMENT_COLUMNS, limit, marlin_bytes)
+
+
+@given(packed_layers, packed_gemms, max_bytes)
+def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(layer, gemm, limit):
+    layer = layer._replace(intermediate=min(layer.intermediate, layer.gate_columns))
+    if tensor_bytes(layer) < column_slices.min_packed_tensor_bytes(limit):
+        assert packed_slice_width(layer, gemm, limit) == layer.hidden
+
+
+@pytest.mark.parametrize(("rows", "group", "cut"), [(128, 1, False), (64, 1, True), (128, 32, True)])
+def test_tiles_that_go_through_the_columns_first_stay_whole_in_fp8(rows, group, cut):
+    layer, tiles = LayerShape(16384, 8, 7168, 512), {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": group}
+    assert (slice_width(layer, TritonGemm(tiles, quantized=True)) < 7168) == cut
+    assert slice_width(layer, TritonGemm(tiles)) < 7168
+
+
+@pytest.mark.parametrize(
+    ("layer", "gemm", "limit", "width"),
+    [
+        (LayerShape(3071, 8, 4096, 384), TritonGemm(), None, 4096),  # smaller than 192 MiB
+        (LayerShape(3072, 8, 4096, 384), TritonGemm(), None, 2048),
+        # 1,280 columns would fit, but for the scales of the quantized input.
+        (LayerShape(16384, 8, 2560, 512), TritonGemm(quantized=True), 1, 1024),
+        (LayerShape(16384, 8, 7168, 384), TritonGemm(), 1, 768),
+        (LayerShape(16384, 8, 7168, 384), TritonGemm({"BLOCK_SIZE_N": 512}), 1, 512),
+    ],
+)
+def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
+    assert slice_width(layer, gemm, limit) == width
+
+
+def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at():
+    layer = LayerShape(16384, 8, 7168, 512)
+    limits = [
+        max(held(layer, gemm, 7168)) - 1 for held, gemm in ((triton_bytes, TritonGemm()), (marlin_bytes, MarlinGemm(1)))
+    ]
+    assert slice_width(layer, TritonGemm(), limits[0]) < 7168
+    assert tensor_bytes(layer) >= column_slices.min_tensor_bytes(limits[0])
+    assert packed_slice_width(layer, MarlinGemm(1), limits[1]) < 7168
+    assert tensor_bytes(layer) >= column_slices.min_packed_tensor_bytes(limits[1])
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000))
-def test_the_ranges_are_every_column_once_in_order(hidden, width):
-    found = ranges(hidden, width)
-    assert [column for start, stop in found for column in range(start, stop)] == list(range(hidden))
-    assert all(stop - start == width for start, stop in found[:-1])
+def test_slices_have_every_column_once_in_order(hidden, width):
+    slices = split_columns(hidden, width)
+    assert [column for start, stop in slices for column in range(start, stop)] == list(range(hidden))
+    assert all(stop - start == width for start, stop in slices[:-1])
 
 
 def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent():
     """The lower end of the paired interval of the time, default and tuned tiles, batch by batch."""
-    found = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
-    cut = {key: one for key, one in found.items() if one is not None}
+    cells = moe_tables.by_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
+    cut = {key: one for key, one in cells.items() if one is not None}
     assert len(cut) > 25
     assert all(one["interval"][0] <= 1.02 and one["same"] for one in cut.values())
     # As before, where its tiles leave the room.
@@ -153,115 +254,24 @@ def test_in_no_layer_that_was_measured_does_the_rule_cost_more_than_two_per_cent
 
 
 @pytest.mark.parametrize(
-    ("sizes", "peak_mb"),
+    ("top_k", "hidden", "intermediate", "quantized", "in_dead_input", "peak_mb"),
     [
-        # tokens, top-k, hidden, intermediate, bytes of an activation: and the runner's peak that was asked for
-        ((16384, 8, 7168, 512, 2), 411),  # Kimi-K2.5, TP=4
-        ((16384, 8, 7168, 512, 1), 480),
-        ((16384, 9, 7168, 256, 1), 420),  # DeepSeek-V3, TP=8, its shared expert one more routed one
-        ((16384, 8, 4096, 384, 2), 380),  # Qwen3-235B, TP=4
-        # The same with the activation's output in the layer's dead input, which is large enough.
-        ((16384, 9, 7168, 512, 1, True), 390),  # DeepSeek-V3, TP=4
-        ((16384, 9, 7168, 256, 1, True), 345),
-        ((16384, 8, 4096, 384, 2, True), 270),
+        (8, 7168, 512, False, False, 411),  # Kimi-K2.5, TP=4
+        (8, 7168, 512, True, False, 480),
+        (9, 7168, 256, True, False, 420),  # DeepSeek-V3, TP=8, its shared expert one more routed one
+        (8, 4096, 384, False, False, 380),  # Qwen3-235B, TP=4
+        (9, 7168, 512, True, True, 390),  # DeepSeek-V3, TP=4
+        (9, 7168, 256, True, True, 345),
+        (8, 4096, 384, False, True, 270),
     ],
-    ids=str,
 )
-def test_the_peaks_of_models(sizes, peak_mb):
-    tokens, top_k, hidden, intermediate, activation, *elsewhere = sizes
-    scales = {"scale_columns": 128, "scale_bytes": intermediate // 128 * 4} if activation == 1 else {}
-    width = slice_width(
-        *(tokens, top_k, hidden, intermediate, 2),
-        activation_itemsize=activation,
-        activation_elsewhere=bool(elsewhere),
-        **scales,
-    )
-    rows = tokens * top_k
-    around_the_activation = rows * (2 if elsewhere else 3) * intermediate * 2
-    second_input = 0 if elsewhere and activation == 2 else intermediate * activation * 1.03125
-    during_the_slices = rows * (second_input + width * 2)
-    if elsewhere:
-        assert rows * intermediate * 2 <= tokens * hidden * 2  # it fits
-    assert max(around_the_activation, during_the_slices) <= peak_mb * 1e6
-
-
-# --- How wide, where a slice's weights are copied first --------------------------------------------------------------
-
-packed = st.fixed_dictionaries(
-    {
-        "tokens": st.integers(1, 1 << 17),
-        "top_k": st.integers(1, 16),
-        "hidden": st.integers(1, 128).map(lambda n: 128 * n),
-        "intermediate": st.integers(1, 64).map(lambda n: 64 * n),
-        "itemsize": st.just(2),
-        "gate_columns": st.integers(1, 128).map(lambda n: 64 * n),
-        "column_bytes": st.integers(1, 1 << 20),
-        "weight_bytes": st.integers(0, 1 << 34),
-        "share": st.sampled_from([0.0, 0.125, 1.0]),
-        "output_elsewhere": st.booleans(),
-        "most_bytes": st.none(),
-    }
-)
-asked_packed = packed.flatmap(lambda given: st.integers(1, 4 << 30).map(lambda most: given | {"most_bytes": most}))
-
-
-def marlin_held(given, width):
-    """Bytes that Marlin holds around the activation, and while it runs slices of this width."""
-    rows, inner, hidden = given["tokens"] * given["top_k"], given["intermediate"], given["hidden"]
-    output = 0 if given["output_elsewhere"] else 2 * given["tokens"] * hidden
-    own_weights = given["column_bytes"] if width < hidden else 0
-    return 2 * rows * (inner + given["gate_columns"]), 2 * rows * inner + output + width * (2 * rows + own_weights)
-
-
-@given(packed | asked_packed)
-def test_marlin_has_a_launch_for_each_slice(given):
-    width = packed_slice_width(**given)
-    found = ranges(given["hidden"], width)
-    assert found[-1][1] == given["hidden"]
-    assert all((stop - start) % column_slices.MARLIN_TILE == 0 for start, stop in found)
-    assert len(found) == 1 or width % column_slices.MARLIN_ALIGNMENT == 0
-
-
-@given(packed)
-def test_marlins_slices_cost_two_per_cent_at_the_most_copies_included(given):
-    slices = len(ranges(given["hidden"], packed_slice_width(**given)))
-    rows, hidden, inner = given["tokens"] * given["top_k"], given["hidden"], given["intermediate"]
-    tensor = 2 * rows * hidden
-    once, for_each_row = column_slices.MARLIN_SLICE_US
-    cost = column_slices.MARLIN_START_US + 2 * hidden * given["column_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
-    cost += (slices - 1) * (once + rows * for_each_row)
-    layer = (
-        2 * rows * given["share"] * hidden * (inner + given["gate_columns"]) / column_slices.MARLIN_OPERATIONS_PER_US
-    )
-    layer += (given["weight_bytes"] + 2 * tensor) / column_slices.BYTES_PER_US
-    assert slices == 1 or cost <= 0.02 * layer
-    assert slices == 1 or tensor >= column_slices.MIN_TENSOR_BYTES
-    assert slices == 1 or tensor / slices**2 >= column_slices.MIN_BYTES_SAVED_PER_SLICE
-    assert slices == 1 or given["gate_columns"] < hidden
-
-
-@given(asked_packed)
-def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(given):
-    width, step = packed_slice_width(**given), column_slices.MARLIN_ALIGNMENT
-    around, during = marlin_held(given, width)
-    most = max(around, given["most_bytes"])
-    if given["gate_columns"] >= given["hidden"]:
-        assert width == given["hidden"]
-        return
-    assert during <= most or width == min(step, given["hidden"])
-    slices = len(ranges(given["hidden"], width))
-    if slices > 1:
-        assert marlin_held(given, given["hidden"])[1] > most
-    if slices > 2:
-        wider = -(-given["hidden"] // ((slices - 1) * step)) * step
-        assert marlin_held(given, wider)[1] > most
-
-
-@given(asked_packed)
-def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(given):
-    given["intermediate"] = min(given["intermediate"], given["gate_columns"])
-    if tensor_bytes(given) < column_slices.smallest_packed_tensor(given["most_bytes"]):
-        assert packed_slice_width(**given) == given["hidden"]
+def test_the_peaks_of_models(top_k, hidden, intermediate, quantized, in_dead_input, peak_mb):
+    layer = LayerShape(16384, top_k, hidden, intermediate)
+    scales = {"columns_per_scale": 128, "scale_stride_bytes": intermediate // 128 * 4} if quantized else {}
+    gemm = TritonGemm(quantized=quantized, activation_in_dead_input=in_dead_input, **scales)
+    assert max(triton_bytes(layer, gemm, slice_width(layer, gemm))) <= peak_mb * 1e6
+    if in_dead_input:
+        assert top_k * intermediate <= hidden  # it fits
 
 
 @pytest.mark.parametrize(
@@ -273,31 +283,174 @@ def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(given):
     ],
 )
 def test_the_peaks_of_models_in_int4(experts, hidden, intermediate, group, asked_mb, slices):
-    given = {
-        **{"tokens": 16384, "top_k": 8, "hidden": hidden, "intermediate": intermediate, "itemsize": 2},
-        **{"gate_columns": 2 * intermediate, "output_elsewhere": False, "most_bytes": asked_mb * 10**6},
-        "column_bytes": experts * intermediate // 2 + experts * intermediate // group * 2,
-        "weight_bytes": 3 * experts * hidden * intermediate // 2,
+    layer = LayerShape(16384, 8, hidden, intermediate, weight_bytes=3 * experts * hidden * intermediate // 2)
+    gemm = MarlinGemm(experts * intermediate // 2 + experts * intermediate // group * 2)
+    width = packed_slice_width(layer, gemm, asked_mb * 10**6)
+    assert len(split_columns(hidden, width)) == slices
+    assert max(marlin_bytes(layer, gemm, width)) <= asked_mb * 1e6
+
+
+# --- What stays whole ------------------------------------------------------------------------------------------------
+
+TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
+
+
+def capture(**operands):
+    """A deferred tensor with a captured GEMM of 16-bit operands, some of them replaced."""
+    deferred = deferred_tensor.DeferredTensor((TOKENS, TOP_K, HIDDEN), torch.device("cpu"), torch.bfloat16)
+    tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 1}
+    plain = {
+        "activations": torch.ones(TOKENS * TOP_K, INNER, dtype=torch.bfloat16),
+        "weights": torch.ones(4, HIDDEN, INNER, dtype=torch.bfloat16),
+        **dict.fromkeys(("bias", "activations_scale", "weights_scale", "zero_points")),
+        "rest": (*[None] * 7, tiles),
+        "kwargs": {"use_fp8_w8a8": False, "use_int8_w8a8": False, "block_shape": None},
     }
-    width = packed_slice_width(**given)
-    assert len(ranges(hidden, width)) == slices
-    assert max(marlin_held(given, width)) <= asked_mb * 1e6
+    deferred.gemm = deferred_tensor.SecondGemm(**plain | operands)
+    return deferred
 
 
-# --- Who needs it ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def called():
+    """Run columns of a deferred tensor, however narrow: the operands of each GEMM, and which sum ran."""
+
+    def run(deferred, output):
+        gemms, sums = [], []
+        call = deferred_tensor.SequenceCall(2 * INNER, 0, 1.0, False, False, 1)
+        token = deferred_tensor.current_call.set(call)
+        try:
+            deferred_tensor.gemm_and_sum(
+                deferred,
+                output,
+                1.0,
+                invoke=lambda *operands, **kwargs: gemms.append(operands),
+                invoke_quantized=pytest.fail,
+                whole_sum=lambda *args: sums.append("whole"),
+                slice_sum=lambda *args: sums.append("slice"),
+            )
+        finally:
+            deferred_tensor.current_call.reset(token)
+        return gemms, sums
+
+    return run
+
+
+def plain_output():
+    return torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("device", "runner", "reason"),
+    ("operands", "output"),
     [
-        ("cuda", "triton", None),
-        ("cuda", "auto", None),
-        ("cuda", "marlin", None),  # which leaves BF16 experts to Triton
-        ("cpu", "triton", "--device is cpu"),
+        ({"weights": torch.ones(4, HIDDEN + 64, INNER)}, plain_output()),  # padded
+        ({"weights": torch.ones(4, HIDDEN)}, plain_output()),
+        ({"bias": torch.ones(4, 1)}, plain_output()),
+        ({"weights_scale": torch.ones(4, 3)}, plain_output()),
+        ({"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128]}}, plain_output()),
+        ({"zero_points": torch.ones(4, HIDDEN // 2)}, plain_output()),
+        ({}, torch.empty(HIDDEN, TOKENS, dtype=torch.bfloat16).T),
+        ({}, plain_output().float()),
+        ({}, plain_output()[:-1]),
+    ],
+    ids=["padded", "flat", "bias", "scales", "blocks", "zero points", "columns apart", "dtype", "rows"],
+)
+def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operands, output):
+    """Not as one slice of all columns: what is whole because of its shape must not be cut to the layer's."""
+    operands = operands | {"kwargs": capture().gemm.kwargs | operands.get("kwargs", {})}
+    deferred = capture(**operands)
+    captured = deferred.gemm
+    ((activations, weights, bias, whole, _, scale, zero_points, *rest),), sums = called(deferred, output)
+    assert weights is captured.weights
+    assert bias is captured.bias
+    assert scale is captured.weights_scale
+    assert zero_points is captured.zero_points
+    assert activations is captured.activations
+    assert tuple(rest) == captured.rest
+    assert whole.shape == (TOKENS, TOP_K, HIDDEN)
+    assert sums == ["whole"]
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(4), torch.ones(4, HIDDEN, 1)], ids=["none", "one", "columns"])
+def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale):
+    weights = torch.ones(4, HIDDEN, INNER, dtype=torch.bfloat16)
+    gemms, sums = called(capture(weights=weights, weights_scale=scale), plain_output())
+    assert [operands[1].data_ptr() - weights.data_ptr() for operands in gemms] == [0, 256 * INNER * 2]
+    assert [operands[1].shape[1] for operands in gemms] == [256, 256]
+    assert sums == ["slice", "slice"]
+
+
+# --- Who needs it, and who gets what ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "runner", "max_tokens", "reason"),
+    [
+        ("cuda", "triton", "", None),
+        ("cuda", "auto", "", None),
+        ("cuda", "marlin", "", None),  # which leaves BF16 experts to Triton
+        ("cpu", "triton", "", "--device is cpu"),
+        ("cpu", "triton", "4096", None),  # token slices are for every server
     ],
 )
-def test_servers_that_never_reach_it(device, runner, reason):
+def test_servers_that_never_reach_it(monkeypatch, device, runner, max_tokens, reason):
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
     assert moe_workspace.CHANGE.skip_reason(SimpleNamespace(device=device, moe_runner_backend=runner)) == reason
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
+@pytest.mark.parametrize(("name", "of"), [("MAX_MOE_TOKENS", "tokens"), ("MOE_WORKSPACE_MB", "MB")])
+def test_a_bad_number_ends_the_start_up_by_name(name, of, value):
+    environ = {f"SGLANG_MOE_PATCHES_{name}": value}
+    with pytest.raises(ValueError, match=f"SGLANG_MOE_PATCHES_{name}: expected a positive number of {of}"):
+        check_environment([moe_workspace.CHANGE], environ)
+
+
+THEIRS = "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
+AMD = "AMD's sums have not been tried"
+
+
+@pytest.mark.parametrize(
+    ("triton_plan", "marlin_plan", "max_tokens", "installed", "reason"),
+    [
+        (AMD, AMD, "", None, AMD),
+        (Unsupported, Unsupported, "", None, THEIRS),
+        (AMD, AMD, "4096", ["tokens"], f"token slices alone: {AMD}"),
+        (
+            *(Unsupported, Unsupported, "4096", ["tokens"]),
+            f"token slices alone: {THEIRS}; no columns in Marlin: {THEIRS}",
+        ),
+        (Unsupported, "applied", "", ["marlin"], f"no columns in the Triton runner: {THEIRS}"),
+        ("applied", "applied", "", ["triton", "marlin"], ""),
+        ("applied", Unsupported, "", ["triton"], f"no columns in Marlin: {THEIRS}"),
+        ("applied", AMD, "", ["triton"], ""),
+        ("applied", ValueError, "", ["triton"], f"no columns in Marlin: probing it failed: ValueError: {THEIRS}"),
+    ],
+)
+def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_plan, max_tokens, installed, reason):
+    from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
+
+    parts = []
+
+    def plan(name, result):
+        if result == "applied":
+            return Plan.applied(lambda patcher: parts.append(name))
+        if isinstance(result, str):
+            return Plan.not_needed(result)
+        raise result(THEIRS)
+
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
+    monkeypatch.setattr(streams, "probe", lambda: lambda patcher: None)
+    monkeypatch.setattr(moe_workspace, "_offer_dead_input", lambda: (None, ""))
+    for module, name, result in ((triton, "triton", triton_plan), (marlin, "marlin", marlin_plan)):
+        monkeypatch.setattr(module, "plan", lambda name=name, result=result: plan(name, result))
+    monkeypatch.setattr(token_slices, "plan", lambda max_tokens: plan("tokens", "applied"))
+    answer = probe(moe_workspace.CHANGE)
+    assert answer.reason == reason
+    if installed is None:
+        assert answer.install is None
+    else:
+        answer.install(None)
+        assert parts == installed
 
 
 # --- Token slices ----------------------------------------------------------------------------------------------------
@@ -320,25 +473,24 @@ class Combine(NamedTuple):
 
 
 def dispatch(tokens, hidden=4, **more):
-    torch = pytest.importorskip("torch")
     routed = TopK(torch.rand(tokens, 2), torch.zeros(tokens, 2, dtype=torch.int32), None)
     return Dispatch(torch.randn(tokens, hidden), None, routed)._replace(**more)
 
 
 @given(st.integers(1, 40000), st.integers(1, 40000))
 def test_every_token_is_in_one_slice_and_no_slice_is_too_large(tokens, most):
-    found = token_slices.token_ranges(tokens, most)
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
-    assert found[-1][1] == tokens
-    assert all(0 < stop - start <= most for start, stop in found)
-    assert len(found) == math.ceil(tokens / most)
+    slices = token_slices.split_tokens(tokens, most)
+    assert [start for start, _ in slices] == [0, *(stop for _, stop in slices[:-1])]
+    assert slices[-1][1] == tokens
+    assert all(0 < stop - start <= most for start, stop in slices)
+    assert len(slices) == math.ceil(tokens / most)
 
 
 @pytest.mark.parametrize("tokens", [100, 128, 129, 257])
 @pytest.mark.parametrize("inplace", [True, False])
 def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
-    given_ = dispatch(tokens)
-    before, seen = given_.hidden_states.clone(), []
+    whole, seen = dispatch(tokens), []
+    before = whole.hidden_states.clone()
 
     def core(part):
         assert len(part.topk_output.topk_weights) == len(part.hidden_states)
@@ -346,116 +498,49 @@ def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
         result = part.hidden_states * part.topk_output.topk_weights[:, :1]
         return Combine(part.hidden_states.copy_(result) if inplace else result)
 
-    found = token_slices._run(core, given_, 128).hidden_states
+    result = token_slices.run_slices(core, whole, 128).hidden_states
     assert max(seen) <= 128
     assert sum(seen) == tokens
-    assert (found == before * given_.topk_output.topk_weights[:, :1]).all()
-    assert (found is given_.hidden_states) == inplace
-    assert inplace or (given_.hidden_states == before).all()
+    assert (result == before * whole.topk_output.topk_weights[:, :1]).all()
+    assert (result is whole.hidden_states) == inplace
+    assert inplace or (whole.hidden_states == before).all()
 
 
-class Fp8MoEMethod:
-    block_quant = False
-
-
-class UnquantizedFusedMoEMethod:
-    pass
-
-
-class SomebodysMoEMethod:
-    pass
-
-
-def test_what_is_not_on_the_list_is_not_cut():
-    torch = pytest.importorskip("torch")
-
-    def why(given_):
-        return token_slices.unsliceable(given_, Dispatch, TopK)
-
-    assert why(dispatch(5)) is None
-    assert why(dispatch(5, hidden_states_scale=torch.ones(128))) == "it gets hidden_states_scale"
-    assert why(dispatch(5, topk_output=(1, 2))) == "its routing is a tuple"
-    assert why((torch.ones(5, 4), None, None)) == "it gets a tuple"
-    longer = dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2))
-    assert why(dispatch(5, topk_output=longer)) == "router_logits has 8 rows for 5 tokens"
-
-
-def test_rows_that_depend_on_each_other_are_not_cut():
-    def why(method, **layer):
-        return token_slices.dependent_rows(SimpleNamespace(quant_method=method, **layer))
-
-    assert why(UnquantizedFusedMoEMethod()) is None
-    assert "whole batch" in why(Fp8MoEMethod())
-    assert why(Fp8MoEMethod(), w2_input_scale=1.0) is None
-    blocks = Fp8MoEMethod()
-    blocks.block_quant = True
-    assert why(blocks) is None
-    assert "SomebodysMoEMethod" in why(SomebodysMoEMethod())
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "1e3", "many", "4096.0", "\u0664"])
-@pytest.mark.parametrize(("name", "of"), [("MAX_MOE_TOKENS", "tokens"), ("MOE_WORKSPACE_MB", "MB")])
-def test_a_bad_number_ends_the_start_up_by_name(name, of, value):
-    environ = {f"SGLANG_MOE_PATCHES_{name}": value}
-    with pytest.raises(ValueError, match=f"SGLANG_MOE_PATCHES_{name}: expected a positive number of {of}"):
-        check_environment([moe_workspace.CHANGE], environ)
-
-
-def test_token_slices_are_for_every_server(monkeypatch):
-    server_args = SimpleNamespace(device="cpu", moe_runner_backend="triton")
-    assert moe_workspace.CHANGE.skip_reason(server_args)
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
-    assert moe_workspace.CHANGE.skip_reason(server_args) is None
-
-
-def somebody_elses_gemm():
-    raise Unsupported("invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel")
+def longer_logits():
+    return dispatch(5, topk_output=dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2)))
 
 
 @pytest.mark.parametrize(
-    ("plan", "reason"),
+    ("dispatched", "reason"),
     [
-        (lambda: Plan.not_needed("AMD's sums have not been tried"), "AMD's sums have not been tried"),
-        (somebody_elses_gemm, "invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"),
+        (dispatch(5), None),
+        (dispatch(5, hidden_states_scale=torch.ones(128)), "it gets hidden_states_scale"),
+        (dispatch(5, topk_output=(1, 2)), "its routing is a tuple"),
+        ((torch.ones(5, 4), None, None), "it gets a tuple"),
+        (longer_logits(), "router_logits has 8 rows for 5 tokens"),
     ],
-    ids=["AMD", "a plugin around the GEMM"],
+    ids=["plain", "scale", "routing", "dispatch", "logits"],
 )
-def test_where_there_are_token_slices_alone_it_is_said_why(monkeypatch, plan, reason):
-    from sglang_moe_patches.changes.moe_workspace import token_slices, triton
-
-    monkeypatch.setattr(triton, "plan", plan)
-    assert probe(moe_workspace.CHANGE).install is None
-    monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4096")
-    monkeypatch.setattr(token_slices, "plan", lambda most: Plan.applied(lambda patcher: None))
-    found = probe(moe_workspace.CHANGE)
-    assert found.install is not None
-    assert found.reason == f"token slices alone: {reason}"
+def test_what_is_not_on_the_list_is_not_cut(dispatched, reason):
+    assert token_slices.dispatch_skip_reason(dispatched, Dispatch, TopK) == reason
 
 
-def test_columns_in_one_runner_do_without_the_other(monkeypatch):
-    from sglang_moe_patches.changes.moe_workspace import marlin, streams, triton
-
-    installed = []
-    monkeypatch.setattr(streams, "look", lambda: lambda patcher: None)
-    monkeypatch.setattr(moe_workspace, "_dead_input", lambda: (None, ""))
-    plans = {
-        module: Plan.applied(lambda patcher, module=module: installed.append(module)) for module in (triton, marlin)
-    }
-    monkeypatch.setattr(triton, "plan", somebody_elses_gemm)
-    monkeypatch.setattr(marlin, "plan", lambda: plans[marlin])
-    found = probe(moe_workspace.CHANGE)
-    assert found.reason == (
-        "no columns in the Triton runner: invoke_fused_moe_kernel is wrapped or replaced by theirs.kernel"
-    )
-    found.install(None)
-    assert installed == [marlin]
-    monkeypatch.setattr(triton, "plan", lambda: plans[triton])
-    assert probe(moe_workspace.CHANGE).reason == ""
-    monkeypatch.setattr(marlin, "plan", somebody_elses_gemm)
-    found = probe(moe_workspace.CHANGE)
-    assert found.reason.startswith("no columns in Marlin: ")
-    found.install(None)
-    assert installed == [marlin, triton]
+@pytest.mark.parametrize(
+    ("method", "layer", "reason"),
+    [
+        ("UnquantizedFusedMoEMethod", {}, None),
+        ("Fp8MoEMethod", {}, "whole batch"),
+        ("Fp8MoEMethod", {"w2_input_scale": 1.0}, None),
+        ("Fp8MoEMethod", {"block_quant": True}, None),
+        ("CompressedTensorsFusedMoEMethod", {"scheme": type("CompressedTensorsWNA16MoE", (), {})()}, None),
+        ("CompressedTensorsFusedMoEMethod", {"scheme": type("SomebodysScheme", (), {})()}, "SomebodysScheme"),
+        ("SomebodysMoEMethod", {}, "SomebodysMoEMethod"),
+    ],
+)
+def test_rows_that_depend_on_each_other_are_not_cut(method, layer, reason):
+    quant_method = type(method, (), {"block_quant": layer.get("block_quant", False)})()
+    answer = token_slices.row_dependence_skip_reason(SimpleNamespace(quant_method=quant_method, **layer))
+    assert answer is None if reason is None else reason in answer
 
 
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
@@ -489,7 +574,7 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
     from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum, sum_and_copy
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sums = {"experts_output_ptr": f"*{dtype}", "output_ptr": f"*{dtype}", "scale": "fp32"}
+    sums = {"expert_outputs_ptr": f"*{dtype}", "output_ptr": f"*{dtype}", "scale": "fp32"}
     sums |= dict.fromkeys(("columns", "output_stride"), "i32")
     ptx = ptx_of(moe_sum._moe_sum_kernel, sums, {"TOP_K": 8, "BLOCK": 1024}, capability)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8

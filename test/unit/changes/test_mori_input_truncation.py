@@ -62,40 +62,32 @@ def announced(global_num_tokens=None, local=None, total=None):
 # --- The variables ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["", "0", "1", "4096", " 32 ", "1_000", "+8"])
-def test_valid_limits(value):
-    check_environment([mori_input_truncation.CHANGE], {LIMIT.name: value})
-    assert LIMIT.read({LIMIT.name: value}) == int(value or 0)
-
-
-@pytest.mark.parametrize("value", ["-1", "1e3", "4k", "3.5", "true"])
-def test_a_limit_that_is_no_row_count_is_refused_by_name(value):
-    with pytest.raises(ValueError, match=f"{LIMIT.name}: expected 0 .no limit. or a positive number of rows"):
-        check_environment([mori_input_truncation.CHANGE], {LIMIT.name: value})
-
-
-@pytest.mark.parametrize("value", ["2", "-1", "on", "enabled"])
-def test_the_bound_is_on_or_off(value):
-    with pytest.raises(ValueError, match=f"{BOUND.name}: expected 0 or 1, got '{value}'"):
-        check_environment([mori_input_truncation.CHANGE], {BOUND.name: value})
-
-
-def test_unset_means_off():
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        *((LIMIT, text, int(text or 0)) for text in ("", "0", "1", "4096", " 32 ", "1_000", "+8")),
+        # As the engine reads it: a server that starts with SGLANG_MORI_RECV_BOUND=true must start with us, too.
+        *((BOUND, text, False) for text in ("", "0", "False", "n")),
+        *((BOUND, text, True) for text in ("1", "true", "True", "yes", "Y")),
+    ],
+)
+def test_values_that_are_taken(variable, text, value):
     check_environment([mori_input_truncation.CHANGE], {})
-    assert LIMIT.read({}) == 0
-    assert not BOUND.read({})
+    check_environment([mori_input_truncation.CHANGE], {variable.name: text})
+    assert variable.read({variable.name: text}) == value
+    assert not variable.read({})
 
 
-@pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("False", False), ("n", False), ("1", True)])
-def test_the_bound_is_what_the_engine_takes_it_for(value, on):
-    assert BOUND.read({BOUND.name: value}) is on
-
-
-@pytest.mark.parametrize("value", ["true", "True", "yes", "Y"])
-def test_every_spelling_of_on_that_the_engine_accepts_is_accepted(value):
-    """A server with ``SGLANG_MORI_RECV_BOUND=true`` starts without this package, and must start with it."""
-    check_environment([mori_input_truncation.CHANGE], {BOUND.name: value})
-    assert BOUND.read({BOUND.name: value})
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        *((LIMIT, text, "0 .no limit. or a positive number of rows") for text in ("-1", "1e3", "4k", "3.5", "true")),
+        *((BOUND, text, f"0 or 1, got '{text}'") for text in ("2", "-1", "on", "enabled")),
+    ],
+)
+def test_any_other_value_is_refused_by_its_name(variable, text, expected):
+    with pytest.raises(ValueError, match=f"{variable.name}: expected {expected}"):
+        check_environment([mori_input_truncation.CHANGE], {variable.name: text})
 
 
 def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
@@ -443,23 +435,22 @@ def test_an_unprovable_limit_stops_what_exceeds_it(caplog):
     assert "device-side assertion ends this process" in caplog.text
 
 
-def test_an_unprovable_limit_is_not_applied_where_assertions_are_left_out(caplog):
-    policy, whole = Policy(Layout(4), 5, False, assertions=False), buffers(received=6)
-    assert truncate(whole, policy, announced([4], 4, 4)) is whole
-    assert "is not applied" in caplog.text
-
-
-def test_the_bound_alone_cuts_nothing_where_it_is_not_provable(caplog):
+@pytest.mark.parametrize(
+    ("policy", "counts", "said"),
+    [
+        (Policy(Layout(4), 5, False, assertions=False), [4], "is not applied"),  # it would not be seen to be exceeded
+        (Policy(Layout(4), 0, True), [4], "is not known"),
+        # Counts that the server may get wrong are not used.
+        (Policy(Layout(4), 0, True, unreliable="--enable-dynamic-chunking"), [4, 0, 0, 0], "is not known"),
+    ],
+)
+def test_nothing_is_cut_that_may_be_needed(caplog, policy, counts, said):
     whole = buffers(received=50)
-    assert truncate(whole, Policy(Layout(4), 0, True), announced([4], 4, 4)) is whole
-    assert "is not known" in caplog.text
+    assert truncate(whole, policy, announced(counts, 4, 4)) is whole
+    assert said in caplog.text
 
 
-def test_counts_that_the_server_may_get_wrong_are_not_used():
-    counts = announced([4, 0, 0, 0], 4, 4)
-    policy = Policy(Layout(4), 0, True, unreliable="--enable-dynamic-chunking")
-    whole = buffers(received=16)
-    assert truncate(whole, policy, counts) is whole
+def test_one_ranks_own_count_is_used_whatever_the_server_gets_wrong():
     one_rank = Policy(Layout(4, attn_tp=4), 0, True, unreliable="--enable-dynamic-chunking")
     assert len(truncate(buffers(sent=1), one_rank, announced([4], 4, 4)).hidden_states) == 4
 
@@ -527,28 +518,3 @@ def test_buffers_overflow_loudly():
         reference.Network(1, 1, 1).dispatch([sent])
     with pytest.raises(RuntimeError, match="receives 2 rows"):
         reference.Network(1, 1, 2, buffer_rows=1).dispatch([sent])
-
-
-@pytest.mark.parametrize(("quant_type", "error"), [("per_1x128", 0.04), ("per_1x32", 0.17)])
-def test_quantized_rows_come_back(quant_type, error):
-    x = torch.randn(5, 256)
-    rows, scales = reference.get_hip_quant(reference.QuantType[quant_type])(x)
-    back = reference.dequantize(rows, scales, torch.float64)
-    assert (back - x).norm() / x.norm() < error
-
-
-def test_fused_moe_against_a_loop():
-    torch.manual_seed(0)
-    w1, w2 = torch.randn(2, 12, 4).double(), torch.randn(2, 4, 6).double()
-    x, weights = torch.randn(3, 4).double(), torch.rand(3, 2)
-    ids = torch.tensor([[2, 0], [3, 2], [1, 0]], dtype=torch.int32)
-    mask = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
-    out = reference.fused_moe(x, w1, w2, weights, ids, mask, num_local_tokens=torch.tensor([2]), dtype=torch.float64)
-    for row in range(2):
-        expected = torch.zeros(4).double()
-        for slot in range(2):
-            if (local := int(ids[row, slot]) - 2) >= 0:
-                gate, up = (w1[local] @ x[row]).chunk(2)
-                expected += weights[row, slot].double() * (w2[local] @ (torch.nn.functional.silu(gate) * up))
-        assert torch.allclose(out[row], expected)
-    assert out[2].isnan().all()

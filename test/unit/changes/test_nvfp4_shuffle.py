@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
-from nvfp4_layer import RESULTS, Layer, choose_trtllm, create, differences, load, nvfp4_method, random_layer  # noqa: E402
+from nvfp4_layer import RESULTS, Layer, create, differences, nvfp4_method, random_layer  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
 from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
 from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
@@ -399,10 +399,6 @@ def test_copying_the_result_back_is_free(source, survives):
     assert (result.returncode == 0) == survives
 
 
-def test_supported_on_the_installed_engine(engine):
-    assert probe(nvfp4_weights.CHANGE).status is Status.APPLIED
-
-
 @pytest.mark.parametrize(
     ("owner", "attribute", "value", "words"),
     [
@@ -422,13 +418,6 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
     plan = probe(nvfp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert words in plan.reason
-
-
-def test_another_plugins_shuffle_is_left_alone(engine, monkeypatch):
-    monkeypatch.setattr(engine.utils, "prepare_static_weights_for_trtllm_fp4_moe", lambda *args: None)
-    plan = probe(nvfp4_weights.CHANGE)
-    assert plan.status is Status.UNSUPPORTED
-    assert "wrapped or replaced by" in plan.reason
 
 
 def test_installing_keeps_the_signature_and_can_be_undone(engine):
@@ -453,52 +442,6 @@ def placeholders(engine):
 
 def state(layer):
     return {name: (p.dtype, p.detach().clone().flatten().view(torch.uint8)) for name, p in layer.named_parameters()}
-
-
-@pytest.mark.usefixtures("placeholders")
-@pytest.mark.parametrize("is_gated", [True, False])
-def test_loading_and_reloading_a_layer_gives_the_engine_s_parameters(engine, monkeypatch, is_gated):
-    choose_trtllm(monkeypatch, engine.modelopt)
-
-    def run():
-        layer, method = create(engine.modelopt, monkeypatch, is_gated=is_gated)
-        states, pointers = [], []
-        for seed in (1, 2, 1):
-            load(layer, seed)
-            method.process_weights_after_loading(layer)
-            states.append(state(layer))
-            pointers.append([layer.w13_weight.data_ptr(), layer.w2_weight_scale.data_ptr()])
-        assert pointers[0] == pointers[1] == pointers[2]
-        return states
-
-    stock = run()
-    patcher = Patcher()
-    nvfp4_weights.CHANGE.plan().install(patcher)
-    try:
-        ours = run()
-    finally:
-        patcher.undo()
-    read_by_trtllm = [name for name in stock[0] if not name.endswith("_blockscale_swizzled")]
-    assert {"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "g1_scale_c"} <= set(read_by_trtllm)
-    for theirs, mine in zip(stock, ours, strict=True):
-        assert set(theirs) == set(mine)
-        for name in read_by_trtllm:
-            assert theirs[name][0] == mine[name][0]
-            assert torch.equal(theirs[name][1], mine[name][1]), name
-    # The third load is the first one again; the second is not.
-    assert torch.equal(ours[0]["w13_weight"][1], ours[2]["w13_weight"][1])
-    assert not torch.equal(ours[0]["w13_weight"][1], ours[1]["w13_weight"][1])
-
-
-@pytest.mark.usefixtures("placeholders")
-@pytest.mark.parametrize("attribute", ["w13_blockscale_swizzled", "w2_blockscale_swizzled"])
-def test_placeholders_are_a_byte_per_expert_for_trtllm(applied, monkeypatch, attribute):
-    layer, _ = create(applied.modelopt, monkeypatch, trtllm=True)
-    placeholder = getattr(layer, attribute)
-    assert placeholder.nbytes == layer.num_local_experts
-    assert placeholder.shape[0] == layer.num_local_experts
-    assert placeholder.dtype == torch.float8_e4m3fn
-    assert attribute in dict(layer.named_parameters())
 
 
 @pytest.mark.usefixtures("placeholders")

@@ -429,165 +429,72 @@ def test_the_engines_offer_is_withheld_under_every_name_that_it_goes_by(monkeypa
     assert getattr(modules["a_models"], channel.ENGINE_OFFER) is moe_output_buffer_ctx
 
 
-# --- Looking ---------------------------------------------------------------------------------------------------------
+# --- Proofs of source code -------------------------------------------------------------------------------------------
+
+PREPARE = "hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)"
+OFFER = "with moe_output_buffer_ctx(hidden_states_orig): return self.mlp(hidden_states), residual"
 
 
-residual_access: Any = None  # stand in for the engine's modules
-residual_batch: Any = None
+def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
+    """A method that is never run; a line that begins with spaces is inside the one before it."""
+    source = "\n".join((f"def forward(self, {parameters}):", *(f"  {line}" for line in lines)))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    return definition
 
 
-class Source:
-    """Functions to look at; they never run."""
+@pytest.mark.parametrize(
+    ("dies", "lines"),
+    [
+        (True, (PREPARE, "return self.mlp(hidden_states), residual")),
+        (True, ("hidden_states_orig = hidden_states", PREPARE, OFFER)),
+        (
+            True,  # the tensor of a handle
+            (
+                "hidden_states_orig = residual_access.buffer(hidden_states)",
+                "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)",
+                "if isinstance(hidden_states_orig, Tensor) and hidden_states_orig.shape[0] == hidden_states.shape[0]:",
+                f"  {OFFER}",
+            ),
+        ),
+        (False, ("shortcut = hidden_states", PREPARE, "return self.mlp(hidden_states) + shortcut, residual")),
+        (False, (PREPARE.replace("(hidden_states", "(hidden_states[1:]"), "return self.mlp(hidden_states), residual")),
+        (False, (PREPARE.replace("hidden_states,", "normed,", 1), "return self.mlp(normed) + hidden_states, residual")),
+        (
+            False,
+            ("hidden_states_orig = hidden_states", PREPARE, OFFER.replace("),", ") + hidden_states_orig,")),
+        ),
+        (False, ("hidden_states_orig = hidden_states", "self.last = hidden_states_orig", PREPARE, OFFER)),
+        (
+            False,
+            (
+                *("hidden_states_orig = hidden_states", PREPARE),
+                OFFER.replace("moe_output_buffer_ctx(", "self.scoped(moe_output_buffer="),
+            ),
+        ),
+        (False, ("hidden_states_orig = hidden_states", OFFER.replace("),", ") + hidden_states,"))),
+        (False, (PREPARE.replace("layer_communicator.prepare_attn", "remember"), "return self.mlp(hidden_states)")),
+    ],
+)
+def test_a_layer_that_may_still_use_its_input_is_noticed(dies, lines):
+    assert proofs.input_dies(function(*lines, parameters="hidden_states, forward_batch, residual")) == dies
 
-    def rebinds(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        return self.mlp(hidden_states), residual
 
-    def keeps_it_before(self: Any, positions, hidden_states, forward_batch, residual):
-        shortcut = hidden_states
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        return self.mlp(hidden_states) + shortcut, residual
-
-    def keeps_a_view(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states[1:], residual, forward_batch)
-        return self.mlp(hidden_states), residual
-
-    def calls_it_otherwise(self: Any, positions, hidden_states, forward_batch, residual):
-        normed, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        return self.mlp(normed) + hidden_states, residual
-
-    def offers_it_itself(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states_orig = hidden_states
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        with moe_output_buffer_ctx(hidden_states_orig):
-            return self.mlp(hidden_states), residual
-
-    def offers_the_tensor_of_a_handle(self: Any, positions, hidden_states, forward_batch) -> Any:
-        hidden_states_orig = residual_access.buffer(hidden_states)
+class Kept:
+    def forward(self: Any, hidden_states, forward_batch):
         hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        if isinstance(hidden_states_orig, torch.Tensor) and hidden_states_orig.shape[0] == hidden_states.shape[0]:
-            with moe_output_buffer_ctx(hidden_states_orig):
-                return self.mlp(hidden_states)
-        return None
-
-    def offers_and_reads_it(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states_orig = hidden_states
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        with moe_output_buffer_ctx(hidden_states_orig):
-            return self.mlp(hidden_states) + hidden_states_orig, residual
-
-    def offers_and_keeps_it(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states_orig = hidden_states
-        self.last = hidden_states_orig
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        with moe_output_buffer_ctx(hidden_states_orig):
-            return self.mlp(hidden_states), residual
-
-    def offers_by_another_way(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states_orig = hidden_states
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        with self.scoped(moe_output_buffer=hidden_states_orig):
-            return self.mlp(hidden_states), residual
-
-    def offers_what_it_does_not_give_up(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states_orig = hidden_states
-        with moe_output_buffer_ctx(hidden_states_orig):
-            return self.mlp(hidden_states) + hidden_states, residual
-
-    def asks_somebody_else(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states, residual = self.remember(hidden_states, residual, forward_batch)
-        return self.mlp(hidden_states), residual
-
-
-def test_a_layer_that_may_still_use_its_input_is_noticed():
-    names = [name for name in vars(Source) if not name.startswith("_")]
-    assert [name for name in names if proofs.input_dies(getattr(Source, name))] == [
-        "rebinds",
-        "offers_it_itself",
-        "offers_the_tensor_of_a_handle",
-    ]
-
-
-class AfterAttention:
-    """Layers of which what attention reads may be the input's own memory; they never run."""
-
-    def lets_go(self: Any, positions, hidden_states, forward_batch, residual):
-        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual, forward_batch)
-        if hidden_states.shape[0] != 0:
-            hidden_states = self.self_attn(hidden_states)
-        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual, forward_batch)
-        return self.mlp(hidden_states), residual
-
-    def lets_go_by_a_function(self: Any, hidden_states, **kwargs):
-        hidden_states = self.attn_boundary.prepare(hidden_states, kwargs["forward_batch"])
-        attended = self.linear_attn(hidden_states)
-        hidden_states = self.attn_boundary.finish(attended)
-        return the_rest(self, hidden_states)
-
-    def tries(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        with self.something():
-            try:
-                hidden_states = self.self_attn[0](hidden_states)
-            finally:
-                self.clear()
-        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states)
-
-    def reads_it_beside_the_experts(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        read = hidden_states
-        hidden_states = self.self_attn(hidden_states)
-        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states) + self.parallel(read)
-
-    def attends_sometimes(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        if self.attends:
-            hidden_states = self.self_attn(hidden_states)
-        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states)
-
-    def keeps_it(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        self.last = hidden_states
-        hidden_states = self.self_attn(hidden_states)
-        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states)
-
-    def hands_it_on(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        self.seen.append(hidden_states)
-        hidden_states = self.self_attn(hidden_states)
-        hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)
-        return self.mlp(hidden_states)
-
-    def has_no_norm_after(self: Any, hidden_states, forward_batch):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        hidden_states = self.self_attn(hidden_states)
         return self.mlp(hidden_states)
 
 
-the_rest: Any = None
-hidden_states: Any = None
-
-
-def test_a_layer_that_may_still_use_what_attention_read_is_noticed():
-    names = [name for name in vars(AfterAttention) if not name.startswith("_")]
-    assert all(proofs.input_dies(getattr(AfterAttention, name)) for name in names)
-    lets_go = [name for name in names if proofs.attention_lets_go(getattr(AfterAttention, name))]
-    assert lets_go == ["lets_go", "lets_go_by_a_function", "tries"]
+def test_a_method_is_read_from_its_source():
+    assert proofs.input_dies(Kept.forward)
+    assert not proofs.attention_lets_go(Kept.forward)
 
 
 def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hidden_states)", norm="", after="pass"):
     norm = norm or "hidden_states = self.ffn_boundary.prepare(hidden_states, forward_batch)"
     prepared = "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)"
-    lines = [before or prepared, between, attends, norm, after, "return self.mlp(hidden_states)"]
-    (definition,) = ast.parse(
-        "def forward(self, hidden_states, forward_batch, **kwargs):\n  " + "\n  ".join(lines)
-    ).body
-    assert isinstance(definition, ast.FunctionDef)
-    return definition
+    return function(before or prepared, between, attends, norm, after, "return self.mlp(hidden_states)")
 
 
 @pytest.mark.parametrize(
@@ -596,6 +503,13 @@ def parsed(before="", between="pass", attends="hidden_states = self.self_attn(hi
         {"attends": "with self.tp(forward_batch) as group: hidden_states = self.self_attn(hidden_states)"},
         {"between": "hs = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states"},
         {"attends": "if hidden_states.shape[0] != 0: hidden_states = self.self_attn[1](x=hidden_states)"},
+        {"attends": "try: hidden_states = self.self_attn(hidden_states)\n  finally: self.clear()"},
+        {"norm": "hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, None, forward_batch)"},
+        {  # a function of the module's runs the rest
+            "attends": "attended = self.linear_attn(hidden_states)",
+            "norm": "hidden_states = self.attn_boundary.finish(attended)",
+            "after": "return the_rest(self, hidden_states)",
+        },
     ],
 )
 def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
@@ -641,10 +555,15 @@ def test_a_layer_that_lets_go_in_another_way_is_known(lets_go):
         {"before": "hidden_states, *kept = self.attn_boundary.prepare(hidden_states)"},
         {"attends": "if images.shape[0] != 0: hidden_states = self.self_attn(hidden_states)"},
         {"attends": "x = self.self_attn(hidden_states)", "norm": "x = self.ffn_boundary.prepare(x)"},
+        {"between": "read = hidden_states", "after": "return self.mlp(hidden_states) + self.parallel(read)"},
+        {"attends": "if self.attends: hidden_states = self.self_attn(hidden_states)"},
+        {"between": "self.last = hidden_states"},
+        {"between": "self.seen.append(hidden_states)"},
+        {"norm": "pass"},  # no norm after attention
     ],
     ids=lambda keeps: "; ".join(keeps.values()),
 )
-def test_a_layer_that_holds_what_attention_read_in_any_other_way_is_refused(keeps):
+def test_a_layer_that_may_still_use_what_attention_read_is_refused(keeps):
     assert not proofs.attention_lets_go(parsed(**keeps))
 
 
@@ -662,28 +581,18 @@ def test_an_input_that_another_name_or_function_reaches_is_not_dead(before):
     assert not proofs.input_dies(parsed(before=f"{before}\n  {prepared}"))
 
 
-class Captures:
-    """Layers that capture what comes in; they never run."""
-
-    def sums(self: Any, hidden_states, forward_batch, captured_last_layer_outputs=None, capture_output=None):
-        hidden_states = self.attn_boundary.prepare(
-            hidden_states, forward_batch, capture=capture_output, capture_gathered=captured_last_layer_outputs
-        )
-        return self.mlp(hidden_states)
-
-    def by_itself(self: Any, hidden_states, forward_batch, capture_output=None):
-        hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch)
-        capture_output(hidden_states)
-        return self.mlp(hidden_states)
-
-
 def test_a_layer_that_captures_by_itself_is_noticed():
-    assert proofs.captures_sums_alone(Captures.sums)
-    assert not proofs.captures_sums_alone(Captures.by_itself)
-    assert proofs.why_not("Layer", Captures.by_itself) == "Layer may still use what attention read"
-    (in_place,) = ast.parse("def forward(self, captured): captured += [1]").body
-    assert isinstance(in_place, ast.FunctionDef)
-    assert not proofs.captures_sums_alone(in_place)
+    sums = parsed(
+        "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch, capture=capture_output, "
+        "capture_gathered=captured_last_layer_outputs)"
+    )
+    by_itself = parsed(between="capture_output(hidden_states)")
+    for layer in (sums, by_itself):
+        layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
+    assert proofs.captures_sums_alone(sums)
+    assert not proofs.captures_sums_alone(by_itself)
+    assert proofs.why_not("Layer", by_itself) == "Layer may still use what attention read"
+    assert not proofs.captures_sums_alone(function("captured += [1]", parameters="captured"))
     assert not proofs.captures_sums_alone(parsed(after="seen = kwargs['captured_outputs']"))
 
 
@@ -711,146 +620,61 @@ def test_a_layer_that_may_keep_what_the_next_one_is_given_is_noticed(keeps, afte
     assert proofs.why_not("Layer", layer) == ("Layer may keep its result" if keeps else "")
 
 
-class Loops:
-    """Loops to look at; they never run."""
-
-    def plain(self: Any, hidden_states, residual, batch):
-        for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, batch, residual=residual)
-        return hidden_states
-
-    def captures_sums(self: Any, hidden_states, residual, batch):
-        for i, layer in enumerate(self.layers):
-            if i in self.layers_to_capture:
-                self.captured.append(hidden_states + residual)
-            hidden_states = layer(hidden_states=hidden_states, batch=batch)
-        return hidden_states
-
-    def captures_inputs(self: Any, hidden_states, residual, batch):
-        for layer in self.layers:
-            self.captured.append(hidden_states)
-            hidden_states, residual = layer(hidden_states, batch, residual)
-        return hidden_states
-
-    def adds_the_input_again(self: Any, hidden_states, residual, batch):
-        for layer in self.layers:
-            output, residual = layer(hidden_states, batch, residual)
-            hidden_states = output + hidden_states
-        return hidden_states
-
-    def captures_where_there_is_no_residual(self: Any, hidden_states, residual, batch):
-        for i in range(len(self.layers)):
-            self.captured.append(hidden_states if residual is None else hidden_states + residual)
-            hidden_states, residual = self.layers[i](hidden_states, batch, residual)
-        return hidden_states
-
-    def captures_without_residual_or_not(self: Any, hidden_states, residual, batch):
-        for i in range(len(self.layers)):
-            self.captured.append(hidden_states if i == 0 else hidden_states + residual)
-            hidden_states, residual = self.layers[i](hidden_states, batch, residual)
-        return hidden_states
-
-    def adds_in_place(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            if self.first:
-                hidden_states = layer(hidden_states, batch)
-            else:
-                hidden_states = layer(hidden_states, batch)
-                hidden_states = residual_batch.add_to_output(hidden_states, batch, self.embeds)
-            hidden_states.add_(self.embeds)
-            self.captured.append(residual_batch.snapshot(hidden_states, batch))
-        return hidden_states
-
-    def adds_in_place_and_keeps(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch)
-            kept = residual_batch.add_to_output(hidden_states, batch, self.embeds)
-            self.captured.append(kept)
-        return hidden_states
-
-    def keeps_what_it_added_to(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch)
-            self.captured.append(hidden_states.add_(1))
-        return hidden_states
-
-    def keeps_the_result_beside(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            kept = hidden_states = layer(hidden_states, batch)
-            self.captured.append(kept)
-        return hidden_states
-
-    def runs_two_layers_and_keeps_what_is_between(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            between = layer(hidden_states, batch)
-            hidden_states = self.layers[1](between, batch)
-            self.captured.append(between)
-        return hidden_states
-
-    def hands_on_a_method(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            self.captured.append(hidden_states.add_)
-            hidden_states = layer(hidden_states, batch)
-        return hidden_states
-
-    def has_a_function_that_reads_it(self: Any, hidden_states, batch):
-        def capture():
-            self.captured.append(hidden_states)
-
-        for layer in self.layers:
-            capture()
-            hidden_states = layer(hidden_states, batch)
-        return hidden_states
-
-    def has_a_function_beside(self: Any, hidden_states, batch):
-        def capture(value):
-            self.captured.append(value)
-
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch, capture)
-        return hidden_states
-
-    def reads_it_by_name(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            self.captured.append(locals())
-            hidden_states = layer(hidden_states, batch)
-        return hidden_states
-
-    def has_it_in_the_module(self: Any, batch):
-        global hidden_states
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch)
-        return hidden_states
-
-    def binds_it_within(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            hidden_states = layer((kept := hidden_states), batch)
-            self.captured.append(kept)
-        return hidden_states
-
-    def goes_over_what_it_assigns(self: Any, hidden_states, batch):
-        for layer in hidden_states:
-            hidden_states = layer(self.embeds, batch)
-        return hidden_states
-
-    def goes_over_them_twice(self: Any, hidden_states, batch):
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, batch)
-        return hidden_states
-
-    def has_no_loop(self: Any, hidden_states, residual, batch):
-        return self.run(self.layers, hidden_states)
+LAYER = "hidden_states, residual = layer(hidden_states, batch, residual=residual)"
+ALONE = "hidden_states = layer(hidden_states, batch)"
+BY_INDEX = "hidden_states, residual = self.layers[i](hidden_states, batch, residual)"
+EACH = "for layer in self.layers:"
+KEEPING_NOTHING = [
+    (EACH, LAYER),
+    (
+        *("for i, layer in enumerate(self.layers):", "if i in self.layers_to_capture:"),
+        *("  self.captured.append(hidden_states + residual)", "hidden_states = layer(hidden_states=hidden_states)"),
+    ),
+    (
+        "for i in range(len(self.layers)):",
+        *("self.captured.append(hidden_states if residual is None else hidden_states + residual)", BY_INDEX),
+    ),
+    (
+        *(EACH, "if self.first:", f"  {ALONE}", "else:", f"  {ALONE}"),
+        *("  hidden_states = residual_batch.add_to_output(hidden_states, batch, self.embeds)",),
+        *("hidden_states.add_(self.embeds)", "self.captured.append(residual_batch.snapshot(hidden_states, batch))"),
+    ),
+    ("def capture(value): self.captured.append(value)\n  for layer in self.layers:", ALONE[:-1] + ", capture)"),
+]
+KEEPING_AN_INPUT = [
+    (EACH, "self.captured.append(hidden_states)", LAYER),
+    (EACH, "output, residual = layer(hidden_states, batch, residual)", "hidden_states = output + hidden_states"),
+    (
+        "for i in range(len(self.layers)):",
+        *("self.captured.append(hidden_states if i == 0 else hidden_states + residual)", BY_INDEX),
+    ),
+    (
+        *(EACH, ALONE, "kept = residual_batch.add_to_output(hidden_states, batch, self.embeds)"),
+        "self.captured.append(kept)",
+    ),
+    (EACH, ALONE, "self.captured.append(hidden_states.add_(1))"),
+    (EACH, f"kept = {ALONE}", "self.captured.append(kept)"),
+    (
+        *(EACH, "between = layer(hidden_states, batch)", "hidden_states = self.layers[1](between, batch)"),
+        "self.captured.append(between)",
+    ),
+    (EACH, "self.captured.append(hidden_states.add_)", ALONE),
+    ("def capture(): self.captured.append(hidden_states)\n  for layer in self.layers:", "capture()", ALONE),
+    (EACH, "self.captured.append(locals())", ALONE),
+    ("global hidden_states\n  for layer in self.layers:", ALONE),
+    (EACH, "hidden_states = layer((kept := hidden_states), batch)", "self.captured.append(kept)"),
+    ("for layer in hidden_states:", "hidden_states = layer(self.embeds, batch)"),
+    (EACH, f"{ALONE}\n  {EACH}", ALONE),  # twice
+    ("if self.layers:", "hidden_states = self.run(self.layers, hidden_states)"),  # no loop
+]
 
 
-def test_a_loop_that_may_keep_an_input_is_noticed():
-    names = [name for name in vars(Loops) if not name.startswith("_")]
-    keeping_nothing = [name for name in names if proofs.loop_keeps_nothing(getattr(Loops, name))]
-    assert keeping_nothing == [
-        "plain",
-        "captures_sums",
-        "captures_where_there_is_no_residual",
-        "adds_in_place",
-        "has_a_function_beside",
-    ]
+@pytest.mark.parametrize(
+    ("keeps", "loop"),
+    [*((False, loop) for loop in KEEPING_NOTHING), *((True, loop) for loop in KEEPING_AN_INPUT)],
+    ids=lambda found: "; ".join(found[1:]) if isinstance(found, tuple) else None,
+)
+def test_a_loop_that_may_keep_an_input_is_noticed(keeps, loop):
+    head, *inside = loop
+    forward = function(head, *(f"  {line}" for line in inside), "return hidden_states")
+    assert proofs.loop_keeps_nothing(forward) == (not keeps)

@@ -50,7 +50,7 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
     patchers = []
     for route in order:
         patchers.append(Patcher())
-        triton_sequence.add(patchers[-1], route, first=FIRST[route])
+        triton_sequence.add_route(patchers[-1], route, first=FIRST[route])
     assert getattr(module, triton_sequence.NAME).__wrapped__ is sequence_of_the_engine
     assert went(module, inplace=False) == "the engine's"
     assert went(module, inplace=True) == "in place"
@@ -66,17 +66,17 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
 def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
     patchers = [Patcher(), Patcher()]
     for patcher, route in zip(patchers, FIRST, strict=True):
-        triton_sequence.add(patcher, route)
+        triton_sequence.add_route(patcher, route)
     for patcher in patchers:
         patcher.undo()
     assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
-    triton_sequence.add(Patcher(), HOOKED)
+    triton_sequence.add_route(Patcher(), HOOKED)
     assert went(module, inplace=True) == "the engine's"
 
 
 @pytest.mark.parametrize("by_place", range(6))
 def test_arguments_may_come_by_their_names(module, by_place):
-    triton_sequence.add(Patcher(), IN_PLACE)
+    triton_sequence.add_route(Patcher(), IN_PLACE)
     names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
     given = dict(zip(names, (*CALL, 7), strict=True))
     call = [given.pop(name) for name in names[:by_place]]
@@ -91,7 +91,7 @@ def test_no_route_is_asked_while_tracing():
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
         return hidden_states * 2
 
-    wrapped = triton_sequence.make_sequence(sequence, lambda *call: pytest.fail("asked while tracing"))
+    wrapped = triton_sequence.wrap_sequence(sequence, lambda *call: pytest.fail("asked while tracing"))
     compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
     ones = torch.ones(2)
     assert torch.equal(compiled(ones, ones, ones, ones, ones, inplace=True), ones * 2)
@@ -110,8 +110,8 @@ def test_no_route_is_asked_while_tracing():
 def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):
     monkeypatch.setattr(engine, "own", lambda owner, name: eval(f"lambda {parameters}: None"))
     if reason is None:
-        assert triton_sequence.look()[0] is module
+        assert triton_sequence.probe()[0] is module
     else:
         with pytest.raises(engine.Unsupported) as refused:
-            triton_sequence.look()
+            triton_sequence.probe()
         assert reason in str(refused.value)

@@ -95,15 +95,6 @@ def test_a_figure_that_is_wrong_by_one_digit_and_a_changed_label_are_seen(old: s
     assert not same.same(changed, render.page(page), render.nudged(lambda load: render.page(page, load)))
 
 
-def test_a_label_of_a_plot_that_changed_is_seen(apart: Path):
-    for image, label, another in (("mori-kernel.svg", "input rows", "rows"), ("mori-rows.svg", "EP=16", "EP=12")):
-        path = render.IMAGES / image
-        drawn = path.read_text(encoding="utf-8")
-        assert label in drawn
-        path.write_text(drawn.replace(label, another), encoding="utf-8")
-    assert outdated() == ["mori-rows.svg", "mori-kernel.svg"]
-
-
 def between(value: Any, digits: Iterator[int]) -> Any:
     """A JSON value whose floats all lie between two roundings, to one decimal place or another."""
     if isinstance(value, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import releases
 from common import same
 from sglang_moe_patches import __version__
-from sglang_moe_patches.core import runners
 from sglang_moe_patches.registry import CHANGES
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -122,39 +120,3 @@ def found(*told: tuple[str, str]) -> dict[str, dict]:
 )
 def test_what_a_change_is_where_is_put_in_words(statuses: str, words: str):
     assert pages.status("x", found(*((status, "") for status in statuses))) == words
-
-
-def cells(row: str) -> dict[str, str]:
-    """What stands in the line of a family, by the runner."""
-    lines = [line.strip("| ").split(" | ") for line in pages.generated("families").splitlines()]
-    for above, line in itertools.pairwise(lines):
-        line[:] = [old if cell == pages.SAME else cell for old, cell in zip(above, line, strict=True)]
-    (found,) = [line for line in lines if row in line[0].split("; ")]
-    return {name: cell for names, cell in zip(lines[0], found, strict=True) for name in names.split(", ")}
-
-
-APART = "`qwen2_moe`, `qwen3_5`, `qwen3_next`, shared experts of their own"
-
-
-def test_a_family_or_runner_that_is_not_listed_is_untouched():
-    assert set(list(cells("any other").values())[1:]) == {"untouched", "columns"}
-    for kind in ("DeepSeek-V2/V3, shared experts of its own", APART, "any other that offers"):
-        line = cells(kind)
-        assert line["any other"] == "untouched"
-        assert all("output in the dead input (NVFP4)" in line[f"`{name}`"] for name in runners.TRTLLM)
-
-
-def test_a_familys_line_says_what_its_layers_do():
-    """As `test_the_triton_runner_takes_what_it_can_use_with_the_stock_bits` finds it."""
-    own = cells("DeepSeek-V2/V3, shared experts of its own")
-    assert own["`triton`"] == "shared experts last; output in the dead input; columns"
-    assert own["`marlin`"] == "shared experts last; columns, output in the dead input"
-    assert own["`cutlass`"] == "shared experts last"
-    assert own["attention inputs"] == "dropped up to 0.5.12.post1"
-    in_place, out_of_place = "in place, the dead input is scratch; columns", "output in the dead input; columns"
-    for other in ("DeepSeek-V2/V3, shared experts fused or none", "any other that offers"):
-        assert cells(other)["`triton`"] == in_place
-        assert cells(other)["`marlin`"] == "columns, output in the dead input"
-        assert cells(other)["`cutlass`"] == "untouched"
-    # The engine has them out of place by itself: where is found in its code.
-    assert cells(APART)["`triton`"] == f"up to 0.5.13.post1: {in_place}; from 0.5.14: {out_of_place}"

@@ -1,32 +1,30 @@
-"""moe-workspace: Triton's and Marlin's second GEMM and sum over the top-k, a range of columns at a time.
+"""moe-workspace: Triton's and Marlin's second GEMM and sum over the top-k, one column slice after another.
 
 Why
-    Between its second GEMM and the sum over the top-k the runner holds a tensor [tokens, top-k, hidden]. Tensor
-    parallelism does not shard it and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384 tokens, more
-    than all other activations together.
+    Between its second GEMM and the sum over the top-k the runner holds the expert outputs, [tokens, top-k, hidden].
+    Tensor parallelism does not shard that tensor and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384
+    tokens, more than all other activations together.
 
-How
-    The engine's own sequence (``_fused_moe_kernel_sequence``) runs with three names of its globals replaced.
-    ``torch.empty`` hands out a promise in place of the three-dimensional tensor. ``invoke_fused_moe_kernel``, told to
-    fill it, leaves its arguments there. ``moe_sum_reduce`` then runs the engine's GEMM and a sum of ours for one range
-    of columns after another: on views of the weights, of their scales and of the bias, through a scratch buffer of the
-    range's width, into the same columns of the output. Routing, tiles and their configuration are those of the whole,
-    so the results are the same bits. Activations are quantized at the first range and kept.
+How: the files, in the order of a Triton forward
+    1. This file: :func:`_plan` probes both runners; one that is unsupported leaves the other in place.
+    2. :mod:`sglang_moe_patches.core.triton_sequence`: the wrapper around the hook point, the engine's
+       ``_fused_moe_kernel_sequence``. It asks routes; ours is in :mod:`.triton`.
+    3. :mod:`.triton`: when it skips (small tensors, LoRA hooks, a top-k of 1 or 2, a deferred sum), and what the
+       engine's own sequence runs with: three replaced globals (``torch``, the GEMM, the sum).
+    4. :mod:`.deferred_tensor`: ``torch.empty`` gives a deferred tensor, the GEMM's call is captured in it, and the sum
+       runs the engine's GEMM and our sum (:mod:`.kernels.moe_sum`) slice by slice, on views of weights, scales and
+       bias. Routing, tiles and their configuration are those of the whole: the same bits. Tensors of unexpected shape
+       stay whole.
+    5. :mod:`.column_slices`: how many slices, from sizes alone, and what they cost.
+    6. :mod:`.streams`: the staging buffer for models that read the layer's input on another stream.
 
-    How wide a range is follows from sizes alone (:mod:`.column_slices`). Tensors that are not large, and whatever reads
-    the tensor or does not sum it (LoRA's hooks, a top-k of 1 or 2, a deferred sum), run the engine's sequence
-    untouched.
-    The tensor that the engine allocates and never writes (``no_combine``, ``--enable-fused-moe-sum-all-reduce``) is
-    not allocated.
+    In place, the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) holds the activation's output if it is
+    large enough. A tensor that the engine allocates and never writes (``no_combine``,
+    ``--enable-fused-moe-sum-all-reduce``) is not allocated.
 
-    In a sequence that is in place the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) is memory for the
-    activation's output, if it is large enough: the peak is then the first GEMM's output alone, or a slice.
-
-    Marlin's packed weights have no ranges of columns: each range's are copied first (:mod:`.marlin`). Its output, which
-    is never its input, goes into the dead input.
-
-    On request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``) no routed-experts kernel of any runner behind
-    ``FusedMoE.run_moe_core`` sees more than so many tokens at once (:mod:`.token_slices`).
+    :mod:`.marlin` (hook point: ``fused_marlin_moe``) copies each slice's packed weights first; its output, never its
+    input, goes into the dead input. :mod:`.token_slices` (hook point: ``FusedMoE.run_moe_core``) cuts any runner's
+    batch, on request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``).
 
 Upstream
     None.
@@ -48,7 +46,7 @@ from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan,
 
 
 def _skip_reason(server_args: Any) -> str | None:
-    """Whatever ``--moe-runner-backend`` says: where it has nothing for a layer's experts, the engine takes Triton."""
+    """Does not ask for ``--moe-runner-backend``: experts that it has no kernel for run on Triton."""
     if MAX_MOE_TOKENS.read() is not None:
         return None
     return None if server_args.device == "cuda" else f"--device is {server_args.device}"
@@ -57,22 +55,21 @@ def _skip_reason(server_args: Any) -> str | None:
 def _plan() -> Plan:
     from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
 
-    by_columns, by_marlin = _look(triton.plan), _look(marlin.plan)
-    columns_ = bool(by_columns.install or by_marlin.install)
-    most = MAX_MOE_TOKENS.read()
-    if most is None and not columns_:
-        return by_columns
-    offer, left_out = _dead_input() if columns_ else (None, "")
-    notes = [left_out]
-    if by_columns.install is None:
-        notes.append(
-            f"{'no columns in the Triton runner' if by_marlin.install else 'token slices alone'}: {by_columns.reason}"
-        )
-    if by_marlin.status is Status.UNSUPPORTED:
-        notes.append(f"no columns in Marlin: {by_marlin.reason}")
-    parts = [offer, by_columns.install, by_marlin.install, streams.look() if columns_ else None]
-    if most is not None:
-        parts.append(token_slices.plan(most).install)
+    triton_plan, marlin_plan = _plan_runner(triton.plan), _plan_runner(marlin.plan)
+    has_columns = bool(triton_plan.install or marlin_plan.install)
+    max_tokens = MAX_MOE_TOKENS.read()
+    if max_tokens is None and not has_columns:
+        return triton_plan
+    offer, note = _offer_dead_input() if has_columns else (None, "")
+    notes = [note]
+    if triton_plan.install is None:
+        without = "no columns in the Triton runner" if marlin_plan.install else "token slices alone"
+        notes.append(f"{without}: {triton_plan.reason}")
+    if marlin_plan.status is Status.UNSUPPORTED:
+        notes.append(f"no columns in Marlin: {marlin_plan.reason}")
+    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe() if has_columns else None]
+    if max_tokens is not None:
+        parts.append(token_slices.plan(max_tokens).install)
 
     def install(patcher: Patcher) -> None:
         for part in filter(None, parts):
@@ -81,8 +78,8 @@ def _plan() -> Plan:
     return Plan(Status.APPLIED, "; ".join(filter(None, notes)), install)
 
 
-def _look(plan: Callable[[], Plan]) -> Plan:
-    """One runner's plan. A runner that is unsupported, or whose code cannot be read, takes nothing else with it."""
+def _plan_runner(plan: Callable[[], Plan]) -> Plan:
+    """One runner's plan. A runner that is unsupported, or whose code cannot be read, does not affect the other."""
     try:
         return plan()
     except engine.Unsupported as error:
@@ -91,8 +88,8 @@ def _look(plan: Callable[[], Plan]) -> Plan:
         return Plan.unsupported(f"probing it failed: {one_line_error(error)}")
 
 
-def _dead_input() -> tuple[Install | None, str]:
-    """How it is offered, and what of it is left out; columns do without."""
+def _offer_dead_input() -> tuple[Install | None, str]:
+    """What offers the dead input, and a note on what does not; columns work without."""
     try:
         offers = probe.offers()
     except engine.Unsupported as error:
@@ -100,18 +97,21 @@ def _dead_input() -> tuple[Install | None, str]:
     return offers.install, offers.note
 
 
-def _too_small(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Which runner it was is not known: each is told its own threshold, where they have two."""
-    largest, most = tokens * top_k * hidden * itemsize, column_slices.most_bytes()
-    least = {"Triton": column_slices.smallest_tensor(most), "Marlin": column_slices.smallest_packed_tensor(most)}
-    whole = [runner for runner, size in least.items() if largest < size]
-    if not whole:
+def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
+    """Why no forward ran in columns. Which runner it was is not known: both thresholds are named where they differ."""
+    tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
+    thresholds = {
+        "Triton": column_slices.min_tensor_bytes(max_bytes),
+        "Marlin": column_slices.min_packed_tensor_bytes(max_bytes),
+    }
+    too_small = [runner for runner, size in thresholds.items() if tensor_bytes < size]
+    if not too_small:
         return ""
-    sizes = {size: f"{size / 1e6:,.1f} MB" for size in least.values()}
-    starts = [f"{sizes[size]} in {runner}" for runner, size in least.items()] if len(sizes) > 1 else sizes.values()
+    sizes = {size: f"{size / 1e6:,.1f} MB" for size in thresholds.values()}
+    starts = [f"{sizes[size]} in {runner}" for runner, size in thresholds.items()] if len(sizes) > 1 else sizes.values()
     return (
-        f"no forward was large enough{'' if len(whole) == len(least) else f' for {whole[0]}'}: "
-        f"the largest [tokens, top-k, hidden] was {largest / 1e6:,.1f} MB, slices start at {', '.join(starts)}"
+        f"no forward was large enough{'' if len(too_small) == len(thresholds) else f' for {too_small[0]}'}: "
+        f"the largest [tokens, top-k, hidden] was {tensor_bytes / 1e6:,.1f} MB, slices start at {', '.join(starts)}"
     )
 
 
@@ -119,17 +119,17 @@ COLUMNS = Count(
     "columns",
     "ran in columns",
     column_slices.__name__,
-    "ranges",
-    lambda ranges, *args: len(ranges) if len(ranges) > 1 else 0,
+    "split_columns",
+    lambda slices, *args: len(slices) if len(slices) > 1 else 0,
     unit="slices",
-    skip_reason=_too_small,
+    skip_reason=_size_skip_reason,
 )
 TOKEN_SLICES = Count(
     "token slices",
     "ran in token slices",
     f"{__name__}.token_slices",
-    "_run",
-    lambda result, core, dispatch, most: -(-len(dispatch.hidden_states) // most),
+    "run_slices",
+    lambda result, core, dispatch, max_tokens: -(-len(dispatch.hidden_states) // max_tokens),
     unit="slices",
 )
 CHANGE = Change(

@@ -1,10 +1,15 @@
-"""How wide the slices of columns are: pure functions of plain sizes."""
+"""When a [tokens, top-k, hidden] tensor is cut into column slices, and how wide they are: pure functions of sizes.
+
+:func:`slice_width` decides for the Triton runner, :func:`packed_slice_width` for Marlin. The answer ``hidden`` means
+that the tensor stays whole. The constants of time are fitted to benchmark/results/moe-workspace, measured on an H200.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from math import gcd, isqrt, lcm
+from typing import NamedTuple
 
 from sglang_moe_patches.core.variables import Variable, positive_number
 
@@ -14,271 +19,255 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     positive_number("MB"),
 )
 
-#: A [tokens, top-k, hidden] tensor smaller than this stays whole.
+# Limits that hold unless MOE_WORKSPACE_MB is set.
+#: A smaller [tokens, top-k, hidden] tensor stays whole.
 MIN_TENSOR_BYTES = 192 << 20
-#: What one more slice must save, whatever it costs.
+#: One more slice must save this much.
 MIN_BYTES_SAVED_PER_SLICE = 36 << 20
-#: Slices start at multiples of this many columns.
-ALIGNMENT = 256
-#: Triton compiles a kernel for operands that start at multiples of this, and another one for operands that do not.
-OPERAND_BYTES = 16
-#: What the slices may cost, of the layer's time.
+#: Slices may cost this fraction of the layer's time.
 MAX_SLOWDOWN_FRACTION = 0.02
-#: Microseconds that slices cost on an H200, by the bytes of an activation's element: START_US once, and for each slice
-#: after the first SLICE_US[0] (its launch, its last wave) and SLICE_US[1] for each row (activations are read again).
-START_US = 10.0
+
+# Where a slice may start.
+SLICE_ALIGNMENT_COLUMNS = 256
+#: Triton compiles one kernel for operands that start at multiples of this, and another one for operands that do not.
+OPERAND_ALIGNMENT_BYTES = 16
+MARLIN_ALIGNMENT_COLUMNS = 256
+#: The number of columns of each of Marlin's launches is a multiple of this.
+MARLIN_TILE_COLUMNS = 128
+
+# What slices cost on an H200, in microseconds, by the bytes of an activation.
+#: Once, if there is more than one slice.
+SLICING_US = 10.0
+#: For each slice but the first: a constant (launch and last wave), and for each row (activations read again).
 SLICE_US = {1: (10.0, 3e-4), 2: (30.0, 5e-5)}
-#: What an H200 does in a microsecond: operations of the engine's tuned tiles, by the bytes of an activation, and of the
-#: small ones that it takes where nobody tuned any (16 bits); bytes.
+#: Operations of the engine's tuned tiles; of the small 16-bit tiles that it takes where nobody tuned any.
 OPERATIONS_PER_US = {1: 0.7e9, 2: 0.8e9}
-SMALL_TILE, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
+SMALL_TILE_ELEMENTS, SMALL_TILE_OPERATIONS_PER_US = 64 * 64, 0.25e9
 BYTES_PER_US = 4.0e6
-#: The same for Marlin; and how many bytes of the second GEMM's weights and scales are copied in a microsecond.
-MARLIN_START_US = 10.0
+
+# The same for Marlin.
+MARLIN_SLICING_US = 10.0
 MARLIN_SLICE_US = (15.0, 3.0e-4)
 MARLIN_OPERATIONS_PER_US = 0.25e9
+#: Bytes of the second GEMM's weights and scales, which are read, written and read again.
 MARLIN_COPIED_BYTES_PER_US = 2.5e6
-#: Marlin's slices start at multiples of the first number of columns; its launches take multiples of the second.
-MARLIN_ALIGNMENT, MARLIN_TILE = 256, 128
 
 
-def slice_width(
-    tokens: int,
-    top_k: int,
-    hidden: int,
-    intermediate: int,
-    itemsize: int,
-    *,
-    activation_itemsize: int | None = None,
-    activation_elsewhere: bool = False,
-    copied: bool = False,
-    gate_columns: int | None = None,
-    weight_bytes: int = 0,
-    share: float = 1.0,
-    tiles: Mapping[str, int] | None = None,
-    scale_columns: int = 1,
-    scale_bytes: int = OPERAND_BYTES,
-    most_bytes: int | None = None,
-) -> int:
-    """Columns of the second GEMM's output to compute and sum at a time; ``hidden`` where it stays whole.
-
-    Narrower slices save memory, more of them cost time. Three bounds on their number:
-
-    - Around the activation the runner holds the outputs of the first GEMM and of the activation, [tokens x top-k,
-      2 x ``intermediate``] and [tokens x top-k, ``intermediate``]. Slices that fit into that beside the second GEMM's
-      input (2 x ``intermediate`` columns, or 2.5 where it is quantized to one byte) save nothing more if narrower.
-      Where the activation's output lies in memory that is there anyway, it is 2 x ``intermediate`` columns, or 1.5.
-    - ``n`` slices hold 1/n of the tensor, and one more saves 1/n - 1/(n + 1), or about 1/n^2, of it. So the number at
-      which one more is still worth it is the square root of the tensor's bytes over :data:`MIN_BYTES_SAVED_PER_SLICE`.
-    - They cost no more than :data:`MAX_SLOWDOWN_FRACTION` of what the layer takes (:func:`affordable`).
-
-    With ``most_bytes`` it is the fewest slices with which the runner's memory is no more than that, or than what it
-    holds around the activation.
+class LayerShape(NamedTuple):
+    """A forward of one layer's routed experts on this rank.
 
     :param tokens: rows of the layer's input.
     :param top_k: experts of a token.
     :param hidden: columns of the output.
-    :param intermediate: the experts' intermediate size on this rank.
-    :param itemsize: bytes of an output element.
-    :param activation_itemsize: bytes of an element of the second GEMM's input; the same without quantization.
-    :param activation_elsewhere: the activation's output lies in memory that is there anyway.
-    :param copied: all slices but the last go to memory of their own first, and are copied to the output in the end.
-    :param gate_columns: of the first GEMM's output; ``None``: twice ``intermediate``.
-    :param weight_bytes: of both GEMMs.
-    :param share: of the rows, those whose expert is here (expert parallelism).
-    :param tiles: of the second GEMM, in the engine's words. No slice cuts one; ``None``: whatever slices cost.
-    :param scale_columns: columns that share a scale of the weights (block quantization), or 1.
-    :param scale_bytes: from the scale of one column, or block of columns, to the next one's.
-    :param most_bytes: what the runner may hold.
+    :param intermediate: the experts' intermediate size on this rank: columns of the activation's output.
+    :param itemsize: bytes of an element of the output and of both GEMMs' outputs.
+    :param gate_columns: columns of the first GEMM's output; 0: twice ``intermediate``.
+    :param weight_bytes: bytes of both GEMMs' weights, with the scales that are read with them.
+    :param local_row_fraction: rows with an expert on this rank (expert parallelism), of all rows.
     """
-    rows, quantized = tokens * top_k, activation_itemsize is not None and activation_itemsize < itemsize
-    gate_columns = gate_columns or 2 * intermediate
-    step = lcm(
-        ALIGNMENT,
-        tiles["BLOCK_SIZE_N"] if tiles else 1,
-        scale_columns * (OPERAND_BYTES // gcd(OPERAND_BYTES, scale_bytes)),
-    )
-    around = rows * itemsize * (gate_columns + (0 if activation_elsewhere else intermediate))
-    beside = 0
-    if quantized or not activation_elsewhere:
-        beside = rows * intermediate * (activation_itemsize or itemsize)
-    tensor_bytes, output_bytes = rows * hidden * itemsize, tokens * hidden * itemsize if copied else 0
-    if most_bytes is not None:
-        # Whole, an input that is quantized is there in both forms.
-        whole = (
-            tensor_bytes + beside + (rows * intermediate * itemsize if quantized and not activation_elsewhere else 0)
-        )
-        most = max(most_bytes, around)
-        beside += beside // 32 if quantized else 0  # their scales: four bytes for each group of 128, at the most
-        return hidden if whole <= most else _widest((most - beside - output_bytes) // (rows * itemsize), hidden, step)
-    if tensor_bytes < MIN_TENSOR_BYTES:
-        return hidden
-    slices = min(-(-tensor_bytes // (around - beside)), isqrt(tensor_bytes // MIN_BYTES_SAVED_PER_SLICE))
-    if tiles is not None:
-        slices = min(
-            slices,
-            affordable(
-                rows,
-                hidden,
-                intermediate + gate_columns,
-                tiles,
-                activation_itemsize=1 if quantized else 2,
-                weight_bytes=weight_bytes,
-                share=share,
-                moved_bytes=2 * tensor_bytes,
-                copied_bytes=2 * output_bytes,
-            ),
-        )
-    return _even(hidden, slices, step)
+
+    tokens: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    itemsize: int = 2
+    gate_columns: int = 0
+    weight_bytes: int = 0
+    local_row_fraction: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def first_gemm_columns(self) -> int:
+        return self.gate_columns or 2 * self.intermediate
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the expert outputs, [tokens, top-k, hidden]."""
+        return self.rows * self.hidden * self.itemsize
+
+    @property
+    def output_bytes(self) -> int:
+        return self.tokens * self.hidden * self.itemsize
+
+    def layer_us(self, operations_per_us: float) -> float:
+        """Microseconds of both GEMMs and of the sum."""
+        columns = self.intermediate + self.first_gemm_columns
+        operations = 2 * self.rows * self.local_row_fraction * self.hidden * columns
+        return operations / operations_per_us + (self.weight_bytes + 2 * self.tensor_bytes) / BYTES_PER_US
 
 
-def packed_slice_width(
-    tokens: int,
-    top_k: int,
-    hidden: int,
-    intermediate: int,
-    itemsize: int,
-    *,
-    gate_columns: int,
-    column_bytes: int,
-    weight_bytes: int,
-    share: float = 1.0,
-    output_elsewhere: bool = False,
-    most_bytes: int | None = None,
-    most_time: float | None = None,
-) -> int:
-    """:func:`slice_width` where a slice's weights and scales are copied first, as Marlin's packed ones must be.
+class TritonGemm(NamedTuple):
+    """What slices of the Triton runner's second GEMM depend on, beside the layer's shape.
+
+    :param tiles: the engine's configuration; no slice cuts a tile. ``None``: ignore what slices cost.
+    :param quantized: its activations have one byte.
+    :param activation_in_dead_input: the activation's output lies in memory that is allocated anyway.
+    :param uses_staging: slices go to a staging buffer, which is copied into the output after the last GEMM.
+    :param columns_per_scale: columns of the weights that share a scale (block quantization), or 1.
+    :param scale_stride_bytes: distance from one column's (or block's) scales to the next one's.
+    """
+
+    tiles: Mapping[str, int] | None = None
+    quantized: bool = False
+    activation_in_dead_input: bool = False
+    uses_staging: bool = False
+    columns_per_scale: int = 1
+    scale_stride_bytes: int = OPERAND_ALIGNMENT_BYTES
+
+    @property
+    def alignment_columns(self) -> int:
+        """Slices start at multiples of this."""
+        scales = OPERAND_ALIGNMENT_BYTES // gcd(OPERAND_ALIGNMENT_BYTES, self.scale_stride_bytes)
+        tile = self.tiles["BLOCK_SIZE_N"] if self.tiles else 1
+        return lcm(SLICE_ALIGNMENT_COLUMNS, tile, self.columns_per_scale * scales)
+
+
+class MarlinGemm(NamedTuple):
+    """What slices of Marlin's second GEMM depend on, beside the layer's shape.
+
+    :param column_bytes: bytes of the weights and scales of one column, all experts together.
+    :param output_in_dead_input: the final output lies in memory that is allocated anyway.
+    :param max_slowdown_fraction: ``None``: :data:`MAX_SLOWDOWN_FRACTION`.
+    """
+
+    column_bytes: int
+    output_in_dead_input: bool = False
+    max_slowdown_fraction: float | None = None
+
+
+def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None) -> int:
+    """Columns of the second GEMM's output to compute and sum at a time; ``hidden``: the tensor stays whole.
+
+    Narrower slices save memory, more of them cost time. Three bounds on their number:
+
+    - Around the activation the runner holds the first GEMM's output, [rows, 2 x ``intermediate``], and the
+      activation's, [rows, ``intermediate``]. Slices that fit into that beside the second GEMM's input (2 x
+      ``intermediate`` columns, or 2.5 where it is quantized) save nothing more if narrower. With the activation's
+      output in the dead input it is 2 x ``intermediate`` columns, or 1.5.
+    - ``n`` slices hold 1/n of the tensor, so that one more saves about 1/n^2 of it. The number at which one more still
+      saves :data:`MIN_BYTES_SAVED_PER_SLICE` is a square root.
+    - They cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time (:func:`max_affordable_slices`).
+
+    :param max_bytes: take the fewest slices with which the runner holds at most this, or what it holds around the
+        activation, instead.
+    """
+    around = layer.itemsize * layer.rows * layer.first_gemm_columns
+    inner_bytes = 0 if gemm.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
+    around += inner_bytes
+    beside = layer.rows * layer.intermediate if gemm.quantized else inner_bytes
+    if max_bytes is not None:
+        limit = max(max_bytes, around)
+        # A whole tensor's GEMM quantizes its input itself: both forms are alive.
+        if layer.tensor_bytes + beside + (inner_bytes if gemm.quantized else 0) <= limit:
+            return layer.hidden
+        beside += beside // 32 if gemm.quantized else 0  # scales: at most four bytes for each group of 128
+        beside += layer.output_bytes if gemm.uses_staging else 0
+        return _fewest_slices_width(
+            (limit - beside) // (layer.rows * layer.itemsize), layer.hidden, gemm.alignment_columns
+        )
+    if layer.tensor_bytes < MIN_TENSOR_BYTES:
+        return layer.hidden
+    slices = min(-(-layer.tensor_bytes // (around - beside)), isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE))
+    if gemm.tiles is not None:
+        slices = min(slices, max_affordable_slices(layer, gemm.tiles, gemm.quantized, gemm.uses_staging))
+    return _even_width(layer.hidden, slices, gemm.alignment_columns)
+
+
+def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | None = None) -> int:
+    """:func:`slice_width` where each slice's weights and scales are copied first, as Marlin's packed ones must be.
 
     Around the activation the runner holds the outputs of the first GEMM and of the activation; while it runs slices,
-    the latter, the final output, and for each column of a slice its values, weights and scales.
-
-    :param gate_columns: of the first GEMM's output. Where it is as wide as the layer there is nothing to save.
-    :param column_bytes: of the second GEMM's weights and scales in a column, all experts together.
-    :param weight_bytes: of both GEMMs' weights and scales.
-    :param output_elsewhere: the output lies in memory that is there anyway.
-    :param most_time: that slices may cost, of the layer's; ``None``: :data:`MAX_SLOWDOWN_FRACTION`.
+    the latter, the final output, and for each column of a slice its values, weights and scales. Where the first GEMM's
+    output is as wide as the layer there is nothing to save.
     """
-    rows, output_bytes = tokens * top_k, tokens * hidden * itemsize
-    tensor_bytes = rows * hidden * itemsize
-    around = rows * (gate_columns + intermediate) * itemsize
-    beside = rows * intermediate * itemsize + (0 if output_elsewhere else output_bytes)
-    column = rows * itemsize + column_bytes
-    if hidden <= gate_columns:
-        return hidden
-    if most_bytes is not None:
-        most = max(most_bytes, around)
-        if beside + tensor_bytes <= most:
-            return hidden
-        return _widest((most - beside) // column, hidden, MARLIN_ALIGNMENT)
-    if tensor_bytes < MIN_TENSOR_BYTES:
-        return hidden
-    layer = 2 * rows * share * hidden * (intermediate + gate_columns) / MARLIN_OPERATIONS_PER_US
-    layer += (weight_bytes + 2 * tensor_bytes) / BYTES_PER_US
-    once, for_each_row = MARLIN_SLICE_US
-    copies = 2 * hidden * column_bytes / MARLIN_COPIED_BYTES_PER_US
-    left = (MAX_SLOWDOWN_FRACTION if most_time is None else most_time) * layer - MARLIN_START_US - copies
+    inner_bytes = layer.rows * layer.intermediate * layer.itemsize
+    around = layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes
+    beside = inner_bytes + (0 if gemm.output_in_dead_input else layer.output_bytes)
+    column_bytes = layer.rows * layer.itemsize + gemm.column_bytes
+    if layer.hidden <= layer.first_gemm_columns:
+        return layer.hidden
+    if max_bytes is not None:
+        limit = max(max_bytes, around)
+        if beside + layer.tensor_bytes <= limit:
+            return layer.hidden
+        return _fewest_slices_width((limit - beside) // column_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
+    if layer.tensor_bytes < MIN_TENSOR_BYTES:
+        return layer.hidden
+    fraction = MAX_SLOWDOWN_FRACTION if gemm.max_slowdown_fraction is None else gemm.max_slowdown_fraction
+    copies_us = 2 * layer.hidden * gemm.column_bytes / MARLIN_COPIED_BYTES_PER_US
+    budget_us = fraction * layer.layer_us(MARLIN_OPERATIONS_PER_US) - MARLIN_SLICING_US - copies_us
     slices = min(
-        -(-hidden // max(1, (around - beside) // column)),
-        isqrt(tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
-        _within(left, once + rows * for_each_row, rows),
+        -(-layer.hidden // max(1, (around - beside) // column_bytes)),
+        isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
+        _slices_within(budget_us, MARLIN_SLICE_US, layer.rows),
     )
-    return _even(hidden, slices, MARLIN_ALIGNMENT)
+    return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
 
 
-def _widest(columns: int, hidden: int, step: int) -> int:
-    """The width of the fewest slices, two at least, none of which has more than ``columns``; ``step``, if none does."""
-    slices = max(2, -(-hidden // max(step, columns // step * step)))
-    return _even(hidden, slices, step)
+def max_affordable_slices(layer: LayerShape, tiles: Mapping[str, int], quantized: bool, uses_staging: bool) -> int:
+    """How many slices cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time; at least one.
 
-
-def _even(hidden: int, slices: int, step: int) -> int:
-    """The width of so many slices, all but the last of one width in whole steps; ``hidden`` if it is one."""
-    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
-
-
-def _within(us: float, slice_us: float, rows: int) -> int:
-    """The most slices that cost no more than ``us``, at most one more than rows; the first costs nothing."""
-    return max(1, 1 + int(min(us / slice_us, rows)))
+    FP8 tiles of 128 rows that go through the columns before the rows (``GROUP_SIZE_M`` of 1) were slower by 3 to 7 % in
+    two slices already.
+    """
+    if quantized and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128:
+        return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
+    small_tiles = not quantized and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
+    return _max_affordable_slices(layer, 1 if quantized else 2, small_tiles, uses_staging, MAX_SLOWDOWN_FRACTION)
 
 
 @functools.lru_cache
-def _affordable(
-    rows: int,
-    hidden: int,
-    inner: int,
-    activation_itemsize: int,
-    read_bytes: int,
-    share: float,
-    copied_bytes: int,
-    small_tiles: bool,
-    most: float,
+def _max_affordable_slices(
+    layer: LayerShape, activation_bytes: int, small_tiles: bool, uses_staging: bool, max_slowdown_fraction: float
 ) -> int:
-    rate = SMALL_TILE_OPERATIONS_PER_US if small_tiles else OPERATIONS_PER_US[activation_itemsize]
-    layer = 2 * rows * share * hidden * inner / rate + read_bytes / BYTES_PER_US
-    once, for_each_row = SLICE_US[activation_itemsize]
-    left = most * layer - START_US - copied_bytes / BYTES_PER_US
-    return _within(left, once + rows * for_each_row, rows)
+    layer_us = layer.layer_us(SMALL_TILE_OPERATIONS_PER_US if small_tiles else OPERATIONS_PER_US[activation_bytes])
+    staging_us = 2 * layer.output_bytes / BYTES_PER_US if uses_staging else 0
+    budget_us = max_slowdown_fraction * layer_us - SLICING_US - staging_us
+    return _slices_within(budget_us, SLICE_US[activation_bytes], layer.rows)
 
 
-def affordable(
-    rows: int,
-    hidden: int,
-    inner: int,
-    tiles: Mapping[str, int],
-    *,
-    activation_itemsize: int,
-    weight_bytes: int,
-    moved_bytes: int,
-    share: float = 1.0,
-    copied_bytes: int = 0,
-) -> int:
-    """How many slices cost no more than :data:`MAX_SLOWDOWN_FRACTION` of what the layer takes; one at least.
+def _slices_within(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
+    """How many slices cost ``budget_us`` (the first one is free): at most one more than rows, for an endless budget."""
+    constant, for_each_row = slice_us
+    return max(1, 1 + int(min(budget_us / (constant + rows * for_each_row), rows)))
 
-    The constants are fitted to benchmark/results/moe-workspace. FP8 tiles of 128 rows that go through the columns
-    before the rows (``GROUP_SIZE_M`` of 1) were slower by 3 to 7 % in two slices already.
 
-    :param inner: columns of the first GEMM's output, and rows of the second one's weights.
-    :param moved_bytes: of the [tokens, top-k, hidden] tensor, written and read.
-    :param copied_bytes: of the output, read and written once more.
+def _fewest_slices_width(max_columns: int, hidden: int, step: int) -> int:
+    """The width of the fewest slices, at least two, of at most ``max_columns``; ``step`` if that is not possible."""
+    return _even_width(hidden, max(2, -(-hidden // max(step, max_columns // step * step))), step)
+
+
+def _even_width(hidden: int, slices: int, step: int) -> int:
+    """The width of so many slices, a multiple of ``step``; ``hidden`` for one slice."""
+    return hidden if slices < 2 else min(hidden, -(-hidden // (slices * step)) * step)
+
+
+def read_max_bytes() -> int | None:
+    """Bytes that the runner may hold by :data:`MOE_WORKSPACE_MB`; ``None``: the limits above apply."""
+    megabytes = MOE_WORKSPACE_MB.read()
+    return None if megabytes is None else megabytes * 10**6
+
+
+def min_tensor_bytes(max_bytes: int | None) -> int:
+    """A smaller [tokens, top-k, hidden] tensor stays whole in the Triton runner: one comparison, ahead of all else.
+
+    Where the runner would hold more than ``max_bytes``, at least two thirds of that are the tensor: with activations
+    wider than half the output the peak is around the activation, cut or not.
     """
-    if activation_itemsize == 1 and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128:
-        return 1 if MAX_SLOWDOWN_FRACTION < 1 else rows
-    return _affordable(
-        rows,
-        hidden,
-        inner,
-        activation_itemsize,
-        weight_bytes + moved_bytes,
-        share,
-        copied_bytes,
-        activation_itemsize == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= SMALL_TILE,
-        MAX_SLOWDOWN_FRACTION,
-    )
+    return MIN_TENSOR_BYTES if max_bytes is None else 2 * max_bytes // 3
 
 
-def most_bytes() -> int | None:
-    """What the runner may hold by :data:`MOE_WORKSPACE_MB`."""
-    most = MOE_WORKSPACE_MB.read()
-    return None if most is None else most * 10**6
+def min_packed_tensor_bytes(max_bytes: int | None) -> int:
+    """The same for Marlin: at least a third of what the runner holds whole.
 
-
-def smallest_tensor(most: int | None) -> int:
-    """Bytes of the smallest [tokens, top-k, hidden] tensor that may be cut.
-
-    :param most: what the runner may hold, or ``None``. More than it, beside its activations, are at least two thirds:
-        where these are wider than half the output, the runner's peak is around the activation, cut or not.
+    The activation's output is narrower than the layer where anything is cut, and the final output has one row a token.
     """
-    return MIN_TENSOR_BYTES if most is None else 2 * most // 3
+    return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
 
 
-def smallest_packed_tensor(most: int | None) -> int:
-    """The same for :func:`packed_slice_width`: of what the runner holds whole, it is at least a third.
-
-    The activation's output is narrower than the layer where anything is cut, and the final output has a row a token.
-    """
-    return MIN_TENSOR_BYTES if most is None else most // 3
-
-
-def ranges(columns: int, width: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of each slice of at most ``width`` columns, in order."""
+def split_columns(columns: int, width: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of each column slice of at most ``width`` columns, in order."""
     return [(start, min(start + width, columns)) for start in range(0, columns, width)]

@@ -1,4 +1,9 @@
-"""The [tokens, top-k, hidden] tensor as a promise: computed and summed for a range of columns at a time."""
+"""The Triton runner's [tokens, top-k, hidden] tensor, deferred: computed and summed one column slice at a time.
+
+The engine's sequence allocates that tensor, has its second GEMM write it, and sums it over the top-k. Here the
+allocation gives a :class:`DeferredTensor`, the GEMM's call is captured in it (:class:`SecondGemm`), and the sum runs
+both (:func:`gemm_and_sum`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from sglang_moe_patches.changes.moe_workspace import column_slices
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.core import log
 
-#: The parameters of the engine's GEMM that we pass on changed, and where the others are that we look at.
+#: The first parameters of the engine's GEMM, and where its configuration (tiles) is.
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
 
@@ -19,45 +26,82 @@ CONFIG = 14
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
-class Promise:
+class SecondGemm(NamedTuple):
+    """Operands of a call of the engine's second GEMM, all but its output."""
+
+    activations: Any
+    weights: Any
+    bias: Any
+    activations_scale: Any
+    weights_scale: Any
+    zero_points: Any
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        return self.rest[CONFIG - 7]
+
+    def run(self, kernel: Callable[..., None], output: Any, columns: tuple[int, int] | None = None) -> None:
+        """Compute ``output``, or only these columns of the hidden size: on views of weights, bias and scales.
+
+        Without ``columns`` the operands are passed as they are: the tensor may stay whole because they have an
+        unexpected shape.
+        """
+        weights, bias, scale = self.weights, self.bias, self.weights_scale
+        if columns is not None:
+            start, stop = columns
+            group = columns_per_scale(scale, weights.shape[1], self.kwargs.get("block_shape"))
+            weights, bias = weights[:, start:stop], None if bias is None else bias[:, start:stop]
+            scale = scale[:, start // group : -(-stop // group)] if group else scale
+        operands = (self.activations, weights, bias, output, self.activations_scale, scale, self.zero_points)
+        kernel(*operands, *self.rest, **self.kwargs)
+
+
+class DeferredTensor:
     """A [tokens, top-k, hidden] tensor that the sequence believes to have allocated.
 
-    The second GEMM, told to write it, leaves its arguments here instead; the sum then runs both, a slice at a time.
-    Everything is kept on this object: two forwards in flight, in whatever threads, have nothing in common.
+    All state is on this object: two forwards in flight, in whatever threads, share nothing.
     """
 
-    __slots__ = ("device", "dtype", "gemm", "made", "shape")
+    __slots__ = ("device", "dtype", "gemm", "shape", "tensor")
 
     def __init__(self, shape: tuple[int, int, int], device: Any, dtype: Any) -> None:
         self.shape, self.device, self.dtype = shape, device, dtype
-        self.gemm: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.made: Any = None
+        self.gemm: SecondGemm | None = None
+        self.tensor: Any = None
+        """The tensor itself, where it is the output."""
 
-    def view(self, *shape: int) -> Promise:
+    def view(self, *shape: int) -> DeferredTensor:
         assert shape == self.shape
         return self
 
     def unsqueeze(self, dim: int) -> Any:
-        """The tensor itself after all: without a sum over the top-k (``no_combine``) it is the output."""
-        self.made = self.make(self.shape)
-        return self.made.unsqueeze(dim)
+        """Allocate the tensor after all: without a sum over the top-k (``no_combine``) it is the output."""
+        self.tensor = self.allocate(self.shape)
+        return self.tensor.unsqueeze(dim)
 
-    def make(self, shape: tuple[int, ...]) -> Any:
+    def allocate(self, shape: tuple[int, ...]) -> Any:
         """Memory of this dtype and device."""
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
+    def take_gemm(self) -> SecondGemm:
+        """The captured call; no reference is kept, so that its activations can be freed."""
+        assert self.gemm is not None
+        gemm, self.gemm = self.gemm, None
+        return gemm
 
-class _QuantizedNow(Exception):
+
+class _QuantizationDone(Exception):
     """Ends the engine's GEMM where it has quantized its input."""
 
 
-class Quantized:
+class QuantizedOnce:
     """Activations that the engine's GEMM quantizes once for all slices, in the way that it chooses.
 
-    They are given up as soon as they are quantized, before the slices' memory is allocated: the first GEMM that asks
-    for them ends there.
+    The GEMM that quantizes them ends there, so that the 16-bit activations are freed before slices allocate memory.
     """
 
     __slots__ = ("_activations", "_result", "dtype")
@@ -65,51 +109,44 @@ class Quantized:
     def __init__(self, activations: Any) -> None:
         self._activations, self._result, self.dtype = activations, None, activations.dtype
 
-    def by(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def quantize(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._result is None:
             self._result = quantize(self._activations, *args, **kwargs)
             self._activations = None
-            raise _QuantizedNow
+            raise _QuantizationDone
         return self._result
 
 
-class Call:
-    """A run of the sequence: what its promise has to know of the rest.
+@dataclass(slots=True)
+class SequenceCall:
+    """A run of the sequence in column slices: what its deferred tensor needs of the rest.
 
     :param gate_columns: of the first GEMM's output.
     :param weight_bytes: of both GEMMs.
-    :param share: of the rows, those whose expert is here.
-    :param inplace: the output is the input.
-    :param copied: the input is read on another stream, too: no slice but the last is written to it before the end.
-    :param most_bytes: what the runner may hold, where that was asked for.
+    :param local_row_fraction: rows with an expert on this rank, of all rows.
+    :param inplace: the output lies over the input.
+    :param uses_staging: the input is read on another stream, too: slices go to a staging buffer first.
+    :param max_bytes: what the runner may hold, where the user set that.
+    :param activation_in_dead_input: the activation's output lies in the layer's dead input.
     """
 
-    __slots__ = ("copied", "gate_columns", "in_dead_input", "inplace", "most_bytes", "share", "weight_bytes")
-
-    def __init__(
-        self,
-        gate_columns: int,
-        weight_bytes: int,
-        *,
-        share: float = 1.0,
-        inplace: bool = False,
-        copied: bool = False,
-        most_bytes: int | None = None,
-    ) -> None:
-        self.gate_columns, self.weight_bytes, self.share = gate_columns, weight_bytes, share
-        self.inplace, self.copied, self.most_bytes = inplace, copied, most_bytes
-        self.in_dead_input = False
-        """The activation's output lies in the layer's dead input."""
+    gate_columns: int
+    weight_bytes: int
+    local_row_fraction: float
+    inplace: bool
+    uses_staging: bool
+    max_bytes: int | None
+    activation_in_dead_input: bool = False
 
 
-current_call: ContextVar[Call] = ContextVar("moe_workspace_call")
+current_call: ContextVar[SequenceCall] = ContextVar("moe_workspace_call")
 
 
 # --- Running slices --------------------------------------------------------------------------------------------------
 
 
-def scale_columns(scale: Any, hidden: int, block_shape: Any) -> int | None:
-    """Columns of the weights that share a scale: 1, a block's, 0 where all share one; ``None``: not known.
+def columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
+    """Columns of the weights that share a scale: 1, a block's, 0 where all share one; ``None``: unknown layout.
 
     :param scale: of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns, ...].
     :param block_shape: columns and rows of a block, for block quantization.
@@ -123,49 +160,49 @@ def scale_columns(scale: Any, hidden: int, block_shape: Any) -> int | None:
     return None
 
 
-def column_ranges(promise: Promise, output: Any) -> list[tuple[int, int]]:
-    """The ranges of columns in which the promised tensor is computed and summed; one where it stays whole."""
-    assert promise.gemm is not None
-    args, kwargs = promise.gemm
-    activations, weights, bias, _, _, scale, zero_points = args[:7]
-    tokens, top_k, hidden = promise.shape
-    shared = scale_columns(scale, hidden, kwargs.get("block_shape"))
-    for fits, reason in (
-        (weights.ndim == 3 and weights.shape[1] == hidden, f"the weights are {tuple(weights.shape)}"),
-        (bias is None or bias.shape[1:] == (hidden,), "the bias is not one per column"),
-        (shared is not None, f"the weights' scales are {scale is not None and tuple(scale.shape)}"),
-        (zero_points is None, "zero points are packed"),
-        (
-            output.shape == (tokens, hidden) and output.stride(1) == 1 and output.dtype == promise.dtype,
-            "the output is no plain [tokens, hidden] tensor",
-        ),
-    ):
-        if not fits:
-            message = "moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s"
-            log.once(logging.INFO, f"columns {reason}", message, reason)
-            return [(0, hidden)]
+def column_skip_reason(gemm: SecondGemm, deferred: DeferredTensor, output: Any, group: int | None) -> str | None:
+    """Why columns of this GEMM cannot be computed on views, or summed into views; ``None``: go ahead.
+
+    :param group: what :func:`columns_per_scale` returned.
+    """
+    tokens, _, hidden = deferred.shape
+    if gemm.weights.ndim != 3 or gemm.weights.shape[1] != hidden:
+        return f"the weights are {tuple(gemm.weights.shape)}"
+    if gemm.bias is not None and gemm.bias.shape[1:] != (hidden,):
+        return "the bias is not one per column"
+    if group is None:
+        return f"the weights' scales are {tuple(gemm.weights_scale.shape)}"
+    if gemm.zero_points is not None:
+        return "zero points are packed"
+    if output.shape != (tokens, hidden) or output.stride(1) != 1 or output.dtype != deferred.dtype:
+        return "the output is no plain [tokens, hidden] tensor"
+    return None
+
+
+def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
+    """The column slices in which the deferred tensor is computed and summed; one if it stays whole."""
+    gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
+    assert gemm is not None
+    scale = gemm.weights_scale
+    group = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
+    if (reason := column_skip_reason(gemm, deferred, output, group)) is not None:
+        message = "moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s"
+        log.once(logging.INFO, f"columns {reason}", message, reason)
+        return [(0, hidden)]
     call = current_call.get()
-    width = column_slices.slice_width(
-        tokens,
-        top_k,
-        hidden,
-        activations.shape[1],
-        promise.dtype.itemsize,
-        activation_itemsize=1 if quantizes(kwargs) else promise.dtype.itemsize,
-        activation_elsewhere=call.in_dead_input,
-        copied=call.copied,
-        gate_columns=call.gate_columns,
-        weight_bytes=call.weight_bytes,
-        share=call.share,
-        tiles=args[CONFIG],
-        most_bytes=call.most_bytes,
-        **({"scale_columns": shared, "scale_bytes": scale.stride(1) * scale.itemsize} if shared else {}),
+    layer = LayerShape(
+        *(tokens, top_k, hidden, gemm.activations.shape[1], deferred.dtype.itemsize),
+        *(call.gate_columns, call.weight_bytes, call.local_row_fraction),
     )
-    return column_slices.ranges(hidden, width)
+    cost = TritonGemm(
+        *(gemm.tiles, quantizes(gemm.kwargs), call.activation_in_dead_input, call.uses_staging),
+        *((group, scale.stride(1) * scale.itemsize) if group else ()),
+    )
+    return column_slices.split_columns(hidden, column_slices.slice_width(layer, cost, call.max_bytes))
 
 
 def gemm_and_sum(
-    promise: Promise,
+    deferred: DeferredTensor,
     output: Any,
     scale: float,
     *,
@@ -174,59 +211,41 @@ def gemm_and_sum(
     whole_sum: Callable[..., None],
     slice_sum: Callable[..., None],
 ) -> None:
-    """Compute the promised tensor and sum it over the top-k, slice by slice.
+    """Compute the deferred tensor and sum it over the top-k, slice by slice.
 
     :param output: [tokens, hidden]; written.
     :param scale: factor of the sum.
     :param invoke: the engine's GEMM.
-    :param invoke_quantized: the same, which takes :class:`Quantized` activations.
+    :param invoke_quantized: the same, which takes :class:`QuantizedOnce` activations.
     :param whole_sum: the engine's sum, where there is one slice.
     :param slice_sum: our sum, into columns of the output.
     """
-    todo = column_ranges(promise, output)
-    assert promise.gemm is not None
-    args, kwargs = promise.gemm
-    promise.gemm = None
-    tokens, top_k, hidden = promise.shape
-    activations, weights, bias, _, activations_scale, weights_scale, zero_points, *rest = args
-    del args
-    if len(todo) == 1:
-        whole = promise.make(promise.shape)
-        invoke(activations, weights, bias, whole, activations_scale, weights_scale, zero_points, *rest, **kwargs)
+    slices = choose_column_slices(deferred, output)
+    tokens, top_k, hidden = deferred.shape
+    gemm = deferred.take_gemm()
+    if len(slices) == 1:
+        whole = deferred.allocate(deferred.shape)
+        gemm.run(invoke, whole)
         whole_sum(whole, output, scale)
         return
-    shared = scale_columns(weights_scale, hidden, kwargs.get("block_shape"))
-
-    def gemm(start: int, stop: int, part: Any) -> None:
-        invoke(
-            activations,
-            weights[:, start:stop],
-            None if bias is None else bias[:, start:stop],
-            part,
-            activations_scale,
-            weights_scale[:, start // shared : -(-stop // shared)] if shared else weights_scale,
-            zero_points,
-            *rest,
-            **kwargs,
-        )
-
-    if quantizes(kwargs):
+    if quantizes(gemm.kwargs):
         invoke = invoke_quantized
-        if activations.dtype == promise.dtype:  # else the engine has quantized them already
-            activations = Quantized(activations)
-            with contextlib.suppress(_QuantizedNow):
-                gemm(*todo[0], None)
-    rows = tokens * top_k
-    scratch = promise.make((rows * (todo[0][1] - todo[0][0]),))
-    # Where the input is read elsewhere, it is written when the last GEMM is done, as the engine does.
-    waiting = promise.make((tokens, todo[-1][0])) if current_call.get().copied else None
-    for start, stop in todo:
-        part = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
-        gemm(start, stop, part)
-        into = output if waiting is None or stop == hidden else waiting
-        slice_sum(part, into[:, start:stop], scale)
-    if waiting is not None:
-        output[:, : waiting.shape[1]].copy_(waiting)
+        if gemm.activations.dtype == deferred.dtype:  # else the engine has quantized them already
+            # Rebound, not kept beside: the 16-bit activations must be free before slices allocate memory.
+            gemm = gemm._replace(activations=QuantizedOnce(gemm.activations))
+            with contextlib.suppress(_QuantizationDone):
+                gemm.run(invoke, None, columns=slices[0])
+    rows, width = tokens * top_k, slices[0][1]
+    scratch = deferred.allocate((rows * width,))
+    # Another stream may read the input, over which the output lies, until the last GEMM has run.
+    staging = deferred.allocate((tokens, slices[-1][0])) if current_call.get().uses_staging else None
+    for start, stop in slices:
+        expert_outputs = scratch[: rows * (stop - start)].view(tokens, top_k, stop - start)
+        gemm.run(invoke, expert_outputs, columns=(start, stop))
+        target = output if staging is None or stop == hidden else staging
+        slice_sum(expert_outputs, target[:, start:stop], scale)
+    if staging is not None:
+        output[:, : staging.shape[1]].copy_(staging)
 
 
 def quantizes(kwargs: dict[str, Any]) -> bool:

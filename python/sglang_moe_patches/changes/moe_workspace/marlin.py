@@ -1,13 +1,13 @@
-"""Columns in Marlin: the engine's own ``fused_marlin_moe``, with the names through which it allocates and computes.
+"""Column slices in Marlin: the engine's own ``fused_marlin_moe`` with a few globals replaced.
 
 Marlin holds one tensor for both GEMMs' outputs, as wide as the wider one. Here the first output is a tensor of its own,
-given up when the activation has read it, and the second one is a promise: the sum over the top-k runs the engine's GEMM
-and our sum for one range of columns after another. Marlin's weights lie in tiles of 16 rows and 64 columns, whose
-rows have the layer's whole width, so that a range of columns is no view: its weights and scales, whose columns change
-places within a tile alone, are copied into memory of a range's size ahead of each GEMM, in the launch that sums the
-range before. All of it is on the stream of the call, and nothing outlives it.
+freed when the activation has read it, and the second one is deferred: the sum over the top-k runs the engine's GEMM and
+our sum, one column slice after another. Marlin's weights lie in tiles of 16 rows and 64 columns, whose rows have the
+layer's whole width, so that a column slice is no view. Its weights and scales (columns change places only within a
+tile) are copied into memory of a slice's size ahead of each GEMM, in the launch that sums the slice before. All of it
+runs on the caller's stream, and nothing outlives the call.
 
-What the engine has is an operator. The function under it runs with other names to look up.
+The engine registers an operator; the function under it (:func:`find_function`) runs with some globals replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, streams, triton
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, MarlinGemm
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
@@ -31,14 +32,14 @@ MODULE = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe"
 NAME = "fused_marlin_moe"
 GEMM = "moe_wna16_marlin_gemm"
 SUM = "moe_sum_reduce"
-#: Of the operator: those whose places we go by.
+#: The operator's first parameters.
 _PARAMETERS = ("hidden_states", "w1", "w2", "w1_scale", "w2_scale", "gating_output", "topk_weights", "topk_ids")
-#: Of the engine's GEMM: those that we pass on changed, and the one before what we pass on.
+#: The first parameters of the engine's GEMM: those that we change, and the one before what we pass on.
 _GEMM_PARAMETERS = ("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales")
-#: How the engine's function uses the tensor of both outputs, and each of them.
+#: How the engine's function uses the tensor of both outputs, and each output.
 _BOTH, _FIRST, _SECOND = "intermediate_cache13", "intermediate_cache1", "intermediate_cache3"
 _ROWS = ("M * topk_ids.shape[1]", "M * topk")
-_KNOWN_USES = {
+_EXPECTED_USES = {
     _BOTH: {f"{_BOTH}[:{rows} * {width}]" for rows in _ROWS for width in ("2 * N", "gemm1_n", "K")},
     _FIRST: {f"{_FIRST}.view"},
     _SECOND: {
@@ -55,58 +56,58 @@ _KNOWN_USES = {
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
-class Call:
-    """A run of the engine's function in columns.
+class MarlinCall:
+    """A run of the engine's function in column slices.
 
     :param rows: tokens x top-k.
     :param gate_columns: of the first GEMM's output.
-    :param ranges: of the second one's columns.
+    :param slices: columns of the second one.
     """
 
-    __slots__ = ("first", "gate_columns", "gemm", "ranges", "rows", "zeroed")
+    __slots__ = ("first", "gate_columns", "gemm", "rows", "slices", "zeroed")
 
-    def __init__(self, rows: int, gate_columns: int, ranges: list[tuple[int, int]]) -> None:
-        self.rows, self.gate_columns, self.ranges = rows, gate_columns, ranges
+    def __init__(self, rows: int, gate_columns: int, slices: list[tuple[int, int]]) -> None:
+        self.rows, self.gate_columns, self.slices = rows, gate_columns, slices
         self.first: Any = None
         """The first GEMM's output, until the second one begins."""
         self.gemm: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        """What the second GEMM was given: activations, what follows its output, keyword arguments."""
+        """Arguments of the second GEMM: activations, those after its output, keyword arguments."""
         self.zeroed = False
         """The engine clears the second output, of which the GEMM leaves some rows alone."""
 
 
-_current: ContextVar[Call] = ContextVar("marlin_call")
+_current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 
 
-class _Both:
-    """The one tensor for both outputs, which is never allocated: the first one is asked for first."""
+class _BothOutputs:
+    """The one tensor for both outputs, which is never allocated: the engine slices the first one off first."""
 
-    __slots__ = ("_call", "_halved", "_make")
+    __slots__ = ("_allocate", "_call", "_first_taken")
 
-    def __init__(self, call: Call, make: Callable[[int], Any]) -> None:
-        self._call, self._make, self._halved = call, make, False
+    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
+        self._call, self._allocate, self._first_taken = call, allocate, False
 
-    def __getitem__(self, part: slice) -> _First | Output:
+    def __getitem__(self, part: slice) -> _FirstOutput | DeferredOutput:
         call = self._call
-        if self._halved:
-            assert part.stop == call.rows * call.ranges[-1][1]
-            return Output(call, self._make)
-        self._halved = True
+        if self._first_taken:
+            assert part.stop == call.rows * call.slices[-1][1]
+            return DeferredOutput(call, self._allocate)
+        self._first_taken = True
         assert part.stop == call.rows * call.gate_columns
-        return _First(call, self._make)
+        return _FirstOutput(call, self._allocate)
 
 
-class _First:
-    """The first GEMM's output: made when that GEMM runs, and kept by the call alone."""
+class _FirstOutput:
+    """The first GEMM's output: allocated when that GEMM runs, and referenced by the call alone."""
 
-    __slots__ = ("_call", "_make")
+    __slots__ = ("_allocate", "_call")
 
-    def __init__(self, call: Call, make: Callable[[int], Any]) -> None:
-        self._call, self._make = call, make
+    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
+        self._call, self._allocate = call, allocate
 
-    def fill(self) -> Any:
+    def allocate(self) -> Any:
         call = self._call
-        call.first = self._make(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
+        call.first = self._allocate(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
         return call.first
 
     def view(self, *shape: int) -> Any:
@@ -114,107 +115,105 @@ class _First:
         return self if self._call.first is None else self._call.first
 
 
-class Output:
-    """The second GEMM's output, [tokens, top-k, hidden]: a promise that the sum keeps.
+class DeferredOutput:
+    """The second GEMM's output, [tokens, top-k, hidden], until the sum runs.
 
-    :param make: memory of so many elements.
+    :param allocate: memory of so many elements.
     """
 
-    __slots__ = ("call", "make")
+    __slots__ = ("allocate", "call")
     dtype = None
     """``None`` is none of the dtypes for which the engine has a special sum: it takes the general one."""
 
-    def __init__(self, call: Call, make: Callable[[int], Any]) -> None:
-        self.call, self.make = call, make
+    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
+        self.call, self.allocate = call, allocate
 
-    def view(self, *shape: int) -> Output:
-        assert shape[-1] == self.call.ranges[-1][1]
+    def view(self, *shape: int) -> DeferredOutput:
+        assert shape[-1] == self.call.slices[-1][1]
         return self
 
-    def zero_(self) -> Output:
+    def zero_(self) -> DeferredOutput:
         self.call.zeroed = True
         return self
 
 
-class _Torch(takers.OutputTorch):
+class _MarlinTorch(takers.OutputTorch):
     """Stands in for the name ``torch`` inside the function: its one-dimensional tensor is both outputs.
 
-    :param sum_: sums an :class:`Output` over the top-k, into a tensor, times a factor.
+    :param sum_: sums a :class:`DeferredOutput` over the top-k, into a tensor, times a factor.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: runners.SymmetricMemory, sum_: Callable[..., Any]) -> None:
         super().__init__(torch_module, symmetric_memory)
         self._sum = sum_
 
-    def sum(self, experts_output: Output, dim: int, out: Any) -> Any:
+    def sum(self, expert_outputs: DeferredOutput, dim: int, out: Any) -> Any:
         assert dim == 1
-        return self._sum(experts_output, out, 1.0)
+        return self._sum(expert_outputs, out, 1.0)
 
     def empty(self, size: Any, **how: Any) -> Any:
         if len(size) != 1:
             return self._torch.empty(size, **how)
-        return _Both(_current.get(), lambda length: self._torch.empty(length, **how))
+        return _BothOutputs(_current_call.get(), lambda length: self._torch.empty(length, **how))
 
     def zeros(self, size: Any, **how: Any) -> Any:
         if not isinstance(size, tuple):  # the workspace
             return self._torch.zeros(size, **how)
-        call = _current.get()
+        call = _current_call.get()
         call.zeroed = True
-        return _Both(call, lambda length: self._torch.zeros(length, **how))
+        return _BothOutputs(call, lambda length: self._torch.zeros(length, **how))
 
     def empty_like(self, tensor: Any) -> Any:
         buffer = self._take(tensor.shape, tensor.dtype, tensor.device)
         return self._torch.empty_like(tensor) if buffer is None else buffer
 
 
-# --- Which ranges ----------------------------------------------------------------------------------------------------
+# --- Which slices ----------------------------------------------------------------------------------------------------
 
 
-def column_ranges(given: dict[str, Any], most_bytes: int | None) -> list[tuple[int, int]]:
-    """The ranges of columns in which the second GEMM and its sum run; one where they stay whole.
+def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> list[tuple[int, int]]:
+    """The column slices in which the second GEMM and its sum run; one if they stay whole.
 
-    :param given: the function's arguments, by name.
-    :param most_bytes: what the runner may hold, where that was asked for.
+    :param arguments: the function's, by name.
+    :param max_bytes: what the runner may hold, where the user set that.
     """
-    # From an idle GPU the host's time to get here counts: nothing is put into words that nobody reads.
-    hidden_states, w1, w2, scale = given["hidden_states"], given["w1"], given["w2"], given["w2_scale"]
+    # While the GPU is idle, the host's time to get here counts: nothing is formatted that nobody reads.
+    hidden_states, w1 = arguments["hidden_states"], arguments["w1"]
+    w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
-    if (reason := _whole_because(given, hidden, w2, scale)) is not None:
+    if (reason := column_skip_reason(arguments, hidden, w2, scale)) is not None:
         message = "moe-workspace: Marlin's [tokens, top-k, hidden] tensor stays whole, because %s"
         log.once(logging.INFO, f"marlin {reason}", message, reason)
-        return column_slices.ranges(hidden, hidden)
-    buffer, second_bytes = channel.offered(), w2.nbytes + scale.nbytes
-    width = column_slices.packed_slice_width(
-        tokens,
-        given["topk_ids"].shape[1],
-        hidden,
-        16 * w2.shape[1],
-        hidden_states.itemsize,
-        gate_columns=_gate_columns(w1, given),
-        column_bytes=second_bytes // hidden,
-        weight_bytes=w1.nbytes + given["w1_scale"].nbytes + second_bytes,
-        share=triton.share(given["expert_map"] is not None),
-        output_elsewhere=buffer is not None
-        and channel.fits(buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device),
-        most_bytes=most_bytes,
+        return column_slices.split_columns(hidden, hidden)
+    second_bytes = w2.nbytes + scale.nbytes
+    layer = LayerShape(
+        *(tokens, arguments["topk_ids"].shape[1], hidden, 16 * w2.shape[1], hidden_states.itemsize),
+        gate_columns=_gate_columns(w1, arguments),
+        weight_bytes=w1.nbytes + arguments["w1_scale"].nbytes + second_bytes,
+        local_row_fraction=triton.local_row_fraction(arguments["expert_map"] is not None),
     )
-    return column_slices.ranges(hidden, width)
+    buffer = channel.offered()
+    output_fits = buffer is not None and channel.fits(
+        buffer, hidden_states.shape, hidden_states.dtype, hidden_states.device
+    )
+    width = column_slices.packed_slice_width(layer, MarlinGemm(second_bytes // hidden, output_fits), max_bytes)
+    return column_slices.split_columns(hidden, width)
 
 
-def _whole_because(given: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
-    """Why no range of columns can be had by itself; ``None`` where it can."""
-    bias = given.get("w2_bias")
-    if given.get("no_combine"):
+def column_skip_reason(arguments: dict[str, Any], hidden: int, w2: Any, scale: Any) -> str | None:
+    """Why no column slice can be computed by itself; ``None``: go ahead."""
+    bias = arguments.get("w2_bias")
+    if arguments.get("no_combine"):
         return "the tensor itself is asked for"
-    if given["inplace"] and streams.beside:
+    if arguments["inplace"] and streams.has_concurrent_reader:
         return "its output is its input, which another stream may still read"
-    if _some(given["g_idx2"]) or _some(given["sort_indices2"]):
+    if _has_elements(arguments["g_idx2"]) or _has_elements(arguments["sort_indices2"]):
         return "activations are reordered (act-order)"
-    if _some(given["w2_zeros"]):
+    if _has_elements(arguments["w2_zeros"]):
         return "zero points are packed"
-    if hidden % column_slices.MARLIN_TILE:
+    if hidden % column_slices.MARLIN_TILE_COLUMNS:
         return f"Marlin's tiles do not divide {hidden} columns"
-    if w2.shape[2] != hidden * (given["num_bits"] // 2):
+    if w2.shape[2] != hidden * (arguments["num_bits"] // 2):
         return f"the weights are {tuple(w2.shape)}"
     if scale.ndim != 3 or scale.shape[2] != hidden or not (scale.is_contiguous() and w2.is_contiguous()):
         return f"the weights' scales are {tuple(scale.shape)}"
@@ -223,65 +222,65 @@ def _whole_because(given: dict[str, Any], hidden: int, w2: Any, scale: Any) -> s
     return None
 
 
-def _some(tensor: Any) -> bool:
+def _has_elements(tensor: Any) -> bool:
     return tensor is not None and tensor.numel() > 0
 
 
-def _gate_columns(w1: Any, given: dict[str, Any]) -> int:
-    return int(w1.shape[2]) // (given["num_bits"] // 2)
+def _gate_columns(w1: Any, arguments: dict[str, Any]) -> int:
+    return int(w1.shape[2]) // (arguments["num_bits"] // 2)
 
 
 # --- Running them ----------------------------------------------------------------------------------------------------
 
 
 def gemm_and_sum(
-    promise: Output,
+    deferred: DeferredOutput,
     output: Any,
     scale: float,
     *,
     gemm: Callable[..., Any],
     sum_and_copy: Callable[..., None],
 ) -> Any:
-    """Compute the promised tensor and sum it over the top-k, range by range.
+    """Compute the deferred output and sum it over the top-k, slice by slice.
 
     :param output: [tokens, hidden]; written, and returned.
     :param scale: factor of the sum.
     :param gemm: the engine's.
-    :param sum_and_copy: ours: sums a range into its columns of the output, and copies the next one's weights and scales
+    :param sum_and_copy: ours: sums a slice into its columns of the output, and copies the next one's weights and scales
         into memory of their own.
     """
-    call = promise.call
+    call = deferred.call
     assert call.gemm is not None
     activations, (weights, bias, scales, *rest), kwargs = call.gemm
     call.gemm = None
     tokens, hidden = output.shape
     words = weights.shape[2] // hidden
-    widest = call.ranges[0][1]
-    values = promise.make(call.rows * widest)
-    own_weights, own_scales = (tensor.new_empty(tensor.numel() // hidden * widest) for tensor in (weights, scales))
-    summed = values.view(tokens, -1, widest)[:0], output[:0, :widest], scale
-    for start, stop in call.ranges:
+    max_width = call.slices[0][1]
+    scratch = deferred.allocate(call.rows * max_width)
+    own_weights, own_scales = (tensor.new_empty(tensor.numel() // hidden * max_width) for tensor in (weights, scales))
+    to_sum = scratch.view(tokens, -1, max_width)[:0], output[:0, :max_width], scale
+    for start, stop in call.slices:
         width = stop - start
-        copied = []
-        for tensor, memory, of_column in ((weights, own_weights, words), (scales, own_scales, 1)):
-            shape = (*tensor.shape[:2], width * of_column)
+        copies = []
+        for tensor, memory, words_per_column in ((weights, own_weights, words), (scales, own_scales, 1)):
+            shape = (*tensor.shape[:2], width * words_per_column)
             target = memory[: shape[0] * shape[1] * shape[2]].view(shape)
-            copied.append((tensor, start * of_column, stop * of_column, target))
-        sum_and_copy(*summed, copied)
-        part = values[: call.rows * width].view(call.rows, width)
+            copies.append((tensor, start * words_per_column, stop * words_per_column, target))
+        sum_and_copy(*to_sum, copies)
+        expert_outputs = scratch[: call.rows * width].view(call.rows, width)
         if call.zeroed:
-            part.zero_()
+            expert_outputs.zero_()
         gemm(
             activations,
-            part,
-            copied[0][-1],
+            expert_outputs,
+            copies[0][-1],
             None if bias is None else bias[:, start:stop].contiguous(),
-            copied[1][-1],
+            copies[1][-1],
             *rest,
             **kwargs | {"size_n": width},
         )
-        summed = part.view(tokens, -1, width), output[:, start:stop], scale
-    sum_and_copy(*summed, ())
+        to_sum = expert_outputs.view(tokens, -1, width), output[:, start:stop], scale
+    sum_and_copy(*to_sum, ())
     return output
 
 
@@ -296,99 +295,95 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     from sglang_moe_patches.changes.moe_workspace.kernels.sum_and_copy import sum_and_copy
 
     def gemm(activations: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(output, Output):
+        if isinstance(output, DeferredOutput):
             output.call.first = None
             output.call.gemm = activations, args, kwargs
         else:
-            getattr(module, GEMM)(activations, output.fill(), *args, **kwargs)
+            getattr(module, GEMM)(activations, output.allocate(), *args, **kwargs)
         return output
 
-    def sum_(experts_output: Output, output: Any, scale: float) -> Any:
-        return gemm_and_sum(
-            experts_output,
-            output,
-            scale,
-            gemm=getattr(module, GEMM),
-            sum_and_copy=sum_and_copy,
-        )
+    def sum_(expert_outputs: DeferredOutput, output: Any, scale: float) -> Any:
+        return gemm_and_sum(expert_outputs, output, scale, gemm=getattr(module, GEMM), sum_and_copy=sum_and_copy)
 
-    stand_in = _Torch(torch, runners.symmetric_memory(), sum_)
+    stand_in = _MarlinTorch(torch, runners.symmetric_memory(), sum_)
     by_columns = with_globals(function, module, patcher, torch=stand_in, **{GEMM: gemm, SUM: sum_})
     names, defaults = engine.parameters(function), function.__defaults__ or ()
-    by_default = dict(zip(names[-len(defaults) :], defaults, strict=True))
+    default_arguments = dict(zip(names[-len(defaults) :], defaults, strict=True))
     is_compiling = torch.compiler.is_compiling
-    most_bytes = column_slices.most_bytes()
-    smallest, place = column_slices.smallest_packed_tensor(most_bytes), _PARAMETERS.index("topk_ids")
+    max_bytes = column_slices.read_max_bytes()
+    min_bytes, topk_index = column_slices.min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        # Arguments that it named would be put together anew at every call.
+    def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        # Named parameters would be packed anew at every call.
         def fused_marlin_moe(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
             hidden_states = args[0] if args else kwargs["hidden_states"]
-            topk_ids = args[place] if len(args) > place else kwargs["topk_ids"]
+            topk_ids = args[topk_index] if len(args) > topk_index else kwargs["topk_ids"]
             top_k = topk_ids.shape[1]
-            if top_k * hidden_states.nbytes < smallest:
+            if top_k * hidden_states.nbytes < min_bytes:
                 return original(*args, **kwargs)
-            given = by_default | dict(zip(names, args, strict=False)) | kwargs
+            arguments = default_arguments | dict(zip(names, args, strict=False)) | kwargs
             channel.withhold_if_shared(hidden_states)
-            ranges = column_ranges(given, most_bytes)
-            if len(ranges) < 2:
+            slices = choose_column_slices(arguments, max_bytes)
+            if len(slices) < 2:
                 return original(*args, **kwargs)
-            call = Call(hidden_states.shape[0] * top_k, _gate_columns(given["w1"], given), ranges)
-            token = _current.set(call)
+            call = MarlinCall(hidden_states.shape[0] * top_k, _gate_columns(arguments["w1"], arguments), slices)
+            token = _current_call.set(call)
             try:
-                return by_columns(**given)
+                return by_columns(**arguments)
             finally:
-                _current.reset(token)
+                _current_call.reset(token)
 
         fused_marlin_moe.__wrapped__ = original  # type: ignore[attr-defined]
         return fused_marlin_moe
 
-    patcher.wrap(module, NAME, make)
+    patcher.wrap(module, NAME, make_wrapper)
 
 
-# --- Looking ---------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
-def function_of(module: ModuleType) -> FunctionType:
-    """What the engine's operator runs: in late releases it is in what is called instead; in others nothing can be asked
-    for it, and it is made again from the module's code, with the defaults of the operator.
+def find_function(module: ModuleType) -> FunctionType:
+    """The function that the engine's operator runs.
 
-    :raises engine.Unsupported: what goes by the name is not the engine's own.
+    In late releases the callable that wraps the operator refers to it. In others nothing does: it is defined again from
+    the module's code, with the operator's defaults.
+
+    :raises engine.Unsupported: the operator is not the engine's own.
     """
     import torch
 
-    found = engine.get(module, NAME)
-    if found is getattr(torch.ops.sglang, NAME, None):
+    called = engine.get(module, NAME)
+    if called is getattr(torch.ops.sglang, NAME, None):
         function = engine.defined(module, NAME)
         arguments = getattr(torch.ops.sglang, NAME).default._schema.arguments
-        function.__defaults__ = tuple(one.default_value for one in arguments if one.has_default_value())
+        function.__defaults__ = tuple(a.default_value for a in arguments if a.has_default_value())
     else:
         engine.own(module, NAME)
-        function = inspect.unwrap(found)
+        function = inspect.unwrap(called)
     require(getattr(function, "__globals__", None) is vars(module), f"{NAME} is not the engine's own operator")
     return function
 
 
 def plan() -> Plan:
-    """Look at Marlin's function, its GEMM and its sum."""
+    """Probe Marlin's function, its GEMM and its sum."""
     module = engine.module(MODULE)
     if not getattr(module, "_is_cuda", True):
         return Plan.not_needed("there is no Marlin without CUDA")
     require(engine.has_module("triton"), "there is no Triton")
-    function = function_of(module)
+    function = find_function(module)
     engine.require_parameters(function, _PARAMETERS)
     gemm = engine.own(module, GEMM)
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):
         require(engine.only_a_global(function, name), f"in {NAME}, {name} is not only a global of its module")
-    for name, known in _KNOWN_USES.items():
+    for name, expected in _EXPECTED_USES.items():
         uses = {use for use in engine.uses(function, name) if not use.startswith(f"{GEMM}(")}
-        require(uses <= known, f"{NAME} has another use for {name}: {', '.join(sorted(uses - known))}")
-    made = [call for name in ("empty", "zeros") for call in engine.calls(function, f"torch.{name}")]
-    sizes = [ast.unparse(call.args[0]) for call in made]
+        require(uses <= expected, f"{NAME} has another use for {name}: {', '.join(sorted(uses - expected))}")
+    allocations = [call for name in ("empty", "zeros") for call in engine.calls(function, f"torch.{name}")]
+    sizes = [ast.unparse(call.args[0]) for call in allocations]
     both = [size for size in sizes if size.endswith(",)")]
     require(
         len(both) == 1 and all("max(" in size and size.endswith("K),)") for size in both),

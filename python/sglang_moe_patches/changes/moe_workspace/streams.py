@@ -1,13 +1,13 @@
 """Whether another stream may still read a layer's input while its routed experts run.
 
-In place, the engine writes its output when the whole second GEMM is done, and columns wrote theirs after the first
-slice. Some blocks run their shared experts on another stream at the same time, on the same input: GLM-4-MoE,
-GLM-4-MoE-Lite, DeepSeek, Hunyuan-V3 and Sarvam while a CUDA graph is captured (breakable prefill graphs among them),
-Nemotron-H always. Nothing makes the one wait for the other there; the engine gets by because it writes late.
+In place, the engine writes its output after the whole second GEMM; column slices would write after the first one. Some
+blocks run their shared experts on another stream at the same time, on the same input: GLM-4-MoE, GLM-4-MoE-Lite,
+DeepSeek, Hunyuan-V3 and Sarvam while a CUDA graph is captured (breakable prefill graphs among them), Nemotron-H always.
+Nothing makes one wait for the other there; the engine gets by because it writes late.
 
-A block's code says it: one of its class's functions runs something on a stream of its choice. With the shared experts
-fused there is nothing else to run. What is found holds for the process, whose layers are of one kind; one that is wrong
-costs a copy of the output, no answer.
+A block's code shows it: a method of its class runs something on a stream of its choice. With the shared experts fused
+there is nothing else to run. The answer holds for the process, whose layers are of one kind; a wrong "yes" costs a copy
+of the output and changes no result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher
 
-beside = False
-"""Whether a block of this process's models may do so."""
+has_concurrent_reader = False
+"""Whether a block of this process's models may read its routed experts' input on another stream."""
 
 
 def switches_streams(block: type) -> bool:
-    """Whether a function of the class has something run on a stream of its choice."""
+    """Whether a method of the class runs something on a stream of its choice."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 
-def reads_beside(modules: Iterable[Any], experts: Any) -> bool:
+def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
     """Whether one of a model's blocks may read its routed experts' input on another stream.
 
     :param modules: all of the model's.
@@ -43,22 +43,22 @@ def reads_beside(modules: Iterable[Any], experts: Any) -> bool:
     )
 
 
-def look() -> Install:
-    """What looks at each model that this process loads. Where that cannot be told, any may."""
+def probe() -> Install:
+    """What asks each model that this process loads. Where that is not possible, any model may."""
     try:
         runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
         engine.own(runner, "load_model")
         experts = engine.own(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
         engine.require_mentions(engine.own(experts, "__init__"), "num_fused_shared_experts")
     except engine.Unsupported:
-        return _found
+        return _assume_concurrent_reader
 
     def make_load_model(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             loaded = original(self, *args, **kwargs)
-            if reads_beside(self.model.modules(), experts):
-                _found(patcher)
+            if may_read_concurrently(self.model.modules(), experts):
+                _assume_concurrent_reader(patcher)
             return loaded
 
         return load_model
@@ -66,5 +66,5 @@ def look() -> Install:
     return lambda patcher: patcher.wrap(runner, "load_model", functools.partial(make_load_model, patcher=patcher))
 
 
-def _found(patcher: Patcher) -> None:
-    patcher.replace(sys.modules[__name__], "beside", True)
+def _assume_concurrent_reader(patcher: Patcher) -> None:
+    patcher.replace(sys.modules[__name__], "has_concurrent_reader", True)

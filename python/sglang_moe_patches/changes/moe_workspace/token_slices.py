@@ -20,8 +20,8 @@ _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
 _TOPK_MODULE = "sglang.srt.layers.moe.topk"
 _ALLOCATOR_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 
-#: Quantization methods whose result for a row does not depend on the other rows: none at all, static scales, or scales
-#: of single rows and blocks. (A scale of the whole batch would be another one in each slice.)
+#: Quantization methods whose result for a row does not depend on the other rows: unquantized, static scales, or scales
+#: of single rows and blocks. (A dynamic scale of the whole batch would differ from slice to slice.)
 ROW_BY_ROW = frozenset(
     {
         "UnquantizedFusedMoEMethod",
@@ -34,9 +34,8 @@ ROW_BY_ROW = frozenset(
         "W8A8FP8MoEMethod",
     }
 )
-#: The same of a ``CompressedTensorsFusedMoEMethod``'s scheme.
+#: The same for the scheme of a ``CompressedTensorsFusedMoEMethod``.
 ROW_BY_ROW_SCHEMES = frozenset({"CompressedTensorsWNA16MoE", "CompressedTensorsW4A4Nvfp4MoE"})
-
 
 MAX_MOE_TOKENS: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS",
@@ -45,20 +44,20 @@ MAX_MOE_TOKENS: Variable[int | None] = Variable(
 )
 
 
-# --- The decisions ---------------------------------------------------------------------------------------------------
+# --- What may be cut -------------------------------------------------------------------------------------------------
 
 
-def token_ranges(tokens: int, most: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of as few slices as possible of at most ``most`` tokens, all about as large.
+def split_tokens(tokens: int, max_tokens: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of as few token slices as possible of at most ``max_tokens``, all about as large.
 
     :param tokens: at least one.
     """
-    count = -(-tokens // most)
+    count = -(-tokens // max_tokens)
     return [(index * tokens // count, (index + 1) * tokens // count) for index in range(count)]
 
 
-def dependent_rows(layer: Any) -> str | None:
-    """Why a row of this ``FusedMoE`` layer's result may depend on the batch, or ``None``."""
+def row_dependence_skip_reason(layer: Any) -> str | None:
+    """Why a row of this ``FusedMoE`` layer's result may depend on the other rows; ``None``: it does not."""
     method = layer.quant_method
     name = type(method).__name__
     if name in ROW_BY_ROW:
@@ -74,8 +73,8 @@ def dependent_rows(layer: Any) -> str | None:
     return f"its rows may depend on each other with {name}"
 
 
-def unsliceable(dispatch: Any, dispatch_type: Any, topk_type: Any) -> str | None:
-    """Why what the dispatcher hands over cannot be cut by tokens, or ``None``.
+def dispatch_skip_reason(dispatch: Any, dispatch_type: Any, topk_type: Any) -> str | None:
+    """Why the dispatcher's output cannot be cut by tokens; ``None``: go ahead.
 
     :param dispatch_type: the engine's ``StandardDispatchOutput``.
     :param topk_type: the engine's ``StandardTopKOutput``.
@@ -94,17 +93,18 @@ def unsliceable(dispatch: Any, dispatch_type: Any, topk_type: Any) -> str | None
     return None
 
 
-# --- The wiring ------------------------------------------------------------------------------------------------------
+# --- Hook points -----------------------------------------------------------------------------------------------------
 
 
-def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
-    """Run the layer's core once for each slice of tokens.
+def run_slices(core: Callable[[Any], Any], dispatch: Any, max_tokens: int) -> Any:
+    """Run the layer's core once for each token slice.
 
-    :returns: what it returns for one, with all rows. In place where the core is, else in a tensor made after the first.
+    :returns: what the core returns for one slice, with all rows: over the input where the core works in place, else in
+        a tensor that is allocated after the first slice.
     """
     whole = dispatch.hidden_states
     output = None
-    for start, stop in token_ranges(len(whole), most):
+    for start, stop in split_tokens(len(whole), max_tokens):
         part = dispatch._replace(
             hidden_states=whole[start:stop],
             topk_output=type(dispatch.topk_output)(*(t if t is None else t[start:stop] for t in dispatch.topk_output)),
@@ -119,10 +119,10 @@ def _run(core: Callable[[Any], Any], dispatch: Any, most: int) -> Any:
     return combine_input._replace(hidden_states=output)
 
 
-def plan(most: int) -> Plan:
-    """Look at the hook point of all runners behind ``FusedMoE``.
+def plan(max_tokens: int) -> Plan:
+    """Probe ``FusedMoE.run_moe_core``, the hook point of all runners.
 
-    :param most: tokens of a slice.
+    :raises engine.Unsupported: the engine is not what this expects.
     """
     import torch
 
@@ -144,47 +144,47 @@ def plan(most: int) -> Plan:
         @functools.wraps(original)
         def run_moe_core(self: Any, dispatch_output: Any) -> Any:
             hidden_states = getattr(dispatch_output, "hidden_states", None)
-            if is_compiling() or hidden_states is None or len(hidden_states) <= most:
+            if is_compiling() or hidden_states is None or len(hidden_states) <= max_tokens:
                 return original(self, dispatch_output)
-            reason = unsliceable(dispatch_output, dispatch_type, topk_type) or dependent_rows(self)
+            reason = dispatch_skip_reason(dispatch_output, dispatch_type, topk_type) or row_dependence_skip_reason(self)
             if reason is None and in_symmetric_memory():
                 reason = "its output has to be in NCCL symmetric memory"
             if reason is not None:
-                _whole(reason)
+                _log_skip_reason(reason)
                 return original(self, dispatch_output)
-            return _run(functools.partial(original, self), dispatch_output, most)
+            return run_slices(functools.partial(original, self), dispatch_output, max_tokens)
 
         return run_moe_core
 
-    adapted = _lora_layer()
+    lora_layer = _get_lora_layer()
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(layer, "run_moe_core", make_run_moe_core)
-        if adapted is not None:
-            patcher.wrap(adapted, "__init__", _make_lora_init)
+        if lora_layer is not None:
+            patcher.wrap(lora_layer, "__init__", _make_lora_init)
 
     return Plan.applied(install)
 
 
-def _whole(reason: str) -> None:
-    """Say once that somebody's routed experts get all tokens, though slices were asked for."""
+def _log_skip_reason(reason: str) -> None:
+    """Log once that some routed experts get all tokens although slices were asked for."""
     message = "%s: a routed-experts kernel gets all tokens at once, because %s"
     log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
 
 
-def _lora_layer() -> type | None:
-    """What the engine puts around a layer that has adapters; its own runner takes the place of the layer's core."""
+def _get_lora_layer() -> type | None:
+    """The engine's wrapper of a layer with adapters, which runs a runner of its own instead of the layer's core."""
     try:
-        found = engine.module("sglang.srt.lora.layers").FusedMoEWithLoRA
+        lora_layer = engine.module("sglang.srt.lora.layers").FusedMoEWithLoRA
     except (engine.Unsupported, AttributeError):
         return None
-    return found if isinstance(found, type) else None
+    return lora_layer if isinstance(lora_layer, type) else None
 
 
 def _make_lora_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _whole("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
+        _log_skip_reason("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
 
     return __init__

@@ -1,4 +1,10 @@
-"""Columns in the Triton runner: the engine's own sequence, with the names through which it allocates and computes."""
+"""Column slices in the Triton runner: the engine's own sequence with a few globals replaced.
+
+:func:`plan` probes the engine and answers with :func:`install`, which wraps the sequence. A forward then takes this
+way: ``route`` compares the tensor's size; ``run_in_columns`` runs the engine's own code with three names of its globals
+replaced, ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``); the sum runs both, slice by
+slice (:mod:`.deferred_tensor`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,13 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams
-from sglang_moe_patches.changes.moe_workspace.deferred_tensor import Call, Promise, Quantized
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape
+from sglang_moe_patches.changes.moe_workspace.deferred_tensor import (
+    DeferredTensor,
+    QuantizedOnce,
+    SecondGemm,
+    SequenceCall,
+)
 from sglang_moe_patches.core import engine, runners, triton_sequence
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
@@ -20,9 +32,9 @@ COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: How the engine's sequence uses the [tokens, top-k, hidden] tensor: all that the promise below knows, and what is
+#: How the engine's sequence uses the [tokens, top-k, hidden] tensor: all that a deferred tensor can do, and what is
 #: reached only where columns are not used (top-k of 2, LoRA hooks, a deferred sum).
-_KNOWN_USES = {
+_EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
     "intermediate_cache3[:, 0]",
@@ -41,30 +53,50 @@ _QUANTIZERS = {
     "sglang_per_token_group_quant_int8",
     "per_token_group_quant_int8",
 }
-#: Sums of at most this many tokens are compiled by the engine, in an order of their own. Their tensors are small.
-_COMPILED_SUM_TOKENS = 32
+#: The engine compiles sums of at most this many tokens, in an order of their own. Their tensors are small.
+_MAX_COMPILED_SUM_TOKENS = 32
 
 
-class _Torch(takers.OutputTorch):
-    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are promised.
+class _SequenceTorch(takers.OutputTorch):
+    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are deferred.
 
-    The layer's dead input, where it is on offer, becomes the output of a sequence that is not in place. In one that is,
+    The layer's dead input, where it is offered, becomes the output of a sequence that is not in place. In one that is,
     the activation's output lies in it: at the runner's peak that is the first GEMM's output and this one.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         if len(size) == 3:
-            return Promise(size, device, dtype)
+            return DeferredTensor(size, device, dtype)
         call = deferred_tensor.current_call.get()
         if call.inplace and size[1] == call.gate_columns // 2:
             memory = channel.take_memory(size, dtype, device)
             if memory is not None:
-                call.in_dead_input = True
+                call.activation_in_dead_input = True
                 return memory
         return self._torch.empty(size, device=device, dtype=dtype)
 
 
-# --- Putting them into the sequence ----------------------------------------------------------------------------------
+# --- Running the sequence in columns ---------------------------------------------------------------------------------
+
+
+def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
+    """Whether a sequence with a large tensor may run in columns.
+
+    LoRA's hooks and a deferred sum read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
+    """
+    return tokens > _MAX_COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
+
+
+def local_row_fraction(filter_expert: Any) -> float:
+    """Rows with an expert on this rank, of all rows, if each expert has as many."""
+    if not filter_expert:
+        return 1.0
+    try:
+        from sglang.srt.distributed import get_moe_expert_parallel_world_size
+
+        return 1.0 / float(get_moe_expert_parallel_world_size())
+    except Exception:  # moved, or not set up: count the weights' bytes alone
+        return 0.0
 
 
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
@@ -73,35 +105,81 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     :param module: the engine's, with the sequence.
     :param kernels: the engine's, with the GEMM.
     """
+    original: FunctionType = engine.own(module, SEQUENCE)
+    by_columns = _sequence_in_columns(original, patcher, module, kernels)
+    max_bytes = column_slices.read_max_bytes()
+    names = engine.parameters(original)
+    config, down_config = names.index("config"), names.index("down_config")
+
+    def run_in_columns(*args: Any, **kwargs: Any) -> Any:
+        hidden_states, w1, w2 = args[:3]
+        positional = args + tuple(kwargs[name] for name in names[len(args) : down_config + 1])
+        inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
+        gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
+        uses_staging = inplace and streams.has_concurrent_reader
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
+        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
+            tokens, top_k = positional[4].shape
+            sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
+            layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
+            tiles = positional[down_config] or positional[config]
+            quantized = deferred_tensor.quantizes(kwargs)
+            if column_slices.max_affordable_slices(layer, tiles, quantized, uses_staging) < 2:
+                return original(*args, **kwargs)
+        channel.withhold_if_shared(hidden_states)
+        call = SequenceCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
+        token = deferred_tensor.current_call.set(call)
+        try:
+            output = by_columns(*args, **kwargs)
+        finally:
+            deferred_tensor.current_call.reset(token)
+        return output.tensor if isinstance(output, DeferredTensor) else output
+
+    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+        tokens, top_k = topk_ids.shape
+        if top_k * hidden_states.nbytes < column_slices.min_tensor_bytes(max_bytes):
+            return None
+        may_run = can_run_in_columns(tokens, top_k, how.get("hooks"), how.get("defer_sum"))
+        return run_in_columns if may_run else None
+
+    # First: where the output goes into the dead input, it does so in columns, too.
+    triton_sequence.add_route(patcher, route, first=True)
+
+
+def _sequence_in_columns(
+    original: FunctionType, patcher: Patcher, module: ModuleType, kernels: ModuleType
+) -> FunctionType:
+    """The engine's sequence with the names replaced through which it allocates, computes and sums."""
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.moe_sum import moe_sum
 
-    def quantizer(name: str) -> Callable[..., Any]:
+    def make_quantizer(name: str) -> Callable[..., Any]:
         def quantize(activations: Any, *args: Any, **kwargs: Any) -> Any:
-            original = getattr(kernels, name)
-            if isinstance(activations, Quantized):
-                return activations.by(original, args, kwargs)
-            return original(activations, *args, **kwargs)
+            engines = getattr(kernels, name)
+            if isinstance(activations, QuantizedOnce):
+                return activations.quantize(engines, args, kwargs)
+            return engines(activations, *args, **kwargs)
 
         return quantize
 
     gemm = getattr(kernels, INVOKE)
-    invoke_quantized = with_globals(
-        gemm, kernels, patcher, **{name: quantizer(name) for name in sorted(_QUANTIZERS & set(gemm.__code__.co_names))}
-    )
+    quantizers = {name: make_quantizer(name) for name in sorted(_QUANTIZERS & set(gemm.__code__.co_names))}
+    invoke_quantized = with_globals(gemm, kernels, patcher, **quantizers)
 
     def invoke(activations: Any, weights: Any, bias: Any, output: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(output, Promise):
-            output.gemm = ((activations, weights, bias, None, *args), kwargs)
+        if isinstance(output, DeferredTensor):
+            activations_scale, weights_scale, zero_points, *rest = args
+            scales = (activations_scale, weights_scale, zero_points)
+            output.gemm = SecondGemm(activations, weights, bias, *scales, tuple(rest), kwargs)
         else:
             getattr(module, INVOKE)(activations, weights, bias, output, *args, **kwargs)
 
-    def sum_(experts_output: Any, output: Any, scale: float) -> None:
+    def sum_(expert_outputs: Any, output: Any, scale: float) -> None:
         whole_sum = getattr(module, SUM)
-        if isinstance(experts_output, Promise):
+        if isinstance(expert_outputs, DeferredTensor):
             deferred_tensor.gemm_and_sum(
-                experts_output,
+                expert_outputs,
                 output,
                 scale,
                 invoke=getattr(module, INVOKE),
@@ -110,82 +188,16 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
                 slice_sum=moe_sum,
             )
         else:
-            whole_sum(experts_output, output, scale)
+            whole_sum(expert_outputs, output, scale)
 
-    original: FunctionType = engine.own(module, SEQUENCE)
-    stand_ins = {"torch": _Torch(torch, runners.symmetric_memory()), INVOKE: invoke}
+    stand_ins = {"torch": _SequenceTorch(torch, runners.symmetric_memory()), INVOKE: invoke}
     if SUM in original.__code__.co_names:
-        by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
-    else:
-        combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
-        by_columns = with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
-
-    most_bytes = column_slices.most_bytes()
-    places = engine.parameters(original)
-    config, down_config = places.index("config"), places.index("down_config")
-
-    def with_columns(*args: Any, **kwargs: Any) -> Any:
-        hidden_states, w1, w2 = args[:3]
-        given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
-        inplace, part = kwargs["inplace"], share(kwargs.get("filter_expert"))
-        weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
-        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
-        if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
-            tokens, top_k = given[4].shape
-            moved = 2 * top_k * hidden_states.nbytes
-            slices = column_slices.affordable(
-                tokens * top_k,
-                w2.shape[1],
-                w1.shape[1] + w2.shape[2],
-                given[down_config] or given[config],
-                activation_itemsize=1 if deferred_tensor.quantizes(kwargs) else 2,
-                weight_bytes=weight_bytes,
-                moved_bytes=moved,
-                share=part,
-                copied_bytes=2 * hidden_states.nbytes if copied else 0,
-            )
-            if slices < 2:
-                return original(*args, **kwargs)
-        channel.withhold_if_shared(hidden_states)
-        call = Call(w1.shape[1], weight_bytes, share=part, inplace=inplace, copied=copied, most_bytes=most_bytes)
-        token = deferred_tensor.current_call.set(call)
-        try:
-            output = by_columns(*args, **kwargs)
-        finally:
-            deferred_tensor.current_call.reset(token)
-        return output.made if isinstance(output, Promise) else output
-
-    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
-        tokens, top_k = topk_ids.shape
-        if top_k * hidden_states.nbytes < column_slices.smallest_tensor(most_bytes):
-            return None
-        return with_columns if acts(tokens, top_k, how.get("hooks"), how.get("defer_sum")) else None
-
-    # First: where the output goes into the dead input, it does so in columns, too.
-    triton_sequence.add(patcher, route, first=True)
+        return with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
+    combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
+    return with_globals(original, module, patcher, **stand_ins, **{COMBINE: combine})
 
 
-def share(filter_expert: Any) -> float:
-    """Of the rows, those whose expert is on this rank, if all experts have as many."""
-    if not filter_expert:
-        return 1.0
-    try:
-        from sglang.srt.distributed import get_moe_expert_parallel_world_size
-
-        return 1.0 / float(get_moe_expert_parallel_world_size())
-    except Exception:  # where it is elsewhere, or not set up: then the weights are what counts
-        return 0.0
-
-
-def acts(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
-    """Whether a sequence with a large tensor may run in columns.
-
-    LoRA's hooks and whoever sums later read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
-    """
-    return tokens > _COMPILED_SUM_TOKENS and top_k > 2 and not hooks and not defer_sum
-
-
-# --- Looking ---------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
 def _require_globals(function: Any, *names: str) -> None:
@@ -197,19 +209,17 @@ def _require_globals(function: Any, *names: str) -> None:
 
 
 def plan() -> Plan:
-    """Look at the sequence, its GEMM and its sum."""
+    """Probe the sequence, its GEMM and its sum."""
     if getattr(engine.module(triton_sequence.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")
-    module, sequence = triton_sequence.look()
+    module, sequence = triton_sequence.probe()
     require(engine.has_module("triton"), "there is no Triton")
     gemm = engine.own(module, INVOKE)
     kernels = engine.module(gemm.__module__)
     require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
     engine.require_parameters(gemm, deferred_tensor.GEMM_PARAMETERS)
-    require(
-        engine.parameters(gemm)[deferred_tensor.CONFIG] == "config",
-        f"parameter {deferred_tensor.CONFIG} of {INVOKE} is not its config",
-    )
+    config = deferred_tensor.CONFIG
+    require(engine.parameters(gemm)[config] == "config", f"parameter {config} of {INVOKE} is not its config")
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
     _require_globals(gemm, *quantizers)
@@ -221,12 +231,14 @@ def plan() -> Plan:
         {"config", "down_config"} <= set(engine.parameters(sequence)), f"{SEQUENCE} takes no config, or no down_config"
     )
     uses = engine.uses(sequence, "intermediate_cache3") | engine.uses(summing, "intermediate_cache3")
-    require(uses <= _KNOWN_USES, f"{SEQUENCE} has another use for its tensor: {', '.join(sorted(uses - _KNOWN_USES))}")
+    unknown = ", ".join(sorted(uses - _EXPECTED_USES))
+    require(not unknown, f"{SEQUENCE} has another use for its tensor: {unknown}")
     allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]
-    require("(total_tokens, N // 2)" in allocated, f"{SEQUENCE} allocates {', '.join(allocated)}")
-    promised = [size for size in allocated if size == "(num_tokens, topk, w2.shape[1])"]
+    three_dimensional = [size for size in allocated if size.count(",") > 1]
     require(
-        len(promised) == 2 and len({size for size in allocated if size.count(",") > 1}) == 1,
+        "(total_tokens, N // 2)" in allocated
+        and allocated.count("(num_tokens, topk, w2.shape[1])") == 2
+        and len(set(three_dimensional)) == 1,
         f"{SEQUENCE} allocates {', '.join(allocated)}",
     )
     runners.symmetric_memory()

@@ -148,7 +148,7 @@ def triton() -> Install:
     """
     import torch
 
-    module, sequence = triton_sequence.look()
+    module, sequence = triton_sequence.probe()
     name, symmetric_memory = sequence.__name__, runners.symmetric_memory()
     outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
     engine.require(
@@ -158,6 +158,6 @@ def triton() -> Install:
 
     def install(patcher: Patcher) -> None:
         into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
-        triton_sequence.add(patcher, make_triton_route(into_buffer, symmetric_memory))
+        triton_sequence.add_route(patcher, make_triton_route(into_buffer, symmetric_memory))
 
     return install

@@ -256,24 +256,22 @@ def columns_width(
     :param share: of the rows, those whose expert is on this rank.
     :param tiles: of the second GEMM; ``None``: whatever slices cost.
     """
-    if not triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False):
+    if not triton.can_run_in_columns(tokens, rank.top_k, hooks=None, defer_sum=False):
         return rank.hidden
     in_blocks = quantization == BLOCKS
-    return column_slices.slice_width(
-        tokens,
-        rank.top_k,
-        rank.hidden,
-        rank.intermediate,
-        2,
-        activation_itemsize=1 if quantization else 2,
-        activation_elsewhere=_in_dead_input(rank, tokens, scratch=scratch),
+    layer = column_slices.LayerShape(
+        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
         weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
-        share=share,
-        tiles=tiles,
-        scale_columns=FP8_GROUP if in_blocks else 1,
-        scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_BYTES,
-        most_bytes=column_slices.most_bytes(),
+        local_row_fraction=share,
     )
+    gemm = column_slices.TritonGemm(
+        tiles,
+        quantized=bool(quantization),
+        activation_in_dead_input=_in_dead_input(rank, tokens, scratch=scratch),
+        columns_per_scale=FP8_GROUP if in_blocks else 1,
+        scale_stride_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
+    )
+    return column_slices.slice_width(layer, gemm, column_slices.read_max_bytes())
 
 
 def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
@@ -300,22 +298,15 @@ def marlin_width(
     rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
 ) -> int:
     """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
-    if rank.hidden % column_slices.MARLIN_TILE:
+    if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
         return rank.hidden
-    return column_slices.packed_slice_width(
-        tokens,
-        rank.top_k,
-        rank.hidden,
-        rank.intermediate,
-        2,
-        gate_columns=2 * rank.intermediate,
-        column_bytes=_column_bytes(rank),
+    layer = column_slices.LayerShape(
+        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
         weight_bytes=3 * rank.hidden * _column_bytes(rank),
-        share=share,
-        output_elsewhere=output_elsewhere,
-        most_bytes=column_slices.most_bytes(),
-        most_time=most_time,
+        local_row_fraction=share,
     )
+    gemm = column_slices.MarlinGemm(_column_bytes(rank), output_elsewhere, most_time)
+    return column_slices.packed_slice_width(layer, gemm, column_slices.read_max_bytes())
 
 
 def _column_bytes(rank: Rank) -> int:

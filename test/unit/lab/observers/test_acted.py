@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tally(engine: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(column_slices, "ranges", lambda hidden, wanted: RANGES[:wanted])
+    monkeypatch.setattr(column_slices, "split_columns", lambda hidden, wanted: RANGES[:wanted])
     found, patcher = acted.Tally([COLUMNS, counts.OFFERED, counts.AS_SCRATCH, counts.AS_OUTPUT]), Patcher()
     found.install(patcher)
     yield found
@@ -65,7 +65,7 @@ def dispatched(tokens: int, top_k: int = 8, hidden: int = 64) -> Any:
 
 def test_what_is_done_is_sorted_by_layer_and_only_what_is_done_counts(tally: acted.Tally) -> None:
     for layer, slices in ((1, 3), (2, 1), (1, 2)):
-        FusedMoE(layer, lambda slices=slices: column_slices.ranges(0, slices)).run_moe_core(dispatched(5))
+        FusedMoE(layer, lambda slices=slices: column_slices.split_columns(0, slices)).run_moe_core(dispatched(5))
     assert tally.acted.acts == (Act("columns", 1, False, times=2, most=3, total=5),)
     assert tally.acted.layers == (1, 2)
 
@@ -86,7 +86,7 @@ def test_what_is_offered_before_a_layer_s_experts_run_counts_for_them(tally: act
 
 
 def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> None:
-    layer = FusedMoE(1, lambda: column_slices.ranges(0, 2))
+    layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     layer.run_moe_core(dispatched(5))
     assert tally.take().acts
     assert tally.acted == Acted()
@@ -95,7 +95,7 @@ def test_what_is_taken_from_the_tally_is_counted_anew(tally: acted.Tally) -> Non
 
 
 def test_what_a_captured_graph_holds_is_told_apart(tally: acted.Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = FusedMoE(1, lambda: column_slices.ranges(0, 2))
+    layer = FusedMoE(1, lambda: column_slices.split_columns(0, 2))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)

@@ -13,7 +13,7 @@ import torch
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 from sglang_moe_patches.lab.reference import cutedsl
 from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
-from test_reference_kernels import Layer, assert_close, engine_function, pack, routing
+from test_reference_kernels import Layer, assert_close, engine_function, routing
 
 pytest.importorskip("flashinfer")
 try:
@@ -129,17 +129,6 @@ def test_both_tile_sizes_of_the_tactics(tile: int) -> None:
     assert torch.equal(run(wrapper, weights, **inputs), expected)
 
 
-def test_same_layer_as_trtllm_kernel() -> None:
-    """Two layouts of the same weights, two stand-ins, one answer."""
-    layer = Layer(experts=8)
-    tokens, (ids, scales) = layer.tokens(40), routing(40, 8, 4)
-    # A power of two: TRT-LLM's kernel has it multiplied into a scale, this one has it apart.
-    layer.dense["multiplier"] = np.array(256.0)
-    layer.prepared["output1_scale_scalar"] = layer.prepared["output1_scale_gate_scalar"] * 256
-    got = run(make_wrapper(layer, 4), prepare(layer), tokens, ids, scales)
-    assert torch.equal(got, layer.call(tokens, topk_ids=pack(ids, scales)))
-
-
 def test_expert_parallel() -> None:
     """Two ranks, each with half of eight experts, ids global."""
     tokens = Layer().tokens(12)
@@ -213,49 +202,24 @@ def test_another_output_put_into_the_wrapper_is_written_instead() -> None:
     assert own.eq(3).all()
 
 
-def buffers(wrapper: Any) -> list[torch.Tensor]:
-    own = [value for value in vars(wrapper).values() if isinstance(value, torch.Tensor)]
-    return own + list(wrapper._moe_sort_buffers.values())
+OUTPUTS = {"_gemm1_output": 128, "_gemm1_output_scale": 128, "_moe_output": 1}
+SORTED = (
+    "tile_idx_to_expert_idx",
+    "tile_idx_to_mn_limit",
+    "expanded_idx_to_permuted_idx",
+    "permuted_idx_to_expanded_idx",
+)
 
 
 @holds_buffers
-def test_what_is_left_in_the_buffers_does_not_matter() -> None:
-    layer = Layer()
-    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
-    tokens, (ids, scales) = layer.tokens(6), routing(6, 4, 2)
-    expected = run(wrapper, weights, tokens, ids, scales).clone()
-    assert len(buffers(wrapper)) == 9
-    for buffer in buffers(wrapper):
-        buffer.view(torch.uint8).fill_(255)  # NaN as bfloat16 and as E4M3
-    assert torch.equal(run(wrapper, weights, tokens, ids, scales), expected)
-
-
-@holds_buffers
-@pytest.mark.parametrize("name", ["_gemm1_output", "_gemm1_output_scale", "_moe_output"])
+@pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
 def test_the_buffers_are_what_is_computed_in(name: str) -> None:
     """One that is too small ends the run; none is silently replaced."""
     layer = Layer(experts=2)
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
-    setattr(wrapper, name, getattr(wrapper, name)[: 1 if name == "_moe_output" else 128])
-    with pytest.raises((RuntimeError, AssertionError)):
-        run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
-
-
-@holds_buffers
-@pytest.mark.parametrize(
-    "name",
-    [
-        "out_tile_idx_to_expert_idx",
-        "out_tile_idx_to_mn_limit",
-        "out_expanded_idx_to_permuted_idx",
-        "out_permuted_idx_to_expanded_idx",
-    ],
-)
-def test_the_buffers_are_what_is_sorted_into(name: str) -> None:
-    layer = Layer(experts=2)
-    weights, wrapper = prepare(layer), make_wrapper(layer, 2)
-    wrapper._moe_sort_buffers[name] = wrapper._moe_sort_buffers[name][:1]
-    with pytest.raises((RuntimeError, IndexError)):
+    owner = vars(wrapper) if name in OUTPUTS else wrapper._moe_sort_buffers
+    owner[name] = owner[name][: OUTPUTS.get(name, 1)]
+    with pytest.raises((RuntimeError, AssertionError, IndexError)):
         run(wrapper, weights, layer.tokens(300), *routing(300, 2, 2))
 
 
@@ -279,38 +243,24 @@ def test_scales_make_the_round_trip_through_flashinfers_layout() -> None:
         assert torch.equal(kernels.undo_block_scale_interleave(memory[expert], 256, 8), scales[expert])
 
 
-def unchanged(weights: dict[str, torch.Tensor], layer: Layer) -> None:
-    pass
+WRONG_LAYOUTS: dict[str, Callable[[dict[str, torch.Tensor], Layer], dict[str, torch.Tensor]]] = {
+    "none": lambda weights, layer: {},
+    "w13 in halves": lambda weights, layer: {"w1_weight": layer.stored[0]},
+    "w13 scales not in storage order": lambda weights, layer: {"w1_weight_sf": weights["w1_weight_sf"].contiguous()},
+    "w2 scales linear": lambda weights, layer: {"w2_weight_sf": layer.stored[3]},
+    "w2 rows swapped": lambda weights, layer: {"w2_weight": weights["w2_weight"].roll(1, dims=1)},
+}
 
 
-def w13_halves(weights: dict[str, torch.Tensor], layer: Layer) -> None:
-    weights["w1_weight"] = layer.stored[0]
-
-
-def w13_scales_not_in_storage_order(weights: dict[str, torch.Tensor], layer: Layer) -> None:
-    weights["w1_weight_sf"] = weights["w1_weight_sf"].contiguous()
-
-
-def w2_scales_linear(weights: dict[str, torch.Tensor], layer: Layer) -> None:
-    weights["w2_weight_sf"] = layer.stored[3]
-
-
-def w2_rows_swapped(weights: dict[str, torch.Tensor], layer: Layer) -> None:
-    weights["w2_weight"] = weights["w2_weight"].roll(1, dims=1)
-
-
-@pytest.mark.parametrize(
-    "change", [unchanged, w13_halves, w13_scales_not_in_storage_order, w2_scales_linear, w2_rows_swapped]
-)
-def test_a_wrong_layout_gives_wrong_answers(change: Callable[[dict[str, torch.Tensor], Layer], None]) -> None:
+@pytest.mark.parametrize("name", WRONG_LAYOUTS)
+def test_a_wrong_layout_gives_wrong_answers(name: str) -> None:
     """A stand-in that read past a wrong layout would hide exactly what it is there to find."""
     layer = Layer()
     tokens, (ids, scales) = layer.tokens(8), routing(8, 4, 4)
     weights, expected = prepare(layer), layer.expect(tokens, ids, scales)
-    change(weights, layer)
+    weights |= WRONG_LAYOUTS[name](weights, layer)
     got = run(make_wrapper(layer, 4), weights, tokens, ids, scales).double().numpy()
-    wrong = np.abs(got - expected).max() > 0.05 * np.abs(expected).max()
-    assert wrong == (change is not unchanged)
+    assert (np.abs(got - expected).max() > 0.05 * np.abs(expected).max()) == (name != "none")
 
 
 # --- The kernels ------------------------------------------------------------------------------------------------------
@@ -331,18 +281,13 @@ def test_signatures(target: str) -> None:
             assert list(stand_in).index(name) == position
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"ab_dtype": "float8_e4m3fn"},
-        {"sf_vec_size": 32},
-        {"c_dtype": "bfloat16"},
-        {"global_scale": None},
-        {"gated": False},
-        {"swiglu_limit": 7.0},
-        {"a_per_token_scale": torch.ones(3)},
-    ],
-)
+REFUSED: list[dict[str, Any]] = [
+    *({"ab_dtype": "float8_e4m3fn"}, {"sf_vec_size": 32}, {"c_dtype": "bfloat16"}, {"global_scale": None}),
+    *({"gated": False}, {"swiglu_limit": 7.0}, {"a_per_token_scale": torch.ones(3)}),
+]
+
+
+@pytest.mark.parametrize("option", REFUSED, ids=lambda option: next(iter(option)))
 def test_refuses_what_it_does_not_do(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     monkeypatch.setattr(GATHER, lambda **arguments: KERNELS[GATHER](**{**arguments, **option}))

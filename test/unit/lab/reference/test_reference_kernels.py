@@ -247,13 +247,6 @@ class TestRouted:
         ids, weights = routing(n, layer.experts, top_k)
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
 
-    def test_tuple(self) -> None:
-        layer = Layer()
-        tokens = layer.tokens(9)
-        ids, weights = routing(9, 4, 2)
-        packed = layer.call(tokens, topk_ids=pack(ids, weights))
-        assert torch.equal(layer.call(tokens, topk_ids=(ids, weights)), packed)
-
     def test_expert_parallel(self) -> None:
         """Two ranks, each with half of eight experts, ids global."""
         tokens = Layer().tokens(12)
@@ -277,67 +270,6 @@ class TestRouted:
         assert returned is output
         assert torch.equal(output, layer.call(tokens, topk_ids=topk))
         assert output[3].eq(0).all()
-
-    @pytest.mark.parametrize(
-        "output",
-        [
-            torch.empty(5, 256, dtype=torch.bfloat16),
-            torch.empty(6, 257, dtype=torch.bfloat16),
-            torch.empty(6, 256),
-            torch.empty(256, 6, dtype=torch.bfloat16).T,
-            torch.empty(6, 512, dtype=torch.bfloat16)[:, :256],
-        ],
-        ids=["rows", "columns", "dtype", "transposed", "strided"],
-    )
-    def test_refuses_an_output_that_does_not_fit(self, output: torch.Tensor) -> None:
-        layer = Layer()
-        with pytest.raises(ValueError, match="output"):
-            layer.call(layer.tokens(6), topk_ids=pack(*routing(6, 4, 2)), output=output)
-
-    def test_no_tokens(self) -> None:
-        layer = Layer()
-        output = torch.empty(0, 256, dtype=torch.bfloat16)
-        ids, weights = routing(0, 4, 2)
-        assert layer.call(layer.tokens(0), topk_ids=pack(ids, weights), output=output) is output
-        assert layer.call(layer.tokens(0), topk_ids=pack(ids, weights)).shape == (0, 256)
-
-
-@pytest.mark.every_release
-class TestLayoutMatters:
-    """A stand-in that read past a wrong shuffle would hide exactly what it is there to find."""
-
-    @pytest.fixture
-    def setup(self) -> tuple[Layer, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        layer = Layer()
-        tokens = layer.tokens(8)
-        topk = pack(*routing(8, 4, 4))
-        return layer, tokens, topk, layer.call(tokens, topk_ids=topk)
-
-    @pytest.mark.parametrize("name", ["gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"])
-    def test_two_rows_swapped(self, setup: Any, name: str) -> None:
-        layer, tokens, topk, right = setup
-        tensor = layer.prepared[name].view(torch.uint8)
-        tensor[2, [3, 17]] = tensor[2, [17, 3]]
-        wrong = layer.call(tokens, topk_ids=topk)
-        assert not torch.equal(wrong, right)
-        tensor[2, [3, 17]] = tensor[2, [17, 3]]  # weights are read again at every call, never kept
-        assert torch.equal(layer.call(tokens, topk_ids=topk), right)
-
-    @pytest.mark.parametrize("name", ["gemm1_weights_scale", "gemm2_weights_scale"])
-    def test_two_block_scales_swapped(self, setup: Any, name: str) -> None:
-        layer, tokens, topk, right = setup
-        scales = layer.prepared[name].view(torch.uint8)[1].view(-1)
-        other = int((scales != scales[0]).nonzero()[-1])
-        scales[0], scales[other] = scales[other].item(), scales[0].item()
-        assert not torch.equal(layer.call(tokens, topk_ids=topk), right)
-
-    def test_gate_and_up_exchanged(self, setup: Any) -> None:
-        layer, tokens, topk, right = setup
-        half = layer.intermediate
-        w13 = layer.dense["w13"]
-        layer.dense["w13"] = np.concatenate((w13[:, half:], w13[:, :half]), axis=1)
-        exchanged = layer.expect(tokens, topk >> 16, topk.to(torch.int16).view(torch.bfloat16))
-        assert np.abs(right.double().numpy() - exchanged).max() > 0.1 * np.abs(exchanged).max()
 
 
 def route_by_loops(
@@ -409,14 +341,6 @@ class TestSelfRouting:
         weights = torch.tensor([weights for _, weights in routed], dtype=torch.float64).bfloat16()
         assert_close(got, layer.expect(tokens, ids, weights))
 
-    def test_groups_change_the_choice(self) -> None:
-        """Otherwise the comparison above would not notice that they are ignored."""
-        layer = Layer(experts=8)
-        logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(3)) * 2
-        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": 2}
-        free = layer.call(layer.tokens(40), **arguments)
-        assert not torch.equal(layer.call(layer.tokens(40), **arguments, n_group=4, topk_group=2), free)
-
     def test_equal_scores_go_to_the_lower_expert(self) -> None:
         layer = Layer()
         tokens = layer.tokens(3)
@@ -433,13 +357,6 @@ class TestSelfRouting:
         assert got is output
         values, ids = logits.topk(2)
         assert_close(got, layer.expect(tokens, ids - 4, values.softmax(-1).bfloat16()))
-
-    def test_no_tokens(self) -> None:
-        layer = Layer()
-        logits = torch.empty(0, 4)
-        for method in (0, 1, 2):
-            got = layer.call(layer.tokens(0), routing_logits=logits, top_k=2, routing_method_type=method)
-            assert got.shape == (0, 256)
 
 
 def geglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
@@ -611,11 +528,6 @@ class TestLeftToBeFinalized:
         rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
         assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
 
-    def test_no_tokens(self) -> None:
-        layer = Layer()
-        rows, weights, row_of = layer.answer(layer.tokens(0), topk_ids=pack(*routing(0, 4, 2)), do_finalize=False)
-        assert (rows.shape, weights.shape, row_of.shape) == ((0, 256), (0, 2), (0,))
-
 
 def engine_calls() -> list[tuple[str, str, ast.Call, list[str]]]:
     """(place, kernel, call, keywords) of every call that the installed engine makes of what is stood in for."""
@@ -745,94 +657,89 @@ class TestBatchInvariance:
         assert got[2:].isnan().all()
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("gemm1_bias", torch.zeros(4, 256)),
-            ("gemm2_bias", torch.zeros(4, 256)),
-            ("num_fused_shared_experts", 1),
-            ("valid_hidden_size", 256),
-            ("valid_intermediate_size", 128),
-            ("activation_type", 5),
-        ],
-    )
-    @pytest.mark.parametrize("routed", [True, False])
-    def test_by_name(self, name: str, value: object, routed: bool) -> None:
-        layer = Layer()
-        route: dict[str, Any] = (
-            {"topk_ids": pack(*routing(2, 4, 2))} if routed else {"routing_logits": torch.randn(2, 4), "top_k": 2}
-        )
-        with pytest.raises(NotImplementedError, match=name):
-            layer.call(layer.tokens(2), **route, **{name: value})
+@pytest.mark.parametrize("route", ["ids", "logits", "not finalized"])
+def test_no_tokens(route: str) -> None:
+    layer = Layer()
+    if route == "logits":
+        for method in (0, 1, 2):
+            got = layer.call(layer.tokens(0), routing_logits=torch.empty(0, 4), top_k=2, routing_method_type=method)
+            assert got.shape == (0, 256)
+        return
+    topk = pack(*routing(0, 4, 2))
+    if route == "ids":
+        output = torch.empty(0, 256, dtype=torch.bfloat16)
+        assert layer.call(layer.tokens(0), topk_ids=topk, output=output) is output
+        assert layer.call(layer.tokens(0), topk_ids=topk).shape == (0, 256)
+    else:
+        answer = layer.answer(layer.tokens(0), topk_ids=topk, do_finalize=False)
+        assert [tensor.shape for tensor in answer] == [(0, 256), (0, 2), (0,)]
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("routing_method_type", 5),
-            ("routing_method_type", 9),
-            ("routing_bias", torch.zeros(4)),  # with a method that has none
-            ("routing_replay_out", torch.zeros(2, 2)),
-            ("norm_topk_prob", False),
-        ],
-    )
-    def test_self_routing_by_name(self, name: str, value: object) -> None:
-        layer = Layer()
-        with pytest.raises(NotImplementedError, match=name):
-            layer.call(layer.tokens(2), routing_logits=torch.randn(2, 4), top_k=2, **{name: value})
 
-    @pytest.mark.parametrize("name", ["gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"])
-    def test_what_only_a_gate_has(self, name: str) -> None:
-        layer = Layer(gated=False)
-        with pytest.raises(NotImplementedError, match=name):
-            layer.call(layer.tokens(2), topk_ids=pack(*routing(2, 4, 2)), **{name: torch.ones(4)})
+# --- What is refused -------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("intermediate_size", 64),
-            ("local_num_experts", 2),
-            ("output2_scale_scalar", None),
-            ("top_k", 1),
-            ("gemm1_clamp_limit", torch.ones(2)),
-            ("per_token_scale", torch.ones(3)),
-            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 1))),
-            ("topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 2).half())),
-        ],
-    )
-    def test_what_does_not_fit_together(self, name: str, value: object) -> None:
-        layer = Layer()
-        with pytest.raises(ValueError):  # noqa: PT011
-            layer.call(layer.tokens(2), **{"topk_ids": pack(*routing(2, 4, 2)), name: value})
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cutile")],
-    )
-    def test_quantize_by_name(self, name: str, value: Any) -> None:
-        with pytest.raises(NotImplementedError, match=name):
-            kernels.fp4_quantize(torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{name: value})
+def call_kernel(kernel: str, **more: Any) -> None:
+    """A call that would be answered, but for ``more``."""
+    x, multiplier = torch.zeros(2, 32).bfloat16(), torch.tensor(1.0)
+    if kernel == "fp4_quantize":
+        kernels.fp4_quantize(**{"input": x, "global_scale": multiplier, **more})
+    elif kernel == "nvfp4_quantize":
+        kernels.nvfp4_quantize(x, multiplier, **{"per_token_activation": True, **more})
+    elif kernel == "interleave":
+        kernels.nvfp4_block_scale_interleave(**more)
+    else:
+        layer = Layer(gated=kernel != "no gate")
+        routes = {"routing_logits": torch.randn(2, 4), "top_k": 2}
+        route = routes if kernel == "logits" else {"topk_ids": pack(*routing(2, 4, 2))}
+        layer.call(layer.tokens(2), **{**route, **more})
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("sfLayout", 1),
-            ("do_shuffle", True),
-            ("sf_vec_size", 32),
-            ("expanded_idx_to_permuted_idx", torch.zeros(2)),
-            ("out_scale", torch.ones(1)),
-            ("nvfp4_4over6", object()),
-        ],
-    )
-    def test_nvfp4_quantize_by_name(self, name: str, value: object) -> None:
-        with pytest.raises(NotImplementedError, match=name):
-            kernels.nvfp4_quantize(
-                torch.zeros(2, 32).bfloat16(), torch.tensor(1.0), **{"per_token_activation": True, name: value}
-            )
 
-    def test_quantize_float32(self) -> None:
-        with pytest.raises(NotImplementedError, match="input of"):
-            kernels.fp4_quantize(torch.zeros(2, 32), torch.tensor(1.0))
+NOT_DONE: dict[str, list[tuple[str, Any]]] = {
+    "ids": [
+        *(("gemm1_bias", torch.zeros(4, 256)), ("gemm2_bias", torch.zeros(4, 256)), ("num_fused_shared_experts", 1)),
+        *(("valid_hidden_size", 256), ("valid_intermediate_size", 128), ("activation_type", 5)),
+    ],
+    "logits": [
+        *(("gemm1_bias", torch.zeros(4, 256)), ("gemm2_bias", torch.zeros(4, 256)), ("num_fused_shared_experts", 1)),
+        *(("valid_hidden_size", 256), ("valid_intermediate_size", 128), ("activation_type", 5)),
+        *(("routing_method_type", 5), ("routing_method_type", 9), ("norm_topk_prob", False)),
+        *(("routing_bias", torch.zeros(4)), ("routing_replay_out", torch.zeros(2, 2))),  # this method has no bias
+    ],
+    "no gate": [(name, torch.ones(4)) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")],
+    "fp4_quantize": [
+        *(("sf_vec_size", 32), ("sf_use_ue8m0", True), ("is_sf_8x4_layout", True), ("backend", "cutile")),
+        ("input", torch.zeros(2, 32)),
+    ],
+    "nvfp4_quantize": [
+        *(("sfLayout", 1), ("do_shuffle", True), ("sf_vec_size", 32), ("nvfp4_4over6", object())),
+        *(("expanded_idx_to_permuted_idx", torch.zeros(2)), ("out_scale", torch.ones(1))),
+    ],
+    "interleave": [("unswizzled_sf", torch.zeros(128, 4))],
+}
+DOES_NOT_FIT: list[tuple[str, str, Any]] = [
+    *(("ids", "intermediate_size", 64), ("ids", "local_num_experts", 2), ("ids", "output2_scale_scalar", None)),
+    *(("ids", "top_k", 1), ("ids", "gemm1_clamp_limit", torch.ones(2)), ("ids", "per_token_scale", torch.ones(3))),
+    ("ids", "topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 1))),
+    ("ids", "topk_ids", (torch.zeros(2, 2).int(), torch.zeros(2, 2).half())),
+    ("ids", "output", torch.empty(1, 256, dtype=torch.bfloat16)),
+    ("ids", "output", torch.empty(2, 257, dtype=torch.bfloat16)),
+    ("ids", "output", torch.empty(2, 256)),
+    ("ids", "output", torch.empty(256, 2, dtype=torch.bfloat16).T),
+    ("ids", "output", torch.empty(2, 512, dtype=torch.bfloat16)[:, :256]),
+    ("interleave", "unswizzled_sf", torch.zeros(128, dtype=torch.uint8)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "name", "value"), [(k, *case) for k, cases in NOT_DONE.items() for case in cases])
+def test_what_is_not_done_is_refused_by_its_name(kernel: str, name: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        call_kernel(kernel, **{name: value})
+
+
+@pytest.mark.parametrize(("kernel", "name", "value"), DOES_NOT_FIT)
+def test_what_does_not_fit_together_is_refused(kernel: str, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="output" if name == "output" else ""):
+        call_kernel(kernel, **{name: value})
 
 
 class TestInterleave:
@@ -849,18 +756,6 @@ class TestInterleave:
                     tile = (r // 128) * (cols // 4) + c // 4
                     expected[batch, tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = value
         assert torch.equal(got, expected.flatten())
-
-    def test_measured_formula(self) -> None:
-        """As compared with the CUDA kernel."""
-        scales = torch.randint(0, 256, (384, 20), dtype=torch.uint8)
-        expected = scales.view(3, 4, 32, 5, 4).transpose(1, 3).flatten()
-        assert torch.equal(kernels.nvfp4_block_scale_interleave(scales), expected)
-
-    def test_wrong_arguments(self) -> None:
-        with pytest.raises(NotImplementedError, match="unswizzled_sf"):
-            kernels.nvfp4_block_scale_interleave(torch.zeros(128, 4))
-        with pytest.raises(ValueError, match="dimensions"):
-            kernels.nvfp4_block_scale_interleave(torch.zeros(128, dtype=torch.uint8))
 
 
 class TestQuantize:

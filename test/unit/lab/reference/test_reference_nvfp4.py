@@ -26,7 +26,6 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-finite = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 moderate = st.floats(min_value=-3000, max_value=3000, width=32)
 
 
@@ -45,14 +44,6 @@ class TestEncode:
         got = nvfp4.encode_e2m1(sign * torch.stack((down, tie, up)))
         even = code + code % 2
         assert got.tolist() == [c + (8 if sign < 0 else 0) for c in (code, even, code + 1)]
-
-    @given(st.lists(finite, min_size=1, max_size=40))
-    def test_nearest(self, xs: list[float]) -> None:
-        got = nvfp4.encode_e2m1(torch.tensor(xs))
-        assert got.tolist() == [nearest_code(max(-6.0, min(6.0, x))) for x in xs]
-
-    def test_infinite_saturates(self) -> None:
-        assert nvfp4.encode_e2m1(torch.tensor([math.inf, -math.inf])).tolist() == [7, 15]
 
 
 class TestQuantize:

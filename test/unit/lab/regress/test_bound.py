@@ -7,7 +7,6 @@ import random
 from math import comb, log
 
 import pytest
-from releases import ROOT
 from scipy.optimize import minimize_scalar
 from sglang_moe_patches.lab.regress import bound
 from sglang_moe_patches.lab.regress.compare import MAX_DROP, mcnemar
@@ -115,15 +114,3 @@ def test_a_true_drop_takes_more_questions_and_one_as_large_no_number():
     assert bound.questions_for(THREE, ALPHA, losses=0.02, gains=0.01) > bound.questions_for(THREE, ALPHA)
     assert bound.questions_for(THREE, ALPHA, losses=0.04, gains=0.01) is None
     assert bound.questions_for(THREE, ALPHA, losses=0.0, gains=0.0) == 99
-
-
-def test_the_page_says_what_is_needed():
-    page = (ROOT / "docs/commands/accuracy.md").read_text(encoding="utf-8")
-    for drop, said in (
-        (0.03, "{:,} for\nthree points"),
-        (0.02, "{:,} for two"),
-        (0.01, "One point needs {:,}, more than"),
-    ):
-        assert said.format(bound.questions_for(drop, ALPHA)) in page
-    assert f"GSM8K's {GSM8K:,}" in page
-    assert f"{bound.fewest(THREE, ALPHA)} are enough for three points" in page

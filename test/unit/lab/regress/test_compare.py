@@ -166,16 +166,13 @@ def test_a_drop_is_worse_and_a_rise_is_not():
     drop = outcome(5, 0, 15)
     assert drop.worse
     assert "from 20 to 15 of 20 questions (5 lost, 0 gained; one-sided exact McNemar p = 0.031" in drop.reasons[0]
+    assert outcome(3, 2, alpha=0.9).worse
     for other in (outcome(4, 0, 16), outcome(0, 20), outcome(10, 8, 2), outcome(0, 0, 20)):
         assert not other.worse
         assert other.reasons == ()
-    assert not outcome(5, 0, 15, alpha=0.03).worse
-
-
-def test_no_drop_however_generous_alpha_unless_fewer_are_correct():
-    assert not outcome(3, 3, alpha=0.9).worse
-    assert not outcome(2, 3, alpha=0.9).worse
-    assert outcome(3, 2, alpha=0.9).worse
+    # Unless fewer are right it is none, however generous alpha is.
+    for losses, gains, both, alpha in ((5, 0, 15, 0.03), (3, 3, 0, 0.9), (2, 3, 0, 0.9)):
+        assert not outcome(losses, gains, both, alpha=alpha).worse
 
 
 def replaced(one: Run, index: int, **changes) -> Run:
@@ -218,16 +215,16 @@ def test_only_the_same_questions_can_be_compared():
         compare(run("stock", []), run("patched", []), require_identical=False)
 
 
-@pytest.mark.parametrize("alpha", [0, 1, -0.1, 2, float("nan")])
-def test_alpha_is_a_probability(alpha):
-    with pytest.raises(ValueError, match="alpha"):
-        outcome(0, 0, 3, alpha=alpha)
-
-
-@pytest.mark.parametrize("max_drop", [0, 100, -3, float("nan")])
-def test_what_may_be_lost_is_a_part_of_all(max_drop):
-    with pytest.raises(ValueError, match="max_drop"):
-        outcome(0, 0, 3, max_drop=max_drop)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("alpha", value) for value in (0, 1, -0.1, 2, float("nan"))),
+        *(("max_drop", value) for value in (0, 100, -3, float("nan"))),
+    ],
+)
+def test_alpha_is_a_probability_and_what_may_be_lost_a_part_of_all(name, value):
+    with pytest.raises(ValueError, match=name):
+        outcome(0, 0, 3, **{name: value})
 
 
 @pytest.mark.parametrize("memory", [None, MEMORY])

@@ -260,16 +260,6 @@ def test_the_page_is_whole_and_loads_nothing(comparison):
     assert len(ids) == len(set(ids))  # clip paths of one plot must not cut another
 
 
-def test_headline_first():
-    for comparison, headline in (
-        (same(), "Patched answers exactly as stock does"),
-        (lost(2, 2), "Patched is no worse than stock by more than 3 points"),
-        (different(), "Patched is WORSE than stock"),
-    ):
-        html = report.render_html(comparison)
-        assert re.search(r"<main>\s*<header[^>]*>\s*<h1>(.*?)</h1>", html).group(1) == headline
-
-
 def test_hostile_text_is_shown_and_not_run():
     comparison = different(text=HOSTILE, question=HOSTILE)
     html = report.render_html(comparison)
@@ -326,12 +316,6 @@ def test_the_interval_is_wilsons():
     assert (low, high) == pytest.approx((0.69896, 0.97213), abs=1e-4)
 
 
-def test_the_plots_show_the_values():
-    svg = "".join(svg for _, svg in report._plots(same()))
-    for text in ("90.0 %", "1,234.5", "67.8", "1,358.4 MB", "819.5 MB"):
-        assert text in svg
-
-
 def test_write_and_read_again(tmp_path):
     comparison = different(text="a lone \ud800 surrogate")
     path = report.write(comparison, tmp_path / "deep" / "report")
@@ -365,25 +349,3 @@ def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch, a
     with pytest.raises(KeyboardInterrupt):
         report.write(different(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_report_appears_only_whole(tmp_path, monkeypatch):
-    written = []
-    write_bytes = Path.write_bytes
-    monkeypatch.setattr(Path, "write_bytes", lambda self, data: written.append(self) or write_bytes(self, data))
-    report.write(same(), tmp_path)
-    assert len(written) == 2
-    assert not {path.name for path in written} & {"report.json", "report.html"}  # those are renamed into place
-
-
-def test_importing_the_report_is_cheap():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, sglang_moe_patches.lab.regress.report, sglang_moe_patches.lab.reference.model\n"
-        "heavy = {'matplotlib', 'scipy', 'jinja2', 'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

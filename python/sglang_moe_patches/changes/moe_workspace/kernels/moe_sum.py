@@ -1,4 +1,4 @@
-"""Sum the routed experts' outputs over the top-k into a range of columns of a layer's output.
+"""Sum the expert outputs over the top-k into a column slice of a layer's output.
 
 The engine's own sums want a contiguous output; this one writes a slice of columns where it lies. It adds in float32, in
 the order of the top-k, multiplies once and rounds once, as the engine's ``moe_sum_reduce`` (CUDA) and
@@ -12,11 +12,11 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of PyTorch come without it: nothing calls the kernel there
+except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
     triton = None
 
-#: Columns that one program sums. 8 elements of 16 bits a thread are one 16-byte load.
-BLOCK_COLUMNS = 1024
+#: At most this many columns per program: 8 elements of 16 bits a thread are one 16-byte load.
+MAX_BLOCK_COLUMNS = 1024
 
 if triton is not None:
 
@@ -24,7 +24,7 @@ if triton is not None:
     def sum_block(  # type: ignore[no-untyped-def]
         token,
         block,
-        experts_output_ptr,
+        expert_outputs_ptr,
         output_ptr,
         scale,
         columns,
@@ -37,14 +37,14 @@ if triton is not None:
         mask = column < columns
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for expert in tl.static_range(TOP_K):
-            row = experts_output_ptr + (token * TOP_K + expert) * columns
+            row = expert_outputs_ptr + (token * TOP_K + expert) * columns
             total += tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
         total *= scale
         tl.store(output_ptr + token * output_stride + column, total.to(output_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _moe_sum_kernel(  # type: ignore[no-untyped-def]
-        experts_output_ptr,
+        expert_outputs_ptr,
         output_ptr,
         scale,
         columns,
@@ -53,35 +53,35 @@ if triton is not None:
         BLOCK: tl.constexpr,
     ):
         token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        sum_block(token, block, experts_output_ptr, output_ptr, scale, columns, output_stride, TOP_K, BLOCK)
+        sum_block(token, block, expert_outputs_ptr, output_ptr, scale, columns, output_stride, TOP_K, BLOCK)
 
 
-def checked(experts_output: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:
-    """Tokens, top-k and columns of what is summed, which must be as :func:`moe_sum` says."""
-    tokens, top_k, columns = experts_output.shape
-    assert experts_output.is_contiguous()
+def check_shapes(expert_outputs: torch.Tensor, output: torch.Tensor) -> tuple[int, int, int]:
+    """Tokens, top-k and columns of tensors that are as :func:`moe_sum` says."""
+    tokens, top_k, columns = expert_outputs.shape
+    assert expert_outputs.is_contiguous()
     assert output.shape == (tokens, columns)
     assert output.stride(1) == 1
     return tokens, top_k, columns
 
 
-def block_columns(columns: int) -> int:
-    """How many of them one program sums."""
-    return min(BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
+def choose_block(columns: int) -> int:
+    """How many of so many columns one program sums."""
+    return min(MAX_BLOCK_COLUMNS, int(triton.next_power_of_2(columns)))
 
 
-def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:
-    """``output[t, c] = scale * sum over k of experts_output[t, k, c]``, by the Triton kernel.
+def moe_sum(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
+    """``output[t, c] = scale * sum over k of expert_outputs[t, k, c]``, by the Triton kernel.
 
-    :param experts_output: [tokens, top-k, columns], contiguous, 16-bit floating point.
+    :param expert_outputs: [tokens, top-k, columns], contiguous, 16-bit floating point.
     :param output: [tokens, columns] of the same dtype; neighbouring columns are neighbours in memory, rows may be any
         distance apart.
     :param scale: the model's routed scaling factor.
     """
-    tokens, top_k, columns = checked(experts_output, output)
-    block = block_columns(columns)
+    tokens, top_k, columns = check_shapes(expert_outputs, output)
+    block = choose_block(columns)
     _moe_sum_kernel[(tokens, triton.cdiv(columns, block))](
-        experts_output,
+        expert_outputs,
         output,
         scale,
         columns,
@@ -92,9 +92,9 @@ def moe_sum(experts_output: torch.Tensor, output: torch.Tensor, scale: float) ->
     )
 
 
-def moe_sum_torch(experts_output: torch.Tensor, output: torch.Tensor, scale: float) -> None:
+def moe_sum_torch(expert_outputs: torch.Tensor, output: torch.Tensor, scale: float) -> None:
     """The same in plain PyTorch, term by term: what the kernel is checked against."""
     total = torch.zeros_like(output, dtype=torch.float32)
-    for expert in range(experts_output.shape[1]):
-        total += experts_output[:, expert].float()
+    for expert in range(expert_outputs.shape[1]):
+        total += expert_outputs[:, expert].float()
     output.copy_((total * scale).to(output.dtype))

@@ -1,8 +1,8 @@
-"""Sum one range of columns over the top-k, and copy the weights and scales of the next one, in one launch.
+"""Sum one column slice over the top-k, and copy the weights and scales of the next one, in one launch.
 
-Neither reads what the other writes. In launches of their own each would start when the one before had drained from the
-GPU, and the scales' copy is too small to fill it. PyTorch's own copy of a range of columns moves one element at a time;
-this one moves sixteen bytes.
+Neither reads what the other writes. Separate launches would each wait until the one before has drained from the GPU,
+and the scales' copy is too small to fill it. PyTorch's own copy of a column slice moves one element at a time; this one
+moves sixteen bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of PyTorch come without it: nothing calls the kernel there
+except ImportError:  # not in CPU builds of PyTorch, where nothing calls the kernel
     triton = None
 
 
@@ -33,7 +33,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["first_programs", "copy_programs"])
     def _sum_and_copy_kernel(  # type: ignore[no-untyped-def]
-        experts_output_ptr,
+        expert_outputs_ptr,
         output_ptr,
         scale,
         columns,
@@ -53,7 +53,7 @@ if triton is not None:
         FIRST_BLOCK: tl.constexpr,
         SECOND_BLOCK: tl.constexpr,
     ):
-        """A block of the one copy, of the other one, or of the sum."""
+        """A block of the first copy, of the second copy, or of the sum."""
         program = tl.program_id(0)
         if program < first_programs:
             _copy_block(program, first_source_ptr, first_target_ptr, first_stride, first_words, FIRST_BLOCK)
@@ -66,7 +66,7 @@ if triton is not None:
             moe_sum.sum_block(
                 (program // blocks).to(tl.int64),
                 program % blocks,
-                experts_output_ptr,
+                expert_outputs_ptr,
                 output_ptr,
                 scale,
                 columns,
@@ -76,7 +76,7 @@ if triton is not None:
             )
 
 
-def _words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The source from ``start`` on, and the target, as rows of words of eight bytes."""
     assert source.is_contiguous()
     assert target.is_contiguous()
@@ -87,31 +87,31 @@ def _words(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) ->
 
 
 def sum_and_copy(
-    experts_output: torch.Tensor,
+    expert_outputs: torch.Tensor,
     output: torch.Tensor,
     scale: float,
-    copied: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
+    copies: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
 ) -> None:
-    """:func:`moe_sum.moe_sum` of the first three, and ``target = source[..., start:stop]`` of each of ``copied``.
+    """:func:`moe_sum.moe_sum` of the first three, and ``target = source[..., start:stop]`` of each of ``copies``.
 
-    :param experts_output: of no tokens ahead of the first range.
-    :param copied: source, start, stop and target, of the weights and of the scales; none behind the last range. Both
-        tensors are contiguous and of one type, whatever it is; rows, ``start`` and ``stop`` are at whole words of eight
-        bytes.
+    :param expert_outputs: of no tokens before the first slice.
+    :param copies: source, start, stop and target, of the weights and of the scales; none after the last slice. Source
+        and target are contiguous and of one dtype, whatever it is; rows, ``start`` and ``stop`` are at whole words of
+        eight bytes.
     """
-    if not copied:
-        moe_sum.moe_sum(experts_output, output, scale)
+    if not copies:
+        moe_sum.moe_sum(expert_outputs, output, scale)
         return
-    tokens, top_k, columns = moe_sum.checked(experts_output, output)
-    block = moe_sum.block_columns(columns)
+    tokens, top_k, columns = moe_sum.check_shapes(expert_outputs, output)
+    block = moe_sum.choose_block(columns)
     arguments, blocks, programs = [], [], []
-    for source, target in (_words(*one) for one in copied):
+    for source, target in (_as_words(*one) for one in copies):
         rows, words = target.shape
         blocks.append(min(block, triton.next_power_of_2(words)))
         programs.append(rows * triton.cdiv(words, blocks[-1]))
         arguments += [source, target, source.stride(0), words]
     _sum_and_copy_kernel[(sum(programs) + tokens * triton.cdiv(columns, block),)](
-        *(experts_output, output, scale, columns, output.stride(0)),
+        *(expert_outputs, output, scale, columns, output.stride(0)),
         *arguments,
         programs[0],
         sum(programs),
@@ -124,12 +124,12 @@ def sum_and_copy(
 
 
 def sum_and_copy_torch(
-    experts_output: torch.Tensor,
+    expert_outputs: torch.Tensor,
     output: torch.Tensor,
     scale: float,
-    copied: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
+    copies: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
 ) -> None:
     """The same in plain PyTorch: what the kernel is checked against."""
-    moe_sum.moe_sum_torch(experts_output, output, scale)
-    for source, start, stop, target in copied:
+    moe_sum.moe_sum_torch(expert_outputs, output, scale)
+    for source, start, stop, target in copies:
         target.copy_(source[..., start:stop])
