@@ -35,6 +35,8 @@ TILES = {
     "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
 }
 """Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
+#: At least what FP8 tiles of 128 rows lose in slices that go through the columns before the rows (3 to 7 %).
+SLOW_ORDER_SLOWDOWN = 0.07
 #: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
 PACKED_BYTES = 0.5 + 2 / 32
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
@@ -136,6 +138,7 @@ def predicted(
     at_any_cost: bool = False,
     graphs: bool = False,
     float_logits: bool = False,
+    tiles: Mapping[str, int] | None = None,
 ) -> Prediction:
     """A forward of a first chunk: nothing of its prompts is in the KV cache.
 
@@ -155,6 +158,7 @@ def predicted(
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
         back.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
+    :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
@@ -182,7 +186,7 @@ def predicted(
                 scratch=scratch,
                 quantization=quantization,
                 share=1 / layout.ep,
-                tiles=None if at_any_cost else TILES[quantization],
+                tiles=None if at_any_cost else tiles or TILES[quantization],
             )
         held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
     elif runner == "marlin":
@@ -250,11 +254,13 @@ def columns_width(
     quantization: str | None,
     share: float = 1.0,
     tiles: Mapping[str, int] | None = None,
+    most_bytes: int | None = None,
 ) -> int:
     """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole.
 
     :param share: of the rows, those whose expert is on this rank.
     :param tiles: of the second GEMM; ``None``: whatever slices cost.
+    :param most_bytes: that the runner may hold; ``None``: as the variable says.
     """
     if not triton.acts(tokens, rank.top_k, hooks=None, defer_sum=False):
         return rank.hidden
@@ -272,8 +278,38 @@ def columns_width(
         tiles=tiles,
         scale_columns=FP8_GROUP if in_blocks else 1,
         scale_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_BYTES,
-        most_bytes=column_slices.most_bytes(),
+        most_bytes=column_slices.most_bytes() if most_bytes is None else most_bytes,
     )
+
+
+def triton_slowdown(
+    rank: Rank, tokens: int, *, slices: int, quantization: str | None, share: float, tiles: Mapping[str, int]
+) -> float:
+    """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
+    rows, itemsize = tokens * rank.top_k, 1 if quantization else 2
+    small = itemsize == 2 and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE
+    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[itemsize]
+    weight_bytes = 3 * rank.experts * rank.hidden * rank.intermediate * itemsize
+    once, for_each_row = column_slices.SLICE_US[itemsize]
+    cost = column_slices.START_US + (slices - 1) * (once + rows * for_each_row)
+    slowdown = cost / _layer_us(rank, rows, rate, weight_bytes, share)
+    slow_order = itemsize == 1 and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128
+    return max(slowdown, SLOW_ORDER_SLOWDOWN) if slow_order else slowdown
+
+
+def marlin_slowdown(rank: Rank, tokens: int, *, slices: int, share: float) -> float:
+    """The same of Marlin, which copies the weights of each slice."""
+    rows, column_bytes = tokens * rank.top_k, _column_bytes(rank)
+    once, for_each_row = column_slices.MARLIN_SLICE_US
+    cost = column_slices.MARLIN_START_US + (slices - 1) * (once + rows * for_each_row)
+    cost += 2 * rank.hidden * column_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
+    rate = column_slices.MARLIN_OPERATIONS_PER_US
+    return cost / _layer_us(rank, rows, rate, 3 * rank.hidden * column_bytes, share)
+
+
+def _layer_us(rank: Rank, rows: int, rate: float, weight_bytes: int, share: float) -> float:
+    read_bytes = weight_bytes + 4 * rows * rank.hidden
+    return 6 * rows * share * rank.hidden * rank.intermediate / rate + read_bytes / column_slices.BYTES_PER_US
 
 
 def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
@@ -297,7 +333,13 @@ def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: b
 
 
 def marlin_width(
-    rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
+    rank: Rank,
+    tokens: int,
+    *,
+    output_elsewhere: bool,
+    share: float = 1.0,
+    most_time: float | None = None,
+    most_bytes: int | None = None,
 ) -> int:
     """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
     if rank.hidden % column_slices.MARLIN_TILE:
@@ -313,7 +355,7 @@ def marlin_width(
         weight_bytes=3 * rank.hidden * _column_bytes(rank),
         share=share,
         output_elsewhere=output_elsewhere,
-        most_bytes=column_slices.most_bytes(),
+        most_bytes=column_slices.most_bytes() if most_bytes is None else most_bytes,
         most_time=most_time,
     )
 
