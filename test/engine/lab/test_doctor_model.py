@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from sglang.srt.server_args import ServerArgs
@@ -37,6 +38,17 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
     assert not columns["acts"]
     assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}=" in columns["reason"]
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
+
+
+def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_others(monkeypatch):
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # else nothing is restored
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+    engine_query._leave_out_other_models(["NobodysForCausalLM"])
+    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
+    engine_query._leave_out_other_models(["Qwen3MoeForCausalLM"])
+    left_out = os.environ["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    assert "deepseek_v2" in left_out
+    assert "qwen3_moe" not in left_out
 
 
 @pytest.mark.product
