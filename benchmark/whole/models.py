@@ -3,7 +3,7 @@
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
     python benchmark whole/models --only gpt-oss-120b
 
-Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with the sizes in models.json
+Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with its own models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
 quantization's list of exceptions are named by a pattern). The result keeps the engine's answers; what follows from them
 is computed when the page is made.
@@ -12,9 +12,7 @@ is computed when the page is made.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from common import output
@@ -34,7 +32,6 @@ BRIEF = {
     "an indexer chooses": "sparse attention",
     "not predicted": "not predicted",
 }
-SERVED = Path(__file__).with_name("models.json")
 #: Of the resolved server arguments, what the formulas read.
 RESOLVED = (
     *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "chunked_prefill_size", "max_prefill_tokens"),
@@ -45,21 +42,16 @@ Sizes = tuple[int, int, int, int, str, str | None]
 
 def served() -> list[dict[str, Any]]:
     """Models, the format and the hardware that they are served in, and their sizes."""
-    models: list[dict[str, Any]] = json.loads(SERVED.read_text(encoding="utf-8"))
-    return models
+    return config.served_models()
 
 
 def ask(model: dict[str, Any]) -> dict[str, Any]:
     """What the engine says of a model, or why it says nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(model["config"]))
-        try:
-            asked = model_report.ask_engine(
-                path, [*model["arguments"], "--chunked-prefill-size", str(TOKENS)], model["gpu"]
-            )
-        except model_report.CannotAsk as error:
-            return {"refused": str(error)}
+    arguments = [*model["arguments"], "--chunked-prefill-size", str(TOKENS)]
+    try:
+        asked = model_report.ask_engine(model["config"], arguments, model["gpu"])
+    except model_report.CannotAsk as error:
+        return {"refused": str(error)}
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
 
 

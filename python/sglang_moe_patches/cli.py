@@ -15,6 +15,7 @@ import typer
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab import extras
+from sglang_moe_patches.lab.predict.engine_query import GPUS
 from sglang_moe_patches.lab.reference.families import FAMILIES
 
 app = typer.Typer(
@@ -141,9 +142,10 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[-- SERVER_ARGS...]", help="Server arguments, after `--`.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder with config.json, that file, or a Hugging Face name in the local cache.")
+        str | None,
+        typer.Option(help="Folder with config.json, that file, or a Hugging Face name in the local cache."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="With --model: h200, h100, b200 or a100; none need be there.")] = "h200",
+    gpu: Annotated[str, typer.Option(help=f"With --model: {', '.join(GPUS)}; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     kv: Annotated[
         bool, typer.Option("--kv", help="List what kv-sizing has recorded, with what it is made of.")
@@ -168,7 +170,8 @@ def doctor(
     this for models that people serve.
 
     Exits with 2 where there is no config.json, the model has no routed experts,
-    or the engine refuses it or the arguments.
+    a variable is misspelt, or the engine refuses the model or the arguments:
+    then with its own words.
     """
     if model is not None:
         advise(model, server_args or [], gpu, json)
@@ -199,15 +202,21 @@ def doctor(
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
-    from sglang_moe_patches.core import patch
-    from sglang_moe_patches.lab.predict import model_report
+    from rich.console import Console
+
+    from sglang_moe_patches.core import engine, patch
+    from sglang_moe_patches.lab.predict import engine_query, model_report
     from sglang_moe_patches.registry import CHANGES
 
+    doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
-        found = model_report.examine(model, server_args, gpu)
-    except model_report.CannotAsk as error:
+        with Console(stderr=True).status(doing):  # nothing is shown where that is no terminal
+            found = model_report.examine(model, server_args, gpu)
+    except engine_query.Refused as error:
         fail(f"the engine refuses this server: {error}")
+    except engine_query.CannotAsk as error:
+        fail(f"the engine cannot be asked without a GPU: {error}")
     except ValueError as error:  # no config.json, arguments or variables
         fail(str(error))
     if json:

@@ -447,7 +447,7 @@ def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_sea
     ("arguments", "said"),
     [
         (("--model", "nobody/nothing-of-this-name"), "is not in the local cache"),
-        (("--model", "nobody/x", "--gpu", "h20"), "--gpu h20 is unknown; known: h200, h100, b200, a100"),
+        (("--model", "nobody/x", "--gpu", "h30"), "--gpu h30 is unknown; known: h200, h100"),
         (("--", "--tp", "2"), "SERVER_ARGS need --model"),
     ],
     ids=["no config", "no such GPU", "no model"],

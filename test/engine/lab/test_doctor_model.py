@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
-from sglang_moe_patches.lab.predict import model_report
+from sglang_moe_patches.lab.predict import engine_query, model_report
 from whole import models
 
 
-@pytest.fixture
-def folder_of(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _select_all(monkeypatch):
     monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
 
+
+@pytest.fixture
+def folder_of(tmp_path):
     def write(source):
         served = next(model for model in models.served() if model["source"] == source)
         (tmp_path / "config.json").write_text(json.dumps(served["config"]))
@@ -31,8 +36,19 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(folder_of):
     assert server["layout"] == {"tp": 4, "ep": 1, "dp": 1}
     columns = next(change for change in found["changes"] if change["name"] == "moe-workspace")
     assert not columns["acts"]
-    assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name} asks for it" in columns["reason"]
+    assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}=" in columns["reason"]
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
+
+
+def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_others(monkeypatch):
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # else nothing is restored
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+    engine_query._leave_out_other_models(["NobodysForCausalLM"])
+    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
+    engine_query._leave_out_other_models(["Qwen3MoeForCausalLM"])
+    left_out = os.environ["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    assert "deepseek_v2" in left_out
+    assert "qwen3_moe" not in left_out
 
 
 @pytest.mark.product
@@ -41,8 +57,54 @@ def test_deepseeks_shared_expert_is_a_routed_one_there(folder_of):
     assert (found["sizes"]["experts"], found["sizes"]["top_k"], found["sizes"]["shared_experts"]) == (257, 9, 0)
 
 
-@pytest.mark.product
-def test_what_the_engine_refuses_is_quoted_in_one_line(folder_of):
-    with pytest.raises(model_report.CannotAsk, match="invalid int value: 'two'") as caught:
-        model_report.examine(folder_of("Qwen/Qwen3-30B-A3B-FP8"), ["--tp", "two"], "h200")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(
+            ["--tp", "3"],  # when a layer is built
+            "divisible by 3|% attn_tp_size == 0|% tensor_parallel_size == 0",
+            marks=pytest.mark.every_release,
+        ),
+        (["--tp", "8", "--dp", "3", "--enable-dp-attention"], r"AssertionError: assert .*tp_size % "),
+        (["--served-model-name", "a:b"], "served_model_name cannot contain a colon"),  # check_server_args
+        (["--served-model-name", "a", "b"], "unrecognized arguments: b$"),
+        (["--mem-fraction-statics", "0.8"], "--mem-fraction-statics.*; this release has --mem-fraction-static$"),
+    ],
+    ids=["ranks", "attention's ranks", "check_server_args", "two names", "misspelt"],
+)
+def test_what_the_engine_refuses_is_quoted_in_one_line(arguments, said):
+    with pytest.raises(engine_query.Refused, match=said) as caught:
+        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", arguments, "h200")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.every_release
+def test_an_option_of_another_release_is_refused_with_the_options_of_this_one():
+    if not hasattr(ServerArgs, "cuda_graph_max_bs_decode"):
+        pytest.skip("this release has it")
+    with pytest.raises(engine_query.Refused, match="--cuda-graph-max-bs-decode"):
+        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", ["--cuda-graph-max-bs", "8"], "h200")
+
+
+@pytest.mark.every_release
+def test_a_draft_that_is_not_at_hand_leaves_the_target_known():
+    draft = "nvidia/gpt-oss-120b-Eagle3"
+    speculates = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft]
+    steps = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]
+    found = model_report.examine("openai/gpt-oss-120b", ["--tp", "8", *speculates, *steps], "h200")
+    assert found["server"]["runner"]
+    assert f"the draft model {draft}: its config.json is not at hand" in found["unknown"]
+
+
+@pytest.mark.every_release
+def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_gpu(tmp_path):
+    """Qwen3-30B in BF16: an H200 has a file of tuned tiles, and the tensor stays whole."""
+    content = next(dict(each["config"]) for each in models.served() if each["source"] == "Qwen/Qwen3-30B-A3B-FP8")
+    del content["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = model_report.examine(str(tmp_path), ["--tp", "1", "--chunked-prefill-size", "16384"], "h200")
+    assert found["server"]["tiles"]["BLOCK_SIZE_M"] == 128
+    assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
+    row = next(change for change in found["changes"] if change["name"] == "moe-workspace")
+    assert row["advice"]["saved_bytes"] > 100e6
+    assert found["kv_cache"]["weight_bytes"] == pytest.approx(61e9, rel=0.01)

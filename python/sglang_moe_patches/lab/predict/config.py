@@ -15,7 +15,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 _SHARED_SIZES = ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
-_TEXT = ("text_config", "language_config", "llm_config")
+TEXT = ("text_config", "language_config", "llm_config")
 _FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
 
 
@@ -63,6 +63,28 @@ def find(model: str) -> Path:
     return Path(cached)
 
 
+def served_models() -> list[dict[str, Any]]:
+    """Models that people serve, with their public ``config.json``, the format and the hardware."""
+    models: list[dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+    return models
+
+
+def load_model(model: str) -> tuple[dict[str, Any], Path | None]:
+    """A model's ``config.json``, and where it lies; ``None``: it is one of :func:`served_models`.
+
+    :param model: as :func:`find` takes it, or the name of one of those.
+    :raises NoConfig: there is none.
+    """
+    try:
+        path = find(model)
+    except NoConfig:
+        for served in served_models():
+            if model.lower() == served["source"].lower():
+                return served["config"], None
+        raise
+    return load(path), path
+
+
 def load(path: Path) -> dict[str, Any]:
     """:raises NoConfig: the file is no JSON object."""
     try:
@@ -79,7 +101,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The towers beside it are none of the experts' business, and take an engine that builds them minutes.
     """
-    text = next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), None)
+    text = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), None)
     if text is None or not text.get("architectures"):
         return config
     beside = ("quantization_config", "compression_config")
@@ -92,7 +114,7 @@ def read(config: Mapping[str, Any], source: str) -> Read:
     :param source: what they are of.
     :raises NoConfig: a size is missing, or the model has no routed experts.
     """
-    text: Mapping[str, Any] = next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), config)
+    text: Mapping[str, Any] = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), config)
 
     def first(*names: str) -> Any:
         return next((text[name] for name in names if text.get(name) is not None), None)

@@ -5,19 +5,25 @@ on standard output. Its process is told of a GPU by what PyTorch answers; the pr
 as many ranks as the server has. The engine then resolves its arguments and builds the model's first layers of fake
 tensors, which have sizes and no memory. What it put there is what it would run.
 
-Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so.
+Nothing is loaded or computed. An engine that asks a GPU for more than its kind cannot be asked, and says so; what it
+would refuse on such a GPU, too, it refuses here in its own words.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import difflib
+import gc
 import inspect
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +51,14 @@ class Gpu:
 GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 143_771 * 2**20, 132),
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81_559 * 2**20, 132),
+    "h20": Gpu("NVIDIA H20", (9, 0), 97_871 * 2**20, 78),
     "b200": Gpu("NVIDIA B200", (10, 0), 183_359 * 2**20, 148),
+    "b300": Gpu("NVIDIA B300 SXM6 AC", (10, 3), 275_040 * 2**20, 148),
+    "gb200": Gpu("NVIDIA GB200", (10, 0), 189_471 * 2**20, 152),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81_920 * 2**20, 108),
+    "rtx-pro-6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 97_887 * 2**20, 188),
 }
 """By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it."""
-
-
-_SHARED = ("shared_experts", "shared_expert")
-"""What blocks of routed experts call shared ones that run by themselves."""
 
 
 LONGEST_S = 600
@@ -63,20 +69,28 @@ class CannotAsk(RuntimeError):
     """The engine gave no answer; the message says why."""
 
 
+class Refused(CannotAsk):
+    """The engine would not start this server on such a GPU either; the message has its own words."""
+
+
 # --- From outside ----------------------------------------------------------------------------------------------------
 
 
-def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> dict[str, Any]:
+def ask(
+    model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, language_model: bool = False
+) -> dict[str, Any]:
     """What the engine would choose.
 
     :param model: a folder with ``config.json``.
     :param arguments: of the server, without the model.
     :param environ: of the engine's process.
+    :param language_model: the file is of the language model alone, a part of the model that the server loads.
     :returns: ``resolved`` (the server's arguments, those that are plain), ``layer`` (what its MoE layers are, or
         ``None``), ``unknown`` (why there is no layer) and ``changes``.
-    :raises CannotAsk: it refuses these arguments, or this model.
+    :raises Refused: it refuses these arguments, or this model.
+    :raises CannotAsk: it cannot be asked without a GPU.
     """
-    asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
+    asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu, "language_model": language_model}
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -92,6 +106,8 @@ def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> 
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise CannotAsk(said[-1] if said else "it ended without a word")
     found: dict[str, Any] = json.loads(done.stdout)
+    if "refused" in found:
+        raise Refused(found["refused"])
     return found
 
 
@@ -101,38 +117,104 @@ def ask(model: str, arguments: list[str], gpu: str, environ: dict[str, str]) -> 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints
+    gc.disable()  # thousands of modules are imported, and nothing is thrown away
     asked = json.load(sys.stdin)
     try:
-        answer = _answer(asked["arguments"], GPUS[asked["gpu"]])
+        answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"])
+    except Refused as error:
+        answer = {"refused": str(error)}
     except Exception as error:
         sys.exit(_said(error))
     json.dump(answer, out)
     out.close()
+    os._exit(0)  # taking thousands of modules apart takes a second
 
 
-def _said(error: Exception) -> str:
-    """An error in one line; one without words says where it was raised."""
+def _said(error: BaseException) -> str:
+    """An error in one line; one without words says what was required, or where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split()) or f"in {place.name}, {Path(place.filename).name}:{place.lineno}"
-    return f"{type(error).__name__}: {said}"
+    said = " ".join(str(error).split())
+    if not said and isinstance(error, AssertionError):
+        nodes = ast.walk(ast.parse(Path(place.filename).read_text(encoding="utf-8")))
+        lines = {node.lineno: node for node in nodes if isinstance(node, ast.Assert)}
+        before = [line for line in lines if line <= (place.lineno or 0)]
+        said = ast.unparse(lines[max(before)]) if before else ""
+    return f"{type(error).__name__}: {said or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
 
 
-def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
-    _claim(gpu)
+@contextmanager
+def _refusing(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
+    """What the engine refuses for what it was given is :class:`Refused`; other errors come from the missing GPU.
+
+    :param but_by: modules of which it is no refusal, beside those that meet the hardware.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = frame.f_globals["__name__"]
+        if module.startswith(but_by) or module.split(".")[0] in _ON_HARDWARE:
+            raise
+        raise Refused(_said(error)) from error
+
+
+_ON_HARDWARE = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sglang_moe_patches")
+_MODEL_CLASSES = "sglang.srt.models.registry"
+
+
+def _server_args(arguments: list[str]) -> Any:
+    """The server's arguments, resolved and checked as at a server's start."""
     from sglang.srt.server_args import prepare_server_args
 
+    words = io.StringIO()
+    try:
+        with _refusing(), contextlib.redirect_stderr(words):
+            server_args = prepare_server_args(arguments)
+    except SystemExit:
+        lines = words.getvalue().strip().splitlines() or ["it ended without a word"]
+        raise Refused(_with_near_options(lines[-1].split("error: ")[-1])) from None
+    with _refusing():
+        if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
+            server_args.resolve_once()
+        server_args.check_server_args()
+    return server_args
+
+
+def _with_near_options(refusal: str) -> str:
+    """What the parser of the command line says, and for each option that it does not know, one that is near."""
+    if "unrecognized arguments" not in refusal:
+        return refusal
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    options = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
+    for given in re.findall(r"--[\w-]+", refusal):
+        # A release that splits an option appends to its name.
+        near = [option for option in options if option.startswith(given)]
+        near = near or difflib.get_close_matches(given, options, n=1, cutoff=0.8)
+        refusal += f"; this release has {', '.join(near)}" if near else ""
+    return refusal
+
+
+def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, Any]:
+    _claim(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
-    server_args = prepare_server_args(arguments)
-    if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
-        server_args.resolve_once()
+    server_args = _server_args(arguments)
     view = engine.resolved(server_args)
     # A copy: some releases resolve into an object that is read-only.
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
     layer, unknown = None, ""
     try:
-        layer = _layer(server_args, view, gpu)
+        # That the engine has no class for a part of a model says nothing of the model.
+        with _refusing(but_by=(_MODEL_CLASSES,) if language_model else ()):
+            layer = _layer(server_args, view, gpu)
+    except Refused:
+        raise
     except Exception as error:
         unknown = _said(error)
     if layer is not None and layer["runner"]:
@@ -146,6 +228,12 @@ def _answer(arguments: list[str], gpu: Gpu) -> dict[str, Any]:
         "engine_drops": probe.engine_offers(),
         "float_logits": _float_logits(),
     }
+
+
+def chunk_tokens(resolved: Mapping[str, Any]) -> int:
+    """Tokens of the largest prefill chunk."""
+    chunk = resolved["chunked_prefill_size"] or 0
+    return chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
 
 
 class _Nothing:
@@ -187,6 +275,8 @@ def _claim(gpu: Gpu) -> None:
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
+    # Nothing is computed, and the compiler takes seconds to import.
+    torch.compile = lambda function=None, **options: function or (lambda other: other)
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, type(name, (_Nothing,), {}))
     from torch._subclasses import fake_tensor
@@ -212,6 +302,8 @@ def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
         engine.module("deep_gemm").get_num_sms = lambda: gpu.processors  # type: ignore[attr-defined]
     _publish(server_args)
     config = ModelConfig.from_server_args(server_args)
+    _leave_out_other_models(config.hf_config.architectures or [])
+    layers = config.hf_text_config.num_hidden_layers
     _shorten(config.hf_text_config)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _groups(server_args, resolved, config)
@@ -223,7 +315,33 @@ def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
-    return _found(model)
+    found = _found(model, chunk_tokens(vars(resolved)))
+    return found and found | {"weight_bytes": _weight_bytes(model, layers)}
+
+
+def _weight_bytes(model: Any, layers: int) -> int:
+    """Of the whole model on one rank: layers that were left out are as those that were built last."""
+    by_layer: dict[int, int] = {}
+    outside = 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * parameter.element_size()
+        if numbered := re.search(r"\blayers\.(\d+)\.", name):
+            by_layer[int(numbered[1])] = by_layer.get(int(numbered[1]), 0) + size
+        else:
+            outside += size
+    last = [by_layer[index] for index in sorted(by_layer)][-_MOE_LAYERS:]
+    return outside + sum(by_layer.values()) + (layers - len(by_layer)) * sum(last) // len(last)
+
+
+def _leave_out_other_models(architectures: list[str]) -> None:
+    """Two hundred modules take seconds to import: the registry gets those that name the model's classes."""
+    from sglang.srt import models
+
+    files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    others = {name for name, text in texts.items() if not any(each in text for each in architectures)}
+    if len(others) < len(files):  # else the engine says that it knows none of the classes, and which it knows
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
 
 
 def _publish(server_args: Any) -> None:
@@ -241,10 +359,14 @@ def _publish(server_args: Any) -> None:
     initialize_moe_config(*[server_args][: len(inspect.signature(initialize_moe_config).parameters)])
 
 
+_MOE_LAYERS = 4
+"""How many are built: kinds of layers that alternate do so by two or four."""
+
+
 def _shorten(config: Any) -> None:
-    """Leave the layers up to the second one with experts."""
+    """Leave the first layers with experts."""
     dense = getattr(config, "first_k_dense_replace", None) or 0
-    config.num_hidden_layers = min(config.num_hidden_layers, dense + 4)
+    config.num_hidden_layers = min(config.num_hidden_layers, dense + _MOE_LAYERS)
 
 
 def _groups(server_args: Any, resolved: Any, config: Any) -> None:
@@ -295,7 +417,7 @@ def _alone(distributed: Any, parallel_state: Any) -> Iterator[None]:
         distributed.new_group, parallel_state.GroupCoordinator.__init__ = new_group, init
 
 
-def _found(model: Any) -> dict[str, Any] | None:
+def _found(model: Any, tokens: int) -> dict[str, Any] | None:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches.core import runners
@@ -327,8 +449,32 @@ def _found(model: Any) -> dict[str, Any] | None:
             "family": family,
             "layer": type(above[1]).__name__ if len(above) > 1 else "",
             "inplace": bool(config.inplace),
+            "tiles": _tiles(experts, holder, tokens),
         }
     return None
+
+
+def _tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
+    """Of Triton's second GEMM, by the file that the engine would load on this GPU; ``None``: not known."""
+    import torch
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
+
+    first, second = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
+    if first is None or second is None or first.dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        return None
+    in_blocks = getattr(holder, "block_quant", False)
+    by_channel = "channel" in str(getattr(getattr(holder, "weight_quant", None), "strategy", "")).lower()
+    config, (down_config, _) = configs.try_get_optimal_moe_config(
+        tuple(first.shape),
+        tuple(second.shape),
+        experts.moe_runner_config.top_k,
+        configs.get_config_dtype_str(torch.bfloat16, use_fp8_w8a8=first.dtype == torch.float8_e4m3fn),
+        tokens,
+        block_shape=holder.quant_config.weight_block_size if in_blocks else None,
+        per_channel_quant=by_channel,
+        return_down_config=True,
+    )
+    return {name: size for name, size in (down_config or config).items() if type(size) is int}
 
 
 def _float_logits() -> bool:

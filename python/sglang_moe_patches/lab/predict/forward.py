@@ -35,6 +35,8 @@ TILES = {
     "rows": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 32},
 }
 """Of Triton's GEMMs for many tokens where nobody tuned any (``get_default_config``), by quantization."""
+#: At least what FP8 tiles of 128 rows lose in slices that go through the columns before the rows (3 to 7 %).
+SLOW_ORDER_SLOWDOWN = 0.07
 #: Of a weight on Marlin: four bits, and a scale of 16 bits for 32 rows. With other groups it is up to a tenth less.
 PACKED_BYTES = 0.5 + 2 / 32
 #: The Triton attention backend's splits of a decode of latent attention: a power of 2, as many as a Hopper GPU has SMs.
@@ -136,6 +138,7 @@ def predicted(
     at_any_cost: bool = False,
     graphs: bool = False,
     float_logits: bool = False,
+    tiles: Mapping[str, int] | None = None,
 ) -> Prediction:
     """A forward of a first chunk: nothing of its prompts is in the KV cache.
 
@@ -155,6 +158,7 @@ def predicted(
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
         back.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
+    :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
@@ -182,7 +186,7 @@ def predicted(
                 scratch=scratch,
                 quantization=quantization,
                 share=1 / layout.ep,
-                tiles=None if at_any_cost else TILES[quantization],
+                tiles=None if at_any_cost else tiles or TILES[quantization],
             )
         held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
     elif runner == "marlin":
@@ -242,6 +246,15 @@ def quantized(rows: int, size: int, quantization: str | None) -> int:
     return rows * (size + 4 * -(-size // (SCALED[quantization] or size)))
 
 
+def triton_layer(rank: Rank, tokens: int, quantization: str | None, share: float) -> column_slices.LayerShape:
+    """:param share: of the rows, those whose expert is on this rank."""
+    return column_slices.LayerShape(
+        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
+        weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
+        local_row_fraction=share,
+    )
+
+
 def columns_width(
     rank: Rank,
     tokens: int,
@@ -250,20 +263,17 @@ def columns_width(
     quantization: str | None,
     share: float = 1.0,
     tiles: Mapping[str, int] | None = None,
+    max_bytes: int | None = None,
 ) -> int:
-    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole.
+    """Columns of a slice as moe-workspace decides; the hidden size where the tensor stays whole.
 
     :param share: of the rows, those whose expert is on this rank.
     :param tiles: of the second GEMM; ``None``: whatever slices cost.
+    :param max_bytes: that the runner may hold; ``None``: as the variable says.
     """
     if not triton.can_run_in_columns(tokens, rank.top_k, hooks=None, defer_sum=False):
         return rank.hidden
     in_blocks = quantization == BLOCKS
-    layer = column_slices.LayerShape(
-        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
-        weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
-        local_row_fraction=share,
-    )
     gemm = column_slices.TritonGemm(
         tiles,
         quantized=bool(quantization),
@@ -271,7 +281,38 @@ def columns_width(
         columns_per_scale=FP8_GROUP if in_blocks else 1,
         scale_stride_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
     )
-    return column_slices.slice_width(layer, gemm, column_slices.read_max_bytes())
+    layer = triton_layer(rank, tokens, quantization, share)
+    return column_slices.slice_width(layer, gemm, column_slices.read_max_bytes() if max_bytes is None else max_bytes)
+
+
+def triton_slowdown(
+    layer: column_slices.LayerShape, slices: int, tiles: Mapping[str, int], *, quantized: bool
+) -> float:
+    """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
+    itemsize = 1 if quantized else 2
+    small = not quantized and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE_ELEMENTS
+    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[itemsize]
+    constant, for_each_row = column_slices.SLICE_US[itemsize]
+    slicing_us = column_slices.SLICING_US + (slices - 1) * (constant + layer.rows * for_each_row)
+    slowdown = slicing_us / layer.layer_us(rate)
+    slow_order = quantized and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128
+    return max(slowdown, SLOW_ORDER_SLOWDOWN) if slow_order else slowdown
+
+
+def marlin_layer(rank: Rank, tokens: int, share: float) -> column_slices.LayerShape:
+    return column_slices.LayerShape(
+        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
+        weight_bytes=3 * rank.hidden * _column_bytes(rank),
+        local_row_fraction=share,
+    )
+
+
+def marlin_slowdown(layer: column_slices.LayerShape, slices: int) -> float:
+    """The same of Marlin, which copies the weights of each slice."""
+    constant, for_each_row = column_slices.MARLIN_SLICE_US
+    slicing_us = column_slices.MARLIN_SLICING_US + (slices - 1) * (constant + layer.rows * for_each_row)
+    slicing_us += 2 / 3 * layer.weight_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
+    return slicing_us / layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
 
 
 def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
@@ -295,18 +336,22 @@ def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: b
 
 
 def marlin_width(
-    rank: Rank, tokens: int, *, output_elsewhere: bool, share: float = 1.0, most_time: float | None = None
+    rank: Rank,
+    tokens: int,
+    *,
+    output_elsewhere: bool,
+    share: float = 1.0,
+    max_slowdown_fraction: float | None = None,
+    max_bytes: int | None = None,
 ) -> int:
-    """Columns of a range as moe-workspace decides; the hidden size where the tensor stays whole."""
+    """Columns of a slice as moe-workspace decides; the hidden size where the tensor stays whole."""
     if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
         return rank.hidden
-    layer = column_slices.LayerShape(
-        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
-        weight_bytes=3 * rank.hidden * _column_bytes(rank),
-        local_row_fraction=share,
+    return column_slices.packed_slice_width(
+        marlin_layer(rank, tokens, share),
+        column_slices.MarlinGemm(_column_bytes(rank), output_elsewhere, max_slowdown_fraction),
+        column_slices.read_max_bytes() if max_bytes is None else max_bytes,
     )
-    gemm = column_slices.MarlinGemm(_column_bytes(rank), output_elsewhere, most_time)
-    return column_slices.packed_slice_width(layer, gemm, column_slices.read_max_bytes())
 
 
 def _column_bytes(rank: Rank) -> int:

@@ -16,17 +16,20 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change
+from sglang_moe_patches.core.patch import Change, unread
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.config import Read
-from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask
+from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
-from sglang_moe_patches.lab.predict.shapes import Layout, Model
+from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
-from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing import sizing
+from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, record_path
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
+from sglang_moe_patches.memory.kv_sizing.record import Record, Unreadable
+from sglang_moe_patches.memory.kv_sizing.record import read as read_records
 from sglang_moe_patches.registry import CHANGES
 
 _OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
@@ -48,6 +51,7 @@ class Server:
     :param graphs: decodes are captured.
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predicted` takes it.
+    :param tiles: of Triton's second GEMM, as the engine has them for this GPU; ``None``: not known.
     """
 
     runner: str | None
@@ -59,6 +63,7 @@ class Server:
     graphs: bool = True
     engine_drops: bool = False
     float_logits: bool = False
+    tiles: Mapping[str, int] | None = None
 
 
 def acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
@@ -109,11 +114,14 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
             if not does:
                 own = "" if model.shared_experts else " without shared experts of their own"
                 reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
+        advice = None
         if change.name == "moe-workspace" and does and (whole := _whole(server, model)):
-            does, reason = "", whole
+            does, reason, advice = "", whole, workspace_advice(server, model)
         if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
             does, reason = "", f"the experts' weights are {server.format}"
         found.append({"name": change.name, "status": status, "acts": bool(does), "does": does, "reason": reason})
+        if advice:
+            found[-1]["advice"] = asdict(advice) | {"variable": MOE_WORKSPACE_MB.name}
     return found
 
 
@@ -139,39 +147,103 @@ def kv_sizing_row(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[s
     return row | {"acts": True, "does": does}
 
 
-def _whole(server: Server, model: Model) -> str:
-    """Why the runner's tensor stays whole; "": it does not."""
-    rank = model.per_rank(server.layout)
-    scratch = bool(server.family) and not model.shared_experts
-    if server.quantization not in forward.TILES:
-        return ""
-    share = 1 / server.layout.ep
+@dataclass(frozen=True)
+class WorkspaceAdvice:
+    """What to set where the tensor stays whole for what cutting it costs.
 
-    def width(*, at_any_cost: bool) -> int:
-        if server.runner == "marlin":
-            return forward.marlin_width(
-                rank,
-                server.tokens,
-                output_elsewhere=bool(server.family),
-                share=share,
-                most_time=math.inf if at_any_cost else None,
-            )
-        return forward.columns_width(
-            rank,
-            server.tokens,
-            scratch=scratch,
-            quantization=server.quantization,
-            share=share,
-            tiles=None if at_any_cost else forward.TILES[server.quantization],
+    :param megabytes: a value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
+    :param saved_bytes: of what the runner holds.
+    :param slowdown: of the layer's time, by the formula that the change decides by.
+    """
+
+    megabytes: int
+    saved_bytes: int
+    slowdown: float
+
+    def __str__(self) -> str:
+        return (
+            f"{MOE_WORKSPACE_MB.name}={self.megabytes} asks for it: {self.saved_bytes / 1e6:,.0f} MB less, about "
+            f"{1 + self.slowdown:.2f} of the layer's time"
         )
 
-    if width(at_any_cost=False) < model.hidden:
+
+@dataclass(frozen=True)
+class _Columns:
+    """How the server's runner cuts its tensor."""
+
+    server: Server
+    model: Model
+
+    @property
+    def _common(self) -> tuple[Rank, int]:
+        return self.model.per_rank(self.server.layout), self.server.tokens
+
+    @property
+    def _share(self) -> float:
+        return 1 / self.server.layout.ep
+
+    @property
+    def _scratch(self) -> bool:
+        return bool(self.server.family) and not self.model.shared_experts
+
+    @property
+    def tiles(self) -> Mapping[str, int]:
+        return self.server.tiles or forward.TILES[self.server.quantization]
+
+    def width(self, *, at_any_cost: bool = False, max_bytes: int | None = None) -> int:
+        if self.server.runner == "marlin":
+            return forward.marlin_width(
+                *self._common,
+                output_elsewhere=bool(self.server.family),
+                share=self._share,
+                max_slowdown_fraction=math.inf if at_any_cost else None,
+                max_bytes=max_bytes,
+            )
+        return forward.columns_width(
+            *self._common,
+            scratch=self._scratch,
+            quantization=self.server.quantization,
+            share=self._share,
+            tiles=None if at_any_cost else self.tiles,
+            max_bytes=max_bytes,
+        )
+
+    def held(self, width: int) -> int:
+        if self.server.runner == "marlin":
+            return forward.marlin_workspace(*self._common, width=width, output_elsewhere=bool(self.server.family))
+        return forward.triton_workspace(
+            *self._common, width=width, scratch=self._scratch, quantization=self.server.quantization
+        )
+
+    def slowdown(self, slices: int) -> float:
+        if self.server.runner == "marlin":
+            return forward.marlin_slowdown(forward.marlin_layer(*self._common, self._share), slices)
+        layer = forward.triton_layer(*self._common, self.server.quantization, self._share)
+        return forward.triton_slowdown(layer, slices, self.tiles, quantized=bool(self.server.quantization))
+
+
+def workspace_advice(server: Server, model: Model) -> WorkspaceAdvice | None:
+    """``None``: the tensor is cut, or nothing is saved at any cost."""
+    columns = _Columns(server, model)
+    if server.quantization not in forward.TILES or columns.width() < model.hidden:
+        return None
+    megabytes = math.ceil(columns.held(columns.width(at_any_cost=True)) / 1e6)
+    width = columns.width(max_bytes=megabytes * 10**6)
+    saved = columns.held(model.hidden) - columns.held(width)
+    if width >= model.hidden or saved <= 0:
+        return None
+    return WorkspaceAdvice(megabytes, saved, columns.slowdown(-(-model.hidden // width)))
+
+
+def _whole(server: Server, model: Model) -> str:
+    """Why the runner's tensor stays whole; "": it does not."""
+    if server.quantization not in forward.TILES or _Columns(server, model).width() < model.hidden:
         return ""
     if model.top_k <= 2 and server.runner == "triton":
         return f"a top-k of {model.top_k} has no sum to cut"
     size = f"[tokens, top-k, hidden] is {2 * server.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
-    if width(at_any_cost=True) < model.hidden:
-        return f"{size}, and cutting it costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name} asks for it"
+    if advice := workspace_advice(server, model):
+        return f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}"
     return f"{size}, too small to cut"
 
 
@@ -204,6 +276,7 @@ def predict(
                 quantization=server.quantization,
                 graphs=server.graphs,
                 float_logits=server.float_logits,
+                tiles=server.tiles,
             )
             for one in acts
         ]
@@ -235,6 +308,71 @@ ALWAYS_UNKNOWN = (
 """What no prediction has."""
 
 
+# --- The KV cache ----------------------------------------------------------------------------------------------------
+
+
+def kv_cache(
+    read: Read, resolved: Mapping[str, Any], weight_bytes: int, gpu: str, recorded: tuple[str, Record] | None
+) -> dict[str, Any] | str:
+    """The tokens that the engine's rule gives and, where a record knows what was needed, those of a measured reserve.
+
+    :param recorded: a record of this model on this kind of GPU, with its name.
+    :returns: why it is not known, as text.
+    """
+    model = read.model
+    if read.attention:
+        return f"attention {read.attention}"
+    if resolved.get("speculative_algorithm"):
+        return "a draft has weights and a KV cache, too"
+    if resolved.get("pp_size", 1) > 1:
+        return "stages of a pipeline differ"
+    dtype = str(resolved.get("kv_cache_dtype", "auto"))
+    itemsize = 2 if dtype in ("auto", "bfloat16", "bf16") else 1 if dtype.startswith("fp8") else 0
+    if not itemsize:
+        return f"--kv-cache-dtype {dtype}"
+    ranks = resolved["tp_size"] // attention_ranks(resolved)
+    columns = model.latent.kv_rank + model.latent.rotary
+    if model.q_lora_rank is None:
+        columns = 2 * max(1, model.kv_heads // ranks) * model.head_dim
+    token_bytes = columns * model.layers * itemsize
+    memory, fraction = GPUS[gpu].memory, resolved["mem_fraction_static"]
+    found = {
+        "weight_bytes": weight_bytes,
+        "token_bytes": token_bytes,
+        "fraction": fraction,
+        "rule_tokens": max(0, int(memory * fraction - weight_bytes) // token_bytes),
+    }
+    if recorded:
+        name, record = recorded
+        launch = sizing.LaunchMemory(record.before, record.total, record.rule_fraction)
+        decision = sizing.decide(launch, record)
+        gained = launch.reserve - decision.reserve
+        found |= {"record": name, "record_rule_tokens": record.rule_tokens, "record_reason": decision.reason}
+        if decision.fraction is not None:
+            grown = 1 + gained / sizing.rule_bytes(launch, record)
+            found |= {"record_fraction": decision.fraction, "record_tokens": int(record.rule_tokens * grown)}
+    return found
+
+
+def recorded(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str, Record] | None:
+    """The newest record of this model, ranks and chunk on this kind of GPU; what else a server is given may differ."""
+
+    def matches(inputs: Mapping[str, Any]) -> bool:
+        chunk = inputs.get("arguments", {}).get("chunked_prefill_size", resolved["chunked_prefill_size"])
+        return (
+            (inputs.get("model"), inputs.get("device")) == (model, GPUS[gpu].name)
+            and inputs.get("devices") == resolved["tp_size"] * resolved.get("pp_size", 1)
+            and chunk == resolved["chunked_prefill_size"]
+        )
+
+    try:
+        records = read_records(record_path(os.environ))
+    except Unreadable:  # `doctor --kv` says so
+        return None
+    found = [(name, each) for name, each in records.items() if each.rule_tokens and matches(each.fingerprint_inputs)]
+    return max(found, key=lambda pair: pair[1].measured, default=None)
+
+
 # --- From a model and arguments --------------------------------------------------------------------------------------
 
 
@@ -252,33 +390,79 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         raise CannotAdvise(f"--gpu {gpu} is unknown; known: {', '.join(GPUS)}")
     if any(argument.split("=")[0] in ("--model", "--model-path") for argument in arguments):
         raise CannotAdvise("give --model before the `--`")
-    path = config.find(model)
-    read = config.read(config.load(path), model)
+    if misspelt := unread(CHANGES):
+        raise CannotAdvise("; ".join(misspelt))
+    content, path = config.load_model(model)
+    read = config.read(content, model)
     found: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": engine.version()}
-    asked = ask_engine(path, arguments, gpu) if found["engine"] else None
-    return found | advise(read, asked, arguments)
+    asked = ask_engine(content, arguments, gpu, path) if found["engine"] else None
+    found |= advise(read, asked, arguments)
+    layer = asked and asked["layer"]
+    if asked is None or layer is None:
+        return found
+    tokens: dict[str, Any] | str = "a part of the model is beside the language model"
+    if not asked["is_part"]:
+        known = recorded(model, gpu, asked["resolved"])
+        tokens = kv_cache(read, asked["resolved"], layer["weight_bytes"], gpu, known)
+    if isinstance(tokens, str):
+        found["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
+        return found
+    return found | {"kv_cache": tokens}
 
 
-def ask_engine(path: Path, arguments: list[str], gpu: str) -> dict[str, Any]:
+def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
     """What the installed engine says, which looks for a folder with the file.
 
-    :raises CannotAsk: it refuses the model or the arguments.
+    :param content: of the model's ``config.json``.
+    :param path: where it lies, if the engine is to read what lies beside it.
+    :raises CannotAsk: it refuses the model or the arguments, or cannot be asked.
     """
     from sglang_moe_patches.lab.reference import environment
 
-    # Without what makes the engine run on a CPU: there it chooses otherwise.
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU} | {"SGLANG_PLUGINS": ""}
+    # Without what makes the engine run on a CPU: there it chooses otherwise. And it waits for no hub.
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU}
+    environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
     try:
         stub = environment.variables(environ)
     except environment.UnusableEnvironment as error:
         raise CannotAsk(str(error)) from None
     environ |= {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
+    language_model = config.language_model(content)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        asked_of = json.dumps(config.language_model(config.load(path)))
-        (Path(folder) / "config.json").write_text(asked_of, encoding="utf-8")
-        if (beside := path.with_name("hf_quant_config.json")).is_file():  # how ModelOpt's checkpoints are quantized
+        (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
+        # How ModelOpt's checkpoints are quantized.
+        if path is not None and (beside := path.with_name("hf_quant_config.json")).is_file():
             shutil.copy(beside, folder)
-        return ask(folder, arguments, gpu, environ)
+        arguments, missing_draft = _with_draft(arguments, language_model, Path(folder) / "draft")
+        is_part = language_model is not content
+        asked = ask(folder, arguments, gpu, environ, language_model=is_part)
+    return asked | {"missing_draft": missing_draft, "is_part": is_part}
+
+
+def _with_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
+    """The arguments, and the draft model among them whose ``config.json`` is not at hand; "": there is none.
+
+    The engine reads that file when it resolves arguments. In its place goes a layer of the target's sizes.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")
+    try:
+        given, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:  # the engine will say so, too
+        return arguments, ""
+    if given.draft is None:
+        return arguments, ""
+    try:
+        config.find(given.draft)
+    except config.NoConfig:
+        text = next((target[name] for name in config.TEXT if isinstance(target.get(name), Mapping)), target)
+        kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        sizes = {name: text[name] for name in (*kept, "max_position_embeddings") if name in text}
+        layer = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(layer | sizes), encoding="utf-8")
+        return [*others, "--speculative-draft-model-path", str(folder)], given.draft
+    return arguments, ""
 
 
 def advise(read: Read, asked: Mapping[str, Any] | None, arguments: list[str]) -> dict[str, Any]:
@@ -294,6 +478,8 @@ def advise(read: Read, asked: Mapping[str, Any] | None, arguments: list[str]) ->
         resolved, layer, told = asked["resolved"], asked["layer"], asked["changes"]
         if layer is None:
             unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
+        if draft := asked.get("missing_draft"):
+            unknown.append(f"the draft model {draft}: its config.json is not at hand")
     server, model = _server(read.model, resolved, layer, asked or {})
     read = replace(read, model=model)
     if resolved.get("moe_a2a_backend", "none") != "none":
@@ -350,8 +536,6 @@ def _server(
     """The server, and the model with its experts as the engine runs them."""
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
-    chunk = resolved["chunked_prefill_size"] or 0
-    tokens = chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
     backend = resolved["moe_runner_backend"]
     runner = layer["runner"] if layer else None
     quantization, format_ = _format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
@@ -373,10 +557,11 @@ def _server(
             format_,
             layer["family"] if layer else "",
             Layout(tp, ep, dp),
-            tokens,
+            chunk_tokens(resolved),
             graphs=not resolved.get("disable_cuda_graph"),
             engine_drops=asked.get("engine_drops", False),
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
+            tiles=layer.get("tiles") if layer else None,
         ),
         model,
     )
@@ -430,9 +615,28 @@ def show(found: Mapping[str, Any]) -> None:
         for row in terms_of(found):
             terms.add_row(*row)
         console.print(terms)
+    if tokens := found.get("kv_cache"):
+        console.print(_kv_words(tokens), highlight=False, markup=False)
     console.print("Not known:")
     for line in found["unknown"]:
         console.print(f"  - {line}", highlight=False, markup=False)
+
+
+def _kv_words(tokens: Mapping[str, Any]) -> str:
+    """What is known of the KV cache, in words."""
+    words = (
+        f"KV cache: about {tokens['rule_tokens']:,} tokens by the engine's fraction {tokens['fraction']:.3f} "
+        f"({tokens['weight_bytes'] / 1e9:,.1f} GB of weights, {tokens['token_bytes']:,} bytes a token; what CUDA and "
+        f"NCCL hold is not counted)"
+    )
+    if "record" in tokens:
+        words += f"; record {tokens['record']}: {tokens['record_rule_tokens']:,} tokens by the rule, "
+        words += (
+            f"{tokens['record_tokens']:,} with the measured reserve ({tokens['record_fraction']:.4f})"
+            if "record_tokens" in tokens
+            else tokens["record_reason"]
+        )
+    return words
 
 
 def terms_of(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -108,3 +108,13 @@ def test_a_model_with_eyes_is_asked_about_by_its_language_model():
     assert kimi["quantization_config"]["quant_algo"] == "NVFP4"
     plain = BY_SOURCE["deepseek-ai/DeepSeek-R1"]["config"]
     assert config.language_model(plain) is plain
+
+
+def test_a_model_that_people_serve_needs_no_file(tmp_path, monkeypatch):
+    content, path = config.load_model("qwen/qwen3-30b-a3b-fp8")
+    assert path is None
+    assert content["num_experts"] == 128
+    (tmp_path / "config.json").write_text("{}")
+    assert config.load_model(str(tmp_path)) == ({}, tmp_path / "config.json")
+    with pytest.raises(config.NoConfig, match="local cache"):
+        config.load_model("nobody/nothing")

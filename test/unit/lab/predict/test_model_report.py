@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from common.shapes import MODELS
+from sglang_moe_patches import cli
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.lab.predict import engine_query, forward, model_report
+from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import Read
 from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, acting
 from sglang_moe_patches.lab.predict.shapes import Layout
+from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.registry import CHANGES
+from typer.testing import CliRunner
 
 ALL = {change.name: "applied" for change in CHANGES}
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
@@ -97,6 +101,8 @@ def test_each_change_says_what_it_does_here_or_why_not():
     marlin = advise(layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"})
     idle = {change["name"]: change["reason"] for change in marlin["changes"] if not change["acts"]}
     assert "cutting it costs more than 2 %" in idle["moe-workspace"]
+    advice = next(change["advice"] for change in marlin["changes"] if "advice" in change)
+    assert f"{advice['variable']}={advice['megabytes']} asks for it" in idle["moe-workspace"]
     fused = advise(layer=LAYER | {"shared_experts": False})
     idle = {change["name"]: change["reason"] for change in fused["changes"] if not change["acts"]}
     assert idle["deferred-shared-experts"].endswith("in deepseek_v2 layers without shared experts of their own")
@@ -114,6 +120,108 @@ def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
     assert workspace["stock"] == rows * 2 * (256 + 7168) + 2 * 16384 * 7168
     assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
     assert workspace["patched"] <= 400e6
+
+
+#: Of Qwen3-30B-A3B, by the engine's file for an H200.
+TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
+QWEN3 = {
+    **LAYER,
+    **{"family": "qwen3_moe", "experts": 128, "intermediate": 768, "shared_experts": False, "tiles": TUNED},
+}
+
+
+def workspace_of(layer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The change's row, and the whole report."""
+    read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
+    found = model_report.advise(read, asked(layer, tp_size=1), [])
+    return next(change for change in found["changes"] if change["name"] == "moe-workspace"), found
+
+
+def test_what_a_cut_costs_follows_the_engines_tiles():
+    """With the default tiles, which are small, the layer takes so long that two slices cost nothing beside it."""
+    tuned, whole = workspace_of(QWEN3)
+    default, cut = workspace_of(QWEN3 | {"tiles": None})
+    assert (tuned["acts"], default["acts"]) == (False, True)
+    assert whole["patched"]["peak"] == whole["stock"]["peak"] == cut["stock"]["peak"] > cut["patched"]["peak"]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        QWEN3,
+        QWEN3 | {"method": "Fp8MoEMethod", "blocks": True, "tiles": TUNED | {"BLOCK_SIZE_M": 64}},
+        QWEN3 | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE"},
+    ],
+    ids=["BF16", "FP8", "Marlin"],
+)
+def test_a_value_that_is_advised_saves_what_it_says(layer, monkeypatch):
+    row, before = workspace_of(layer)
+    assert not row["acts"]
+    assert 0.02 < row["advice"]["slowdown"] < 0.3
+    monkeypatch.setenv(row["advice"]["variable"], str(row["advice"]["megabytes"]))
+    row_then, after = workspace_of(layer)
+    held = [found["patched"]["parts"]["workspace"] for found in (before, after)]
+    assert row_then["acts"]
+    assert held[0] - held[1] == row["advice"]["saved_bytes"]
+    assert held[1] <= row["advice"]["megabytes"] * 1e6
+
+
+def test_fp8_tiles_in_the_slow_order_cost_more():
+    order = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 1}
+    row, _ = workspace_of(QWEN3 | {"method": "Fp8MoEMethod", "blocks": True, "tiles": order})
+    assert row["advice"]["slowdown"] >= forward.SLOW_ORDER_SLOWDOWN
+
+
+def cache_of(recorded: Any = None, **resolved: Any) -> Any:
+    read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
+    return model_report.kv_cache(
+        read, RESOLVED | {"tp_size": 1, "mem_fraction_static": 0.9} | resolved, 31 * 10**9, "h200", recorded
+    )
+
+
+def test_tokens_of_the_kv_cache_follow_the_rule_and_the_record():
+    found = cache_of()
+    assert found["token_bytes"] == 48 * 2 * 4 * 128 * 2
+    assert found["rule_tokens"] == int(engine_query.GPUS["h200"].memory * 0.9 - 31e9) // found["token_bytes"]
+    assert cache_of(tp_size=8)["token_bytes"] == found["token_bytes"] // 4  # fewer heads than ranks
+    assert cache_of(kv_cache_dtype="fp8_e4m3")["token_bytes"] == found["token_bytes"] // 2
+    size = {"total": 150 * 10**9, "before": 149 * 10**9, "kv_bytes": 100 * 10**9}
+    known = Record(
+        **size, rule_fraction=0.9, fraction=0.9, rule_tokens=10**6, tokens=10**6, need=5 * 10**9, reached=("prefill",)
+    )
+    sized = cache_of(("ab12", known))
+    assert sized["record_fraction"] > 0.9
+    assert 1.05e6 < sized["record_tokens"] < 1.1e6
+    assert "ab12: 1,000,000 tokens by the rule, " in model_report._kv_words(sized)
+    missed = cache_of(("ab12", replace(known, missed=("prefill",))))
+    assert "record_tokens" not in missed
+    assert missed["record_reason"] in model_report._kv_words(missed)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "why"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "a draft has weights"),
+        ({"pp_size": 2}, "pipeline"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
+    ],
+)
+def test_tokens_that_do_not_follow_from_sizes_are_not_known(resolved, why):
+    assert why in cache_of(**resolved)
+
+
+def test_a_record_is_of_the_same_model_gpu_ranks_and_chunk(tmp_path, monkeypatch):
+    inputs = {"model": "m", "device": "NVIDIA H200", "devices": 4, "arguments": {"chunked_prefill_size": 16384}}
+    records = {
+        "old": Record(inputs, measured=1, rule_tokens=5),
+        "new": Record(inputs, measured=2, rule_tokens=6),
+        "other": Record(inputs | {"devices": 8}, measured=3, rule_tokens=7),
+    }
+    monkeypatch.setattr(model_report, "read_records", lambda path: records)
+    name, _ = model_report.recorded("m", "h200", RESOLVED)
+    assert name == "new"
+    for model, gpu, chunk in (("n", "h200", 16384), ("m", "h100", 16384), ("m", "h200", 8192)):
+        assert model_report.recorded(model, gpu, RESOLVED | {"chunked_prefill_size": chunk}) is None
 
 
 @pytest.mark.parametrize(
@@ -204,12 +312,60 @@ def test_the_terms_add_up():
     [
         (["--model-path", "x"], "h200", "give --model before the `--`"),
         (["--model=x"], "h200", "give --model before the `--`"),
-        ([], "h20", "--gpu h20 is unknown; known: h200, h100, b200, a100"),
+        ([], "h30", "--gpu h30 is unknown; known: h200, h100, h20, b200, b300, gb200, a100, rtx-pro-6000"),
     ],
 )
 def test_what_is_given_twice_or_unknown_is_refused(arguments, gpu, said):
     with pytest.raises(model_report.CannotAdvise, match=said):
         model_report.examine("x/y", arguments, gpu)
+
+
+def test_a_variable_that_nobody_reads_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_MOE_WORKSPACE_MEGABYTES", "700")
+    with pytest.raises(model_report.CannotAdvise, match=r"nothing reads it; is it SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB"):
+        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", [], "h200")
+
+
+def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
+    sizes = {"hidden_size": 64, "vocab_size": 100}
+    for given in (["--speculative-draft-model-path", "a/b"], ["--speculative-draft-model-path=a/b"]):
+        folder = tmp_path / str(len(given))
+        arguments, missing = model_report._with_draft([*given, "--tp", "2"], {"text_config": sizes}, folder)
+        assert missing == "a/b"
+        assert arguments == ["--tp", "2", "--speculative-draft-model-path", str(folder)]
+        assert json.loads((folder / "config.json").read_text()).items() >= sizes.items()
+    there = ["--speculative-draft-model-path", str(tmp_path / "1"), "--tp", "2"]
+    for kept in (there, ["--tp", "2"], ["--speculative-draft-model-path"]):
+        assert model_report._with_draft(kept, sizes, tmp_path / "x") == (kept, "")
+    read = Read(MODELS["kimi-k2.5"])
+    found = model_report.advise(read, asked() | {"missing_draft": "a/b"}, [])
+    assert "the draft model a/b: its config.json is not at hand" in found["unknown"]
+
+
+def test_an_engine_that_refuses_is_told_from_one_that_cannot_be_asked(monkeypatch):
+    for stdout, returncode, error in (('{"refused": "no"}', 0, engine_query.Refused), ("", 1, engine_query.CannotAsk)):
+        done = subprocess.CompletedProcess([], returncode, stdout, "why")
+        monkeypatch.setattr(engine_query.subprocess, "run", lambda *args, _done=done, **kwargs: _done)
+        with pytest.raises(error) as caught:
+            engine_query.ask("folder", [], "h200", {})
+        assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (engine_query.Refused("tp_size must divide"), "the engine refuses this server: tp_size must divide"),
+        (engine_query.CannotAsk("no driver"), "the engine cannot be asked without a GPU: no driver"),
+        (model_report.CannotAdvise("is it this?"), "is it this?"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
+    def refuse(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(model_report, "examine", refuse)
+    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--", "--tp", "3"])
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"sglang-moe-patches: {said}\n")
 
 
 def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
