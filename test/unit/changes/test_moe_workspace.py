@@ -457,6 +457,15 @@ def test_columns_in_one_runner_do_without_the_other(monkeypatch):
     found.install(None)
     assert installed == [marlin, triton]
 
+    def unreadable():
+        raise OSError("source code not available")
+
+    monkeypatch.setattr(marlin, "plan", unreadable)
+    found = probe(moe_workspace.CHANGE)
+    assert found.reason == "no columns in Marlin: probing it failed: OSError: source code not available"
+    found.install(None)
+    assert installed == [marlin, triton, triton]
+
 
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------
 

@@ -113,7 +113,8 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             whole_sum(experts_output, output, scale)
 
     original: FunctionType = engine.own(module, SEQUENCE)
-    stand_ins = {"torch": _Torch(torch, runners.symmetric_memory()), INVOKE: invoke}
+    symmetric_memory = runners.symmetric_memory()
+    stand_ins = {"torch": _Torch(torch, symmetric_memory), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         by_columns = with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     else:
@@ -129,8 +130,15 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
         inplace, part = kwargs["inplace"], share(kwargs.get("filter_expert"))
         weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
-        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
-        if most_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor. And the
+        # engine's own sequence would make an output outside of the pool of symmetric memory.
+        makes_pooled_output = not inplace and symmetric_memory.is_on
+        if (
+            most_bytes is None
+            and channel.offered() is None
+            and not kwargs.get("no_combine")
+            and not makes_pooled_output
+        ):
             tokens, top_k = given[4].shape
             moved = 2 * top_k * hidden_states.nbytes
             slices = column_slices.affordable(
