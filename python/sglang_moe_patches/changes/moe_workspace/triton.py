@@ -130,8 +130,8 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         given = args + tuple(kwargs[name] for name in places[len(args) : down_config + 1])
         inplace, part = kwargs["inplace"], share(kwargs.get("filter_expert"))
         weight_bytes, copied = w1.nbytes + w2.nbytes, inplace and streams.beside
-        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor. And the
-        # engine's own sequence would make an output outside of the pool of symmetric memory.
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor. The
+        # engine's own sequence would make an output outside the pool of symmetric memory.
         makes_pooled_output = not inplace and symmetric_memory.is_on
         if (
             most_bytes is None
