@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import mmap
 import sys
 import weakref
@@ -16,7 +17,30 @@ from common.in_process import InProcess
 from common.triton_on_cpu import triton_runner
 from sglang_moe_patches.lab.observers import forwards
 
-__all__ = ["InProcess", "Kernels", "Pool", "graph_arguments", "load_unquantized", "padded_tokens", "triton_runner"]
+__all__ = [
+    "InProcess",
+    "Kernels",
+    "Pool",
+    "graph_arguments",
+    "load_unquantized",
+    "padded_tokens",
+    "triton_runner",
+    "watch",
+]
+
+
+def watch(layer: Any, see: Any) -> None:
+    """Until ``del layer.forward``: ``see(arguments, result)`` of each forward. With a hook a layer offers nothing."""
+    original = layer.forward
+    signature = inspect.signature(original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        result = original(*args, **kwargs)
+        see(given, result)
+        return result
+
+    layer.forward = forward
 
 
 class Kernels:

@@ -8,6 +8,7 @@ The engine is not imported. A server does not need this: it proves the model tha
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -250,9 +251,19 @@ class _Engine:
         for kind in self.line(stack):
             named = [each for name in kind.mentions for each in self.find(kind.module, name)]
             layers = [each for each in named if self._is_layer(each) and self.is_moe(each)]
+            layers = [each for each in layers if not any(self._wraps(other, each) for other in layers)]
             if layers:
                 return list(dict.fromkeys(layers))
         return []
+
+    def _wraps(self, layer: _Class, inner: _Class) -> bool:
+        """Whether a layer has the other one inside: then the stack runs it alone."""
+        return any(
+            inner in self._known(layer.module, node.id)
+            for statement in layer.node.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name)
+        )
 
     def _is_layer(self, kind: _Class) -> bool:
         forward = self.method(kind, "forward")
@@ -270,7 +281,9 @@ class _Engine:
     def why_not(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str:
         forward = self.method(layer, "forward")
         assert forward is not None
-        reason = proofs.why_not(layer.node.name, forward) or proofs.why_no_loop(stack.node.name, loop)
+        method_of = functools.partial(self.method, layer)
+        reason = proofs.layer_skip_reason(layer.node.name, forward, method_of)
+        reason = reason or proofs.loop_skip_reason(stack.node.name, loop)
         return reason or REFUSED.get(layer.node.name, "") or self._why_no_sum(layer) or self._why_no_one_take(layer)
 
     def _why_no_sum(self, layer: _Class) -> str:

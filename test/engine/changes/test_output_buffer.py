@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed, without_buffer
-from harness import Kernels, Pool
+from harness import Kernels, Pool, watch
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, offer, takers
@@ -212,9 +212,7 @@ def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, 
         for index, layer in enumerate(model.model.layers):
             fuse = index == 1
             layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer = lambda batch, fuse=fuse: fuse
-            layer.register_forward_hook(
-                lambda module, args, output: returned.append(hasattr(output[0], "_sglang_needs_allreduce_fusion"))
-            )
+            watch(layer, lambda given, result: returned.append(hasattr(result[0], "_sglang_needs_allreduce_fusion")))
         kernels.marked.clear()
         engine.generate(model, PROMPTS[:1], 0)
         return returned, list(kernels.marked)

@@ -100,10 +100,6 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with engine.arguments(moe_runner_backend="auto"):
             model = engine.load(tmp_path)
-        for module in list(sys.modules.values()):
-            for kind in LINEAR:
-                if (getattr(module, "__name__", "") or "").startswith(families.MODELS) and hasattr(module, kind):
-                    monkeypatch.setattr(getattr(module, kind), "forward", linear_attention)
         for module in model.modules():
             if getattr(module, "is_mrope_enabled", False):
                 module.is_mrope_enabled = False
@@ -123,7 +119,13 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(name: str) -> tuple[list[list[int]], torch.Tensor]:
         TAKEN.clear()
-        return engine.generate(load(name), PROMPTS, STEPS)
+        model = load(name)
+        with monkeypatch.context() as patch:  # not before: a model is proved by the engine's own code
+            for module in list(sys.modules.values()):
+                for kind in LINEAR:
+                    if (getattr(module, "__name__", "") or "").startswith(families.MODELS) and hasattr(module, kind):
+                        patch.setattr(getattr(module, kind), "forward", linear_attention)
+            return engine.generate(model, PROMPTS, STEPS)
 
     run.load = load  # type: ignore[attr-defined]
     return run

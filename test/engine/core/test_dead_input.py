@@ -3,6 +3,7 @@ matter."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from importlib.util import spec_from_loader
@@ -10,7 +11,7 @@ from importlib.util import spec_from_loader
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Kernels, Pool, triton_runner
+from harness import Kernels, Pool, triton_runner, watch
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -90,7 +91,7 @@ def same(a, b):
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_family_that_changed_is_left_alone_with_the_reason(refuse, reason, path, run, kernels, monkeypatch, caplog):
     proof = getattr(proofs, refuse)
-    monkeypatch.setattr(proofs, refuse, lambda forward: "Qwen3" not in forward.__qualname__ and proof(forward))
+    monkeypatch.setattr(proofs, refuse, lambda code, *how: "Qwen3" not in code.__qualname__ and proof(code, *how))
     monkeypatch.setattr(log, "_said", set())
     stock = run(path)
     outputs = len(kernels.calls)
@@ -156,20 +157,39 @@ def test_deepseeks_module_that_cannot_be_imported_takes_no_other_family_with_it(
 def written_over(engine, model, kernels):
     """Of each MoE kernel of one forward, whether it writes its output over its layer's input."""
     inputs = []
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.append(
-                kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-            ),
-            with_kwargs=True,
-        )
-        for layer in model.model.layers
-    ]
+    for layer in model.model.layers:
+        watch(layer, lambda given, result: inputs.append(given["hidden_states"]))
     kernels.calls.clear()
     engine.generate(model, PROMPTS[:1], 0)
-    for hook in hooks:
-        hook.remove()
+    for layer in model.model.layers:
+        del layer.forward
     return [one.untyped_storage().data_ptr() == output for one, output in zip(inputs, kernels.calls, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_a_deepseek_layer_of_a_forks_goes_without_by_itself(engine, path, checkpoint, kernels, run, monkeypatch):
+    """The others keep theirs, and what the engine itself offers in that layer is still withheld."""
+    layer = layer_class("deepseek-v3")
+    paths = (path, checkpoint(dense_layers=0))
+    original, expected = layer.forward, [run(each) for each in paths]
+    monkeypatch.setattr(layer, "forward", functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs)))
+    plan = probe(output_buffer.CHANGE)
+    assert plan.reason.startswith("some models are left alone: DeepseekV2DecoderLayer.forward is wrapped or replaced")
+    assert probe(deferred_shared_experts.CHANGE).status is Status.UNSUPPORTED
+    with installed(output_buffer.CHANGE):
+        for each, stock, over in zip(paths, expected, ([False, True, True, True], [False] * 4), strict=True):
+            model = engine.load(each)
+            assert same(engine.generate(model, PROMPTS, STEPS), stock)
+            assert written_over(engine, model, kernels) == over
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe"])
+def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
+    """The engine registers those of --forward-hooks once the model is built."""
+    with installed(output_buffer.CHANGE):
+        model = engine.load(path)
+        model.model.layers[2].self_attn.qkv_proj.register_forward_hook(lambda module, given, result: None)
+        assert written_over(engine, model, kernels) == [False, True, False, True]
 
 
 @pytest.mark.parametrize("backend", ["flashinfer_trtllm_routed", "flashinfer_trtllm"])
@@ -410,11 +430,14 @@ def outputs(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_no_pool", "triton")
-@pytest.mark.parametrize("selected", ["deferred-shared-experts", "all"])
+@pytest.mark.parametrize(("selected", "pays"), [("deferred-shared-experts", True), ("all", True), ("all", False)])
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_whatever_is_on_offer(
-    selected, bf16, engine, run, outputs, monkeypatch
+    selected, pays, bf16, engine, run, outputs, monkeypatch
 ):
-    """Stock writes it over an input that lies there. The first of four layers offers nothing."""
+    """Stock writes it over an input that lies there. The first of four layers offers nothing, and where columns do not
+    pay nothing else is changed in it."""
+    if not pays:
+        monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", 0)
     path = bf16("deepseek-v3")
     stock = run(path)
     assert [in_place for _, in_place in outputs] == [True] * 4 * (STEPS + 1)

@@ -210,13 +210,11 @@ def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
 
 @pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)
 def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
-    """Where the engine itself offers in that layer, it would need more memory without: no offers of ours at all."""
     layer = layer_of("deepseek_v2")
-    offers = look_at.engine_offers()
     with another_plugin(way, (layer, "forward")):
         found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
         assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
-        assert found["output-buffer"].status is (Status.UNSUPPORTED if offers else Status.APPLIED)
+        assert found["output-buffer"].install is not None
         assert found["moe-workspace"].status is Status.APPLIED
         assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
 

@@ -311,7 +311,7 @@ def test_an_argument_is_found_by_its_place_or_its_name(args, kwargs, monkeypatch
     names = ("hidden_states", "forward_batch", "residual")
     how = {"tensor_of": lambda found: SimpleNamespace(found=found, nbytes=1)}
     forward = offer.make_layer_forward(lambda *args, **kwargs: "ran", lambda: False, names, lambda b, r: b + r, **how)
-    assert forward(SimpleNamespace(**{offer._OFFERS_FROM: 0}), *args, **kwargs) == "ran"
+    assert forward(a_layer(), *args, **kwargs) == "ran"
     ((tensor, residual),) = asked
     assert (tensor.found, residual) == ("h", "br")
 
@@ -360,7 +360,7 @@ class Run:
 
 
 def a_layer(least=0):
-    return SimpleNamespace(**({} if least is None else {offer._OFFERS_FROM: least}))
+    return SimpleNamespace(modules=list, **({} if least is None else {offer._OFFERS_FROM: least}))
 
 
 def test_a_layer_offers_its_input_where_it_is_dead():
@@ -374,6 +374,22 @@ def test_a_layer_offers_its_input_where_it_is_dead():
     assert not run.offers(layer, hidden=torch.empty(3, 2).T)
     assert run.offers(a_layer(2 * 3 * 4))
     assert not run.offers(a_layer(2 * 3 * 4 + 1))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_layer_offers_nothing_while_one_of_its_modules_has_a_forward_hook(register, monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    layer = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    offer.mark(layer, None)
+    run = Run()
+    assert run.offers(layer)
+    hook = getattr(layer[0][0], register)(lambda module, *given: None)
+    with caplog.at_level("INFO"):
+        assert not run.offers(layer)
+        assert not run.offers(layer)
+    assert caplog.text.count("Sequential does not offer its dead input: it has forward hooks") == 1
+    hook.remove()
+    assert run.offers(layer)
 
 
 def test_what_the_engine_offers_is_withheld_in_a_layer_that_is_not_known():
@@ -581,6 +597,174 @@ def test_an_input_that_another_name_or_function_reaches_is_not_dead(before):
     assert not proofs.input_dies(parsed(before=f"{before}\n  {prepared}"))
 
 
+@pytest.mark.parametrize(
+    ("follows", "body"),
+    [
+        (True, "x = self.qkv(hidden_states); return self.o(x)"),
+        (True, "n = hidden_states.shape[0]; x = self.qkv(hidden_states); return x.view(n, -1)"),
+        (True, "if self.fused: return self.qkv(hidden_states)\n  return self.inner(hidden_states)"),
+        (
+            True,
+            "if isinstance(hidden_states, tuple): hidden_states = pick(hidden_states)\n  return self.o(hidden_states)",
+        ),
+        (False, "return hidden_states"),
+        (False, "return hidden_states if self.off else self.qkv(hidden_states)"),
+        (False, "if self.off: return hidden_states\n  return self.qkv(hidden_states)"),
+        (False, "x = hidden_states[0]; return x, 1"),
+        (False, "return pick(hidden_states)"),
+        (False, "return self.returns_it(hidden_states)"),
+        (False, "return self.method(hidden_states)"),
+        (False, "self.kept = hidden_states; return self.qkv(1)"),
+        (False, "self.kept.append(hidden_states); return self.qkv(1)"),
+        (False, "return self.takes_anything(hidden_states)"),
+        (False, "return self.inner(*[hidden_states])"),
+        (False, "return self.inner(1, 2, hidden_states)"),
+        (False, "return (lambda: hidden_states)()"),
+    ],
+)
+def test_a_method_of_the_layers_own_that_is_given_the_tensor_is_followed(follows, body):
+    sources = {
+        "method": f"self, hidden_states, batch=None):\n  {body}",
+        "inner": "self, x):\n  return self.qkv(x)",
+        "returns_it": "self, x):\n  return x",
+        "takes_anything": "self, *x):\n  return self.qkv(1)",
+    }
+    methods = {name: ast.parse(f"def {name}({source}").body[0] for name, source in sources.items()}
+    forward = parsed(attends="hidden_states = self.method(hidden_states)")
+    assert proofs.attention_lets_go(forward)  # of a submodule the instance is asked
+    assert proofs.attention_lets_go(forward, methods.get) == follows
+
+
+@pytest.mark.parametrize(
+    ("own", "body"),
+    [
+        (True, "return self.o(self.attn(self.qkv(x)))[0]"),
+        (True, "if x.shape[0] == 0: return x\n  y, _ = self.quant.apply(self, x); return y.to(x.dtype)"),
+        (True, "if forward_batch.forward_mode.is_idle(): return x\n  x = pick(x); return self.o(x)"),
+        (False, "return x"),
+        (False, "if self.off: return x\n  return self.o(x)"),
+        (False, "return dropout(x)"),
+        (False, "y: object = x.view(-1); return y"),
+        (False, "for i in y:\n    return z\n    z = x"),
+        (False, "for i in y:\n    if i: return z\n    z = x\n  return self.o(x)"),
+        (False, "with self.tp(): y = x\n  return y"),
+        (False, "try: y = self.o(x)\n  except E: y = x\n  return y"),
+        (False, "return (lambda: x)()"),
+        (False, "return (y := x)"),
+    ],
+)
+def test_a_submodule_that_may_return_its_argument_is_noticed(own, body):
+    (forward,) = ast.parse(f"def forward(self, x, forward_batch=None):\n  {body}").body
+    assert proofs.returns_own_memory(forward, frozenset({0})) == own
+    assert proofs.returns_own_memory(forward, frozenset({"x"})) == own
+    assert not proofs.returns_own_memory(forward, frozenset({"y"}))
+    assert not proofs.returns_own_memory(forward, frozenset({"*"}))
+
+
+class ToyExperts(torch.nn.Module):
+    """Routed experts that write into what is on offer."""
+
+    def forward(self, x):
+        channel.withhold_if_shared(x)
+        return torch.mul(x, 3, out=channel.take(x.shape, x.dtype, x.device))
+
+
+class ToyAttention(torch.nn.Module):
+    def forward(self, x):
+        return self.attend(x)
+
+    def attend(self, x):
+        return x + 1
+
+
+class ToySkip(ToyAttention):
+    def forward(self, x):
+        return x
+
+
+class ToyNorms:
+    """They work in place, as kernels may."""
+
+    def prepare_attn(self, x, residual):
+        return x.mul_(2), residual
+
+    def prepare_mlp(self, x, residual):
+        return x * 2, x.add_(residual)
+
+
+class ToyLayer(torch.nn.Module):
+    def __init__(self, attention: Any = None) -> None:
+        super().__init__()
+        self.self_attn = attention or ToyAttention()
+        self.mlp = ToyExperts()
+        self.layer_communicator = ToyNorms()
+
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class ToyMethodLayer(ToyLayer):
+    def attend(self, x):
+        return x
+
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual)
+        hidden_states = self.attend(hidden_states)
+        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class ToyExpertsFirstLayer(ToyLayer):
+    def route(self, x):
+        return self.mlp(x)
+
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        hidden_states, residual = self.layer_communicator.prepare_attn(hidden_states, residual)
+        routed = self.route(positions)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states, residual = self.layer_communicator.prepare_mlp(hidden_states, residual)
+        return routed + hidden_states, residual
+
+
+for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLayer):
+    toy.__module__ = "sglang.toy"
+
+
+def toy_answer(layer, patched):
+    """What a layer makes of ones; its input is dead in every one but for what the proofs must refuse."""
+    forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
+    offer.mark(layer, None)
+    result, residual = forward(layer, torch.full((1, 1), 5.0), torch.ones(1, 1), None, torch.ones(1, 1))
+    return (result + residual).item()
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (ToyLayer(), ""),
+        (ToyLayer(torch.nn.ModuleList([ToyAttention()])), ""),
+        (ToyLayer(torch.nn.Identity()), "ToyLayer may get from self_attn what it gave it"),
+        (ToyLayer(torch.nn.Dropout(0)), "ToyLayer may get from self_attn what it gave it"),
+        (ToyLayer(torch.nn.ModuleList([ToyAttention(), torch.nn.Identity()])), "ToyLayer may get from self_attn"),
+        (ToyLayer(ToySkip()), "ToyLayer may get from self_attn what it gave it"),
+        (ToyMethodLayer(), "ToyMethodLayer may still use what attention read"),
+        (ToyExpertsFirstLayer(), "ToyExpertsFirstLayer may run its routed experts before attention, in mlp"),
+    ],
+)
+def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
+    monkeypatch.setattr(engine, "own", getattr)
+    if reason:
+        with pytest.raises(engine.Unsupported, match=reason):
+            probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
+    else:
+        probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
+    if not isinstance(layer._modules["self_attn"], torch.nn.ModuleList):
+        assert (toy_answer(layer, patched=True) == toy_answer(layer, patched=False)) == (not reason)
+
+
 def test_a_layer_that_captures_by_itself_is_noticed():
     sums = parsed(
         "hidden_states = self.attn_boundary.prepare(hidden_states, forward_batch, capture=capture_output, "
@@ -591,7 +775,7 @@ def test_a_layer_that_captures_by_itself_is_noticed():
         layer.args.args += [ast.arg("captured_last_layer_outputs"), ast.arg("capture_output")]
     assert proofs.captures_sums_alone(sums)
     assert not proofs.captures_sums_alone(by_itself)
-    assert proofs.why_not("Layer", by_itself) == "Layer may still use what attention read"
+    assert proofs.layer_skip_reason("Layer", by_itself) == "Layer may still use what attention read"
     assert not proofs.captures_sums_alone(function("captured += [1]", parameters="captured"))
     assert not proofs.captures_sums_alone(parsed(after="seen = kwargs['captured_outputs']"))
 
@@ -617,7 +801,7 @@ def test_a_layer_that_captures_by_itself_is_noticed():
 def test_a_layer_that_may_keep_what_the_next_one_is_given_is_noticed(keeps, after):
     layer = parsed(after=after)
     assert proofs.attention_lets_go(layer)
-    assert proofs.why_not("Layer", layer) == ("Layer may keep its result" if keeps else "")
+    assert proofs.layer_skip_reason("Layer", layer) == ("Layer may keep its result" if keeps else None)
 
 
 LAYER = "hidden_states, residual = layer(hidden_states, batch, residual=residual)"

@@ -141,6 +141,21 @@ def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
     assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}
 
 
+def test_a_layer_inside_another_is_not_what_the_stack_runs(scan):
+    outer = """
+class Outer:
+    def __init__(self, inner: ALayer):
+        self.inner = inner
+
+    def forward(self, hidden_states, forward_batch):
+        return self.inner(None, hidden_states, forward_batch, None)
+
+
+class AModel"""
+    source = LAYER.format(name="A").replace("\nclass AModel", outer).replace("make_layers(layer)", "[Outer(layer)]")
+    assert scan(a=source) == {"a": "Outer may still use its input"}
+
+
 def test_what_must_be_refused_although_the_proofs_hold_is_in_a_list(scan, monkeypatch):
     monkeypatch.setitem(family_scan.REFUSED, "ALayer", "its experts read it")
     assert scan(a=LAYER.format(name="A")) == {"a": "its experts read it"}

@@ -106,7 +106,8 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
     :param kernels: the engine's, with the GEMM.
     """
     original: FunctionType = engine.own(module, SEQUENCE)
-    by_columns = _sequence_in_columns(original, patcher, module, kernels)
+    symmetric_memory = runners.symmetric_memory()
+    by_columns = _sequence_in_columns(original, patcher, module, kernels, symmetric_memory)
     max_bytes = column_slices.read_max_bytes()
     names = engine.parameters(original)
     config, down_config = names.index("config"), names.index("down_config")
@@ -117,8 +118,10 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor.
-        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine"):
+        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor. The
+        # engine's own sequence would make an output outside the pool of symmetric memory.
+        pools_output = not inplace and symmetric_memory.is_on
+        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine") and not pools_output:
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
@@ -147,7 +150,11 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
 
 def _sequence_in_columns(
-    original: FunctionType, patcher: Patcher, module: ModuleType, kernels: ModuleType
+    original: FunctionType,
+    patcher: Patcher,
+    module: ModuleType,
+    kernels: ModuleType,
+    symmetric_memory: runners.SymmetricMemory,
 ) -> FunctionType:
     """The engine's sequence with the names replaced through which it allocates, computes and sums."""
     import torch
@@ -190,7 +197,7 @@ def _sequence_in_columns(
         else:
             whole_sum(expert_outputs, output, scale)
 
-    stand_ins = {"torch": _SequenceTorch(torch, runners.symmetric_memory()), INVOKE: invoke}
+    stand_ins = {"torch": _SequenceTorch(torch, symmetric_memory), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         return with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from sglang_moe_patches.core import runners
+from sglang_moe_patches.core import log, runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
 """Attribute of a layer whose input may be offered: the fewest bytes of an input that is worth it."""
+_HOOKS = "_moe_patches_forward_hooks"
+"""Of such a layer, from its first forward: the forward hooks of each of its modules."""
 MIN_SCRATCH_BYTES = 1 << 20
 """The same where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs are
 below moe-workspace's threshold, gathered from many ranks, too."""
@@ -32,6 +35,24 @@ def may_offer(hidden_states: Any, residual: Any) -> bool:
         and is_whole(hidden_states)
         and not shares_storage(hidden_states, residual)
     )
+
+
+def has_hooks(layer: Any) -> bool:
+    """Whether a forward hook may keep, or still read, what goes through a module of the layer.
+
+    Asked in each forward: the engine registers those of ``--forward-hooks`` after the model is built, others may come
+    at any time.
+    """
+    hooks = getattr(layer, _HOOKS, None)
+    if hooks is None:  # not before: adapters replace modules once the model is built
+        modules = list(layer.modules())
+        hooks = tuple(kind for one in modules for kind in (one._forward_hooks, one._forward_pre_hooks))
+        setattr(layer, _HOOKS, hooks)
+    if not any(hooks):
+        return False
+    message = f"sglang-moe-patches: {type(layer).__name__} does not offer its dead input: it has forward hooks"
+    log.once(logging.INFO, message, "%s", message)
+    return True
 
 
 def residual_argument(forward_batch: Any, residual: Any) -> Any:
@@ -106,6 +127,7 @@ def make_layer_forward(
                 and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
                 # A batch without requests may pass by attention, and its input on to the experts.
                 and not (batch is not None and batch.forward_mode.is_idle())
+                and not has_hooks(self)
             ):
                 # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
                 before = channel.exchange(tensor.detach())
@@ -119,7 +141,7 @@ def make_layer_forward(
 
 
 def make_initialize(original: Callable[..., Any], built: Callable[[Any], None]) -> Callable[..., Any]:
-    """Look at each model when it is built.
+    """Probe each model when it is built.
 
     :param built: is given the model.
     """

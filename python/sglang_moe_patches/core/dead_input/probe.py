@@ -1,4 +1,4 @@
-"""Looking at the engine: which dead inputs can be offered, and through which channel."""
+"""Probe the engine: which dead inputs can be offered, and through which channel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from sglang_moe_patches.core import engine, log, runners
@@ -25,18 +26,21 @@ INITIALIZE = "_initialize_model"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A class of decoder layers of which the code was looked at: their inputs die.
+    """A class of decoder layers whose inputs die, by its code.
 
     :param layer: the class that has the ``forward``.
     :param takes: the names of the arguments that it takes by their place.
     :param residual_of: how the residual is found that comes with an input.
     :param tensor_of: how an input's tensor is found.
+    :param attention: what its ``forward`` does until the norm after attention; what its submodules return then is
+        proved for each layer (:func:`require_attention_lets_go`).
     """
 
     layer: Any
     takes: tuple[str, ...]
     residual_of: Callable[[Any, Any], Any]
     tensor_of: Callable[[Any], Any]
+    attention: proofs.AttentionFacts
 
     @property
     def family(self) -> str:
@@ -84,8 +88,7 @@ def engine_offers() -> bool:
 def offers() -> Offers:
     """What can be offered on this engine, or what another change has found already.
 
-    :raises engine.Unsupported: the engine builds its models in another way; or its own channel is not as expected, or
-        DeepSeek's layers beside it.
+    :raises engine.Unsupported: the engine builds its models in another way, or its own channel is not as expected.
     """
     if _installed is not None:
         return _installed
@@ -100,8 +103,6 @@ def offers() -> Offers:
         require_loop(engine.own(module, "DeepseekV2Model"))
     except Exception as error:  # whatever becomes of one family takes nothing else with it
         reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {one_line_error(error)}"
-        # With the engine's own offer withheld, and none of ours, they would need more memory than without us.
-        engine.require(way is None, reason)
         return Offers((), f"some models are left alone: {reason}", way)
     return Offers((DEEPSEEK,), "", way)
 
@@ -203,6 +204,7 @@ def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts
                 without(found)
                 continue
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
+            require_attention_lets_go(layer, found.attention, type(experts[0]))
             dead.layers.append((layer, found, experts[0]))
         except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
             without(error_reason(error))
@@ -224,20 +226,61 @@ def probe_layer(layer: type) -> LayerFacts:
         engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
     kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
     forward = engine.own(kind, "forward")
-    engine.require(not (reason := proofs.why_not(name, forward)), reason)
+    reason = proofs.layer_skip_reason(name, forward, method_of := _methods_of(layer))
+    engine.require(reason is None, str(reason))
+    attention = proofs.follow_attention(forward, method_of)
+    assert attention is not None
     engine.require(name not in families.REFUSED, families.REFUSED.get(name, ""))
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments = inspect.signature(forward).parameters.values()
     takes = tuple(each.name for each in arguments if each.kind in positional)[1:]
-    return LayerFacts(kind, takes, _find_residual(name, takes), _find_tensor(forward))
+    return LayerFacts(kind, takes, _find_residual(name, takes), _find_tensor(forward), attention)
+
+
+def _methods_of(layer: type) -> proofs.MethodOf:
+    def method_of(name: str) -> Any:
+        is_method = isinstance(inspect.getattr_static(layer, name, None), FunctionType)
+        return engine.own(layer, name) if is_method else None
+
+    return method_of
+
+
+def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
+    """Prove of a layer what its class does not show: what its submodules do until the norm after attention.
+
+    :param experts: the class of its routed experts.
+    :raises engine.Unsupported: they run by then, and attention may still read what they write over; or a submodule may
+        return what it is given, or its code is not the engine's own.
+    """
+    from torch.nn import Module, ModuleList
+
+    name = type(layer).__name__
+    for attribute in attention.attributes:
+        found = getattr(layer, attribute, None)
+        early = isinstance(found, Module) and any(isinstance(module, experts) for module in found.modules())
+        engine.require(not early, f"{name} may run its routed experts before attention, in {attribute}")
+    for attribute, places in attention.submodules.items():
+        found = getattr(layer, attribute)
+        for module in found if isinstance(found, ModuleList) else [found]:
+            is_engines = isinstance(module, Module) and type(module).__module__.partition(".")[0] == "sglang"
+            engine.require(
+                is_engines
+                and "forward" not in vars(module)
+                and _returns_own(engine.own(type(module), "forward"), places),
+                f"{name} may get from {attribute} what it gave it",
+            )
+
+
+#: Most layers of a stack have submodules of one class.
+_returns_own = functools.cache(proofs.returns_own_memory)
 
 
 def require_loop(model: type) -> None:
     """:raises engine.Unsupported: a model's loop over its layers may keep their inputs, or is not the engine's own."""
     home = model.__module__
     engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
-    reason = proofs.why_no_loop(model.__name__, engine.own(model, "forward"))
-    engine.require(not reason, reason)
+    reason = proofs.loop_skip_reason(model.__name__, engine.own(model, "forward"))
+    engine.require(reason is None, str(reason))
 
 
 def _sums_plainly(layer: Any) -> bool:

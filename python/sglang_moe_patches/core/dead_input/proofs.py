@@ -1,212 +1,445 @@
-"""What the code of a decoder layer and of its model's loop shows of the layer's input.
+"""Proofs, from the code of a decoder layer and of its model's loop, that the layer's input is a dead input.
 
-Every proof takes a function, or the syntax tree of one: a model that is being built is looked at as it runs, and the
-models of an engine are looked at without importing them.
+An *alias* is a name that may mean the tracked memory, an *escape* is memory kept where no alias shows it. Every proof
+takes a function, or the syntax tree of one: a server proves the model that it builds, and the families of an engine are
+scanned without importing them. Code that a proof does not model is refused.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input.channel import ENGINE_OFFER
 
 Code = Callable[..., Any] | ast.FunctionDef
+MethodOf = Callable[[str], Code | None]
+"""The code of a layer's own method by its name; ``None`` for a submodule."""
+Place = int | str
+"""Where a call has an argument: its position or its keyword."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
-"""How a ``forward`` of the engine's gets at the tensor of an input that may be a handle, a sum that is still owed."""
-#: The norms before attention, with the residual's addition: after them nobody but the loop has the layer's input.
-_CONSUMERS = frozenset(
+"""The engine's function that finds the tensor of an input that may be a handle, a sum that is still owed."""
+#: The norms before attention, with the residual's addition: after them only the model's loop has the layer's input.
+_NORMS_BEFORE_ATTENTION = frozenset(
     {
         "self.layer_communicator.prepare_attn",
         "self.layer_communicator.prepare_attn_and_capture_last_layer_outputs",
         "self.attn_boundary.prepare",
     }
 )
-#: The norms after attention.
-_NORMS_AFTER = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
-#: Written into what a layer returned, which stays what the next one is given.
-_ADDS_IN_PLACE = frozenset({"residual_batch.add_to_output"})
-#: They answer with a tensor of its own.
+_NORMS_AFTER_ATTENTION = frozenset({"self.layer_communicator.prepare_mlp", "self.ffn_boundary.prepare"})
+#: It writes into what a layer returned, which stays what the next one is given.
+_IN_PLACE_ADDITIONS = frozenset({"residual_batch.add_to_output"})
+#: They return memory of their own.
 _COPIES = frozenset({"residual_batch.snapshot"})
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec"})
+#: Attributes of a tensor that hold none of its memory.
+_MEMORY_FREE = frozenset({"shape", "dtype", "device", "ndim"})
 _RUN_LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.GeneratorExp)
 #: They bind a name within an expression or a pattern, for another function, or for whenever they run.
-_UNFOLLOWED = (
+_NOT_MODELLED = (
     *(ast.NamedExpr, ast.Match, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, *_RUN_LATER),
 )
 
 
-def _definition(code: Code) -> ast.FunctionDef:
-    if isinstance(code, ast.FunctionDef):
-        return code
-    (definition,) = ast.parse(engine.source(code)).body
-    assert isinstance(definition, ast.FunctionDef)
-    return definition
+# --- The skip reasons ------------------------------------------------------------------------------------------------
+
+NO_PLAIN_SUM = "the residual of {} may be more than a sum"
+TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
 
 
-def _is_followed(definition: ast.FunctionDef) -> bool:
-    """Whether names are bound in a function in ways alone that the proofs follow."""
-    inner = (node for node in ast.walk(definition) if node is not definition)
-    return not any(isinstance(node, _UNFOLLOWED) or _is_namespace(node) for node in inner)
+def find_no_method(name: str) -> None:
+    """The :data:`MethodOf` of a layer of which each callable is a submodule."""
 
 
-def _is_namespace(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in _NAMESPACES
+def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = find_no_method) -> str | None:
+    """Why the input of a decoder layer may be read after it was overwritten, by the layer's ``forward``.
+
+    :param layer: the layer's name.
+    """
+    proofs = {
+        f"{layer} may still use its input": input_dies(forward),
+        f"{layer} may still use what attention read": attention_lets_go(forward, method_of),
+        f"{layer} may keep what is captured": captures_sums_alone(forward),
+        f"{layer} may keep its result": keeps_no_result(forward),
+    }
+    return next((reason for reason, holds in proofs.items() if not holds), None)
+
+
+def loop_skip_reason(model: str, forward: Code) -> str | None:
+    """Why the loop over the layers may keep their inputs."""
+    return None if loop_keeps_nothing(forward) else f"{model} may keep its layers' inputs"
+
+
+# --- The layer's input -----------------------------------------------------------------------------------------------
 
 
 def input_dies(forward: Code) -> bool:
     """Whether a decoder layer's ``forward`` gives up its input with the first statement that uses it.
 
-    That is an assignment of a norm's result (:data:`_CONSUMERS`) to the name ``hidden_states`` itself: from there on
-    the name means something else. No other name ever meant the input, but for one under which the engine itself offers
-    it, and does nothing else with it; nor does that offer, once it is a no-op.
+    That statement assigns a norm's result (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states`` itself. The
+    input has no other alias, except one under which the engine itself offers it, and which has no other use. That offer
+    is withheld.
     """
     definition = _definition(forward)
-    consumer, second = _consumer(definition)
-    return consumer is not None and (second is None or _is_only_offered(definition, second))
+    consumer, second_name = _find_consumer(definition)
+    return consumer is not None and (second_name is None or _is_only_offered(definition, second_name))
 
 
-def _consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
+def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
     """The statement that gives up the input, and the second name that the input had before it."""
-    if not _is_followed(definition):
+    if not _is_modelled(definition):
         return None, None
     statements = [statement for statement in definition.body if _names(statement, "hidden_states")]
-    second = _second_name(statements[0]) if statements else None
-    first = statements[second is not None :][:1]
-    found = first[0] if first else None
-    return (found if isinstance(found, ast.Assign) and _consumes(found) else None), second
+    second_name = _second_name(statements[0]) if statements else None
+    candidates = statements[second_name is not None :][:1]
+    consumer = candidates[0] if candidates else None
+    return (consumer if isinstance(consumer, ast.Assign) and _consumes(consumer) else None), second_name
 
 
-def attention_lets_go(forward: Code) -> bool:
-    """Whether nobody has what attention read once it is done: the norm before it may have written that into the
-    layer's input itself.
-
-    By the norm after attention (:data:`_NORMS_AFTER`, or a function of the module's that is given the layer), no name
-    may still mean it, and none may be used later. What a submodule of the layer's returns is its own, but where there
-    are no tokens, and nothing is on offer then.
-    """
-    definition = _definition(forward)
-    consumer, _ = _consumer(definition)
-    if consumer is None:
+def _consumes(statement: ast.Assign) -> bool:
+    """Whether a statement assigns a norm's result to ``hidden_states``, which is an argument of that norm."""
+    if len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
         return False
-    following = definition.body[definition.body.index(consumer) + 1 :]
-    names = _assigned(consumer) - {"residual"}
-    for place, statement in enumerate(following):
-        if any(_is_norm_after(node) for node in ast.walk(statement)):
-            elsewhere = names - _assigned(statement)
-            return not names & _loaded(statement) and not any(elsewhere & _loaded(one) for one in following[place:])
-        after = _followed(statement, names)
-        if after is None:
-            return False
-        names = after
-    return False
-
-
-def _loaded(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-
-
-def _assigned(statement: ast.stmt) -> set[str]:
-    """The names to which an assignment assigns, in any case."""
-    return {one.id for one in _targets(statement) if isinstance(one, ast.Name)}
-
-
-def _targets(statement: ast.stmt) -> list[ast.expr]:
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
-
-
-def _only_names(statement: ast.Assign) -> bool:
-    return all(isinstance(one, ast.Name) for one in _targets(statement))
-
-
-def _is_norm_after(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    given_the_layer = bool(node.args) and isinstance(node.args[0], ast.Name) and node.args[0].id == "self"
-    return ast.unparse(node.func) in _NORMS_AFTER or (isinstance(node.func, ast.Name) and given_the_layer)
-
-
-def _followed(statement: ast.stmt, names: set[str]) -> set[str] | None:
-    """The names that may mean a memory after a statement, of those before it.
-
-    ``None``: it may be kept elsewhere, or the statement is of a kind that is not known here.
-    """
-    if isinstance(statement, ast.Assign):
-        if _hands_on(statement.value, names) or any(names & _loaded(target) for target in statement.targets):
-            return None
-        made = _assigned(statement)
-        if not _may_hold(statement.value, names):
-            return names - made
-        return names | made if _only_names(statement) else None
-    if isinstance(statement, ast.If):
-        if _hands_on(statement.test, names):
-            return None
-        taken = _all_followed(statement.body, names)
-        passed_by = _all_followed(statement.orelse, names)
-        if taken is None or passed_by is None:
-            return None
-        return taken if _there_are_tokens(statement.test, names) and not statement.orelse else taken | passed_by
-    if isinstance(statement, ast.With):
-        if any(isinstance(node, ast.Name) and node.id in names for item in statement.items for node in ast.walk(item)):
-            return None
-        return _all_followed(statement.body, names)
-    if isinstance(statement, ast.Try) and not statement.handlers:
-        return _all_followed([*statement.body, *statement.orelse, *statement.finalbody], names)
-    leaves = any(isinstance(node, ast.Return) for node in ast.walk(statement))
-    return None if leaves or names & _loaded(statement) else names
-
-
-def _all_followed(statements: list[ast.stmt], names: set[str]) -> set[str] | None:
-    found: set[str] | None = names
-    for statement in statements:
-        found = None if found is None else _followed(statement, found)
-    return found
-
-
-def _may_hold(value: ast.expr, names: set[str]) -> bool:
-    """Whether a value may have the memory that one of the names means: not what a submodule returns."""
-    return bool(names & _loaded(value)) and not isinstance(value, ast.Compare) and not _is_submodule(value)
-
-
-def _hands_on(tree: ast.expr, names: set[str]) -> bool:
-    """Whether anything but a submodule is given what one of the names means, which may keep it."""
-    return any(
-        isinstance(node, ast.Call)
-        and names & _loaded(node)
-        and not _is_submodule(node)
-        and ast.unparse(node.func) != "isinstance"
-        for node in ast.walk(tree)
+    call = statement.value
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    uses = _names(call, "hidden_states")
+    return (
+        "hidden_states" in _assigned(statement)
+        and _only_names(statement)
+        and ast.unparse(call.func) in _NORMS_BEFORE_ATTENTION
+        and bool(uses)
+        and all(use in arguments for use in uses)
     )
 
 
-def _is_submodule(node: ast.AST) -> bool:
-    """Whether it is a call of a submodule of the layer's, or of one of a list of them."""
-    if not isinstance(node, ast.Call):
+def _second_name(statement: ast.stmt) -> str | None:
+    """The name that a statement gives to the input, or to the tensor in it (:data:`TENSOR_OF_HANDLE`)."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    (target,) = statement.targets
+    if ast.unparse(statement.value) not in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)"):
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
+    """Whether a function only offers what a local name means, and reads its type and shape."""
+    parents = _parents(definition)
+
+    def is_harmless(use: ast.Name) -> bool:
+        match parents[use]:
+            case ast.Call(func=function):
+                return ast.unparse(function) in (ENGINE_OFFER, "isinstance")
+            case ast.Attribute(attr="shape"):
+                return True
         return False
-    module = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-    return isinstance(module, ast.Attribute) and isinstance(module.value, ast.Name) and module.value.id == "self"
+
+    loads = [use for use in _names(definition, name) if isinstance(use.ctx, ast.Load)]
+    return len(_names(definition, name)) - len(loads) == 1 and all(map(is_harmless, loads))
 
 
-def _there_are_tokens(test: ast.expr, names: set[str]) -> bool:
-    """Whether a condition asks for no more than tokens, of one of the names where it asks for a shape."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return all(_there_are_tokens(value, names) for value in test.values)
+# --- What attention reads --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What a layer does until the norm after attention.
+
+    :param attributes: the names that it looks up in itself.
+    :param submodules: those that it gives what attention reads, and at which places.
+    """
+
+    attributes: frozenset[str]
+    submodules: dict[str, frozenset[Place]]
+
+
+def attention_lets_go(forward: Code, method_of: MethodOf = find_no_method) -> bool:
+    """Whether nothing has what attention read once attention is done (:func:`follow_attention`)."""
+    return follow_attention(forward, method_of) is not None
+
+
+def follow_attention(forward: Code, method_of: MethodOf = find_no_method) -> AttentionFacts | None:
+    """Follow what attention reads to the norm after it: the norm before may have written that into the layer's input.
+
+    At the norm after attention (:data:`_NORMS_AFTER_ATTENTION`, or a function of the module that is given the layer) it
+    may have no alias, and none may be used later. The layer's own methods are followed. That its submodules return
+    memory of their own is for the caller to prove (:func:`returns_own_memory`); without tokens they may not, but
+    nothing is on offer then.
+
+    :returns: ``None`` if something may still have it.
+    """
+    definition = _definition(forward)
+    consumer, _ = _find_consumer(definition)
+    if consumer is None:
+        return None
+    following = definition.body[definition.body.index(consumer) + 1 :]
+    layer = _Layer(method_of)
+    aliases = _assigned(consumer) - {"residual"}
+    for index, statement in enumerate(following):
+        if any(_is_norm_after_attention(node) for node in ast.walk(statement)):
+            elsewhere = aliases - _assigned(statement)
+            if aliases & _loaded(statement) or any(elsewhere & _loaded(later) for later in following[index:]):
+                return None
+            before = definition.body[: definition.body.index(statement) + 1]
+            submodules = {name: frozenset(places) for name, places in layer.submodules.items()}
+            return AttentionFacts(_attributes(before, method_of), submodules)
+        after = _aliases_after(statement, aliases, layer)
+        if after is None:
+            return None
+        aliases = after
+    return None
+
+
+def _is_norm_after_attention(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(), args=[ast.Name(id="self"), *_]):
+            return True
+        case ast.Call(func=function):
+            return ast.unparse(function) in _NORMS_AFTER_ATTENTION
+    return False
+
+
+def _attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozenset[str]:
+    """What statements, and the methods that they mention, look up in the layer."""
+    found: set[str] = set()
+    trees: list[ast.AST] = list(statements)
+    while trees:
+        new = {name for node in ast.walk(trees.pop()) if (name := _attribute_of_self(node))} - found
+        found |= new
+        trees += [_definition(method) for name in sorted(new) if (method := method_of(name)) is not None]
+    return frozenset(found)
+
+
+def _attribute_of_self(node: ast.AST) -> str | None:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What follows an alias through a layer's own code.
+
+    :param submodules: where each submodule was given an alias so far.
+    :param method: the method that is followed, with those that called it; none in ``forward``, which must not return.
+    """
+
+    method_of: MethodOf
+    submodules: dict[str, set[Place]] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+
+    def escapes(self, tree: ast.expr, aliases: set[str]) -> bool:
+        """Whether something that may keep it is given what one of the aliases means."""
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and aliases & _loaded(node)]
+        return any(ast.unparse(call.func) != "isinstance" and not self._is_followed(call, aliases) for call in calls)
+
+    def _is_followed(self, call: ast.Call, aliases: set[str]) -> bool:
+        name = _submodule(call)
+        if name is None:
+            return False
+        places = _places(call, aliases)
+        method = self.method_of(name)
+        if method is None:
+            self.submodules.setdefault(name, set()).update(places)
+            return True
+        definition = _definition(method)
+        parameters = _parameters(definition, places)
+        if parameters is None or name in self.methods or not _is_modelled(definition):
+            return False
+        inside = replace(self, methods=(*self.methods, name))
+        return _aliases_after_all(definition.body, parameters, inside) is not None
+
+
+def _places(call: ast.Call, aliases: set[str]) -> set[Place]:
+    """Where a call is given an alias; ``*`` and ``**`` for what it unpacks."""
+    places: set[Place] = {
+        "*" if isinstance(argument, ast.Starred) else index
+        for index, argument in enumerate(call.args)
+        if aliases & _loaded(argument)
+    }
+    return places | {word.arg or "**" for word in call.keywords if aliases & _loaded(word.value)}
+
+
+def _parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
+    """A method's parameters by their places in a call; ``None`` if one of them is unknown."""
+    arguments = definition.args
+    by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
+    names = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
+    found = {by_position[place] if isinstance(place, int) else place for place in places if _has(by_position, place)}
+    return found if len(found) == len(places) and found <= names else None
+
+
+def _has(by_position: list[str], place: Place) -> bool:
+    return isinstance(place, str) or place < len(by_position)
+
+
+def _aliases_after(statement: ast.stmt, aliases: set[str], layer: _Layer) -> set[str] | None:
+    """The names that may alias the tracked memory once ``statement`` has run.
+
+    :returns: ``None`` if the memory may escape (a call keeps it, an attribute holds it, it is returned), or if the
+        statement is of a kind that this analysis does not model.
+    """
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            if layer.escapes(value, aliases) or any(aliases & _loaded(target) for target in targets):
+                return None
+            assigned = _assigned(statement)
+            if not aliases & _memory(value):
+                return aliases - assigned
+            return aliases | assigned if _only_names(statement) else None
+        case ast.If(test=test, body=body, orelse=orelse):
+            if layer.escapes(test, aliases):
+                return None
+            if _asks_for_a_tuple(test, aliases):  # of quantized values, which are no memory of the input
+                body = []
+            if_true = _aliases_after_all(body, aliases, layer)
+            if_false = _aliases_after_all(orelse, aliases, layer)
+            if if_true is None or if_false is None:
+                return None
+            skips_only_empty_batches = not orelse and _there_are_tokens(test, aliases)
+            return if_true if skips_only_empty_batches else if_true | if_false
+        case ast.With(items=items, body=body):
+            used = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
+            return None if used & aliases else _aliases_after_all(body, aliases, layer)
+        case ast.Try(body=body, handlers=[], orelse=orelse, finalbody=finalbody):
+            return _aliases_after_all([*body, *orelse, *finalbody], aliases, layer)
+        case ast.Return(value=value) if layer.methods:
+            hands_on = value is not None and (layer.escapes(value, aliases) or aliases & _memory(value))
+            return None if hands_on else aliases
+    returns = not layer.methods and any(isinstance(node, ast.Return) for node in ast.walk(statement))
+    return None if returns or aliases & _loaded(statement) else aliases
+
+
+def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], layer: _Layer) -> set[str] | None:
+    after: set[str] | None = aliases
+    for statement in statements:
+        after = None if after is None else _aliases_after(statement, after, layer)
+    return after
+
+
+def _memory(value: ast.AST, returns_its_own: Callable[[ast.Call], object] | None = None) -> set[str]:
+    """The names of which a value may hold the memory.
+
+    :param returns_its_own: whether a call returns memory of its own; by default, those of the layer's own callables do.
+    """
+    returns_its_own = returns_its_own or _submodule
+    match value:
+        case ast.Name(id=name):
+            return {name}
+        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
+            return set()
+        case ast.Compare():
+            return set()
+        case ast.Call() if returns_its_own(value):
+            return set()
+    return set().union(*(_memory(child, returns_its_own) for child in ast.iter_child_nodes(value)))
+
+
+def _submodule(node: ast.AST) -> str | None:
+    """The name of a layer's submodule, of the list that has it, or of the layer's method, where ``node`` calls it."""
+    match node:
+        case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
+            return _attribute_of_self(module)
+    return None
+
+
+def _there_are_tokens(test: ast.expr, aliases: set[str]) -> bool:
+    """Whether a condition asks for no more than tokens, of one of the aliases where it asks for a shape."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(_there_are_tokens(value, aliases) for value in values)
+        case ast.Compare():
+            name, _, asked = ast.unparse(test).partition(".")
+            return name in aliases and asked in ("shape[0] != 0", "shape[0] > 0")
+    return ast.unparse(test) == "not forward_batch.forward_mode.is_idle()"
+
+
+def _asks_for_a_tuple(test: ast.expr, aliases: set[str]) -> bool:
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(_asks_for_a_tuple(value, aliases) for value in values)
+    return any(ast.unparse(test) == f"isinstance({name}, tuple)" for name in aliases)
+
+
+# --- What a submodule returns ----------------------------------------------------------------------------------------
+
+
+def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
+    """Whether a submodule's ``forward`` returns nothing that it was given at these places, unless there are no tokens.
+
+    What its own methods and submodules return is taken to be theirs, and what other functions return to be their
+    arguments'.
+    """
+    definition = _definition(forward)
+    parameters = _parameters(definition, places)
+    return parameters is not None and _unreturned_after_all(definition.body, parameters) is not None
+
+
+def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
+    """The names that may alias what a submodule was given once ``statement`` has run; ``None`` if it may return one."""
+    if any(isinstance(node, _NOT_MODELLED) and aliases & _loaded(node) for node in ast.walk(statement)):
+        return None
+    match statement:
+        case ast.Return(value=value):
+            return None if value is not None and aliases & _memory(value, _is_of_self) else aliases
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
+            stored = {
+                node.id
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+            return aliases | stored if aliases & _memory(value, _is_of_self) else aliases - stored
+        case ast.If(test=test, body=body, orelse=orelse):
+            branches = [orelse] if _there_are_no_tokens(test, aliases) else [body, orelse]
+        case ast.For(body=body, orelse=orelse) | ast.While(body=body, orelse=orelse):
+            branches = [[], [*body, *body, *orelse]]
+        case ast.With(body=body):
+            branches = [body]
+        case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
+            rest = [*orelse, *finalbody]
+            branches = [[*body, *rest], *([*body, *handler.body, *finalbody] for handler in handlers)]
+        case _:
+            return aliases
+    after = [_unreturned_after_all(branch, aliases) for branch in branches]
+    known = [branch for branch in after if branch is not None]
+    return set().union(*known) if len(known) == len(after) else None
+
+
+def _unreturned_after_all(statements: list[ast.stmt], aliases: set[str]) -> set[str] | None:
+    after: set[str] | None = aliases
+    for statement in statements:
+        after = None if after is None else _unreturned_after(statement, after)
+    return after
+
+
+def _is_of_self(call: ast.Call) -> bool:
+    """Whether what is called is reached through ``self``."""
+    called: ast.expr = call.func
+    while isinstance(called, ast.Attribute | ast.Subscript):
+        called = called.value
+    return isinstance(called, ast.Name) and called.id == "self" and called is not call.func
+
+
+def _there_are_no_tokens(test: ast.expr, aliases: set[str]) -> bool:
     name, _, asked = ast.unparse(test).partition(".")
-    if isinstance(test, ast.Compare):
-        return name in names and asked in ("shape[0] != 0", "shape[0] > 0")
-    return f"{name}.{asked}" == "not forward_batch.forward_mode.is_idle()"
+    return (name in aliases and asked == "shape[0] == 0") or f"{name}.{asked}" == "forward_batch.forward_mode.is_idle()"
+
+
+# --- What is captured, and the layer's result ------------------------------------------------------------------------
 
 
 def captures_sums_alone(forward: Code) -> bool:
     """Whether a layer's ``forward`` hands on what is to be captured to its first norm alone, which captures sums with
     the residual."""
     definition = _definition(forward)
-    consumer, _ = _consumer(definition)
+    consumer, _ = _find_consumer(definition)
     arguments = [*definition.args.args, *definition.args.kwonlyargs]
     captures = {argument.arg for argument in arguments if "captur" in argument.arg}
     return not any(
@@ -223,67 +456,31 @@ def keeps_no_result(forward: Code) -> bool:
 
     It may mark a tensor with a constant. What submodules and norms keep is not asked.
     """
-    definition = _definition(forward)
-    nodes = list(ast.walk(definition))
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    made = {"hidden_states"}
-    while more := {name for node in assigned if made & _loaded(node.value) for name in _assigned(node)} - made:
-        made |= more
-    marks = [target for node in assigned if isinstance(node.value, ast.Constant) for target in node.targets]
-    return not any(
-        (isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store) and node not in marks)
-        or (isinstance(node, ast.Expr | ast.AugAssign) and made & _loaded(node.value))
-        or (isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call) and made & _loaded(node))
-        for node in nodes
-    )
+    nodes = list(ast.walk(_definition(forward)))
+    assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+    computed = {"hidden_states"}
+    while (
+        more := {name for node in assignments if computed & _loaded(node.value) for name in _assigned(node)} - computed
+    ):
+        computed |= more
+    marks = [target for node in assignments if isinstance(node.value, ast.Constant) for target in node.targets]
 
-
-def _names(tree: ast.AST, name: str) -> list[ast.Name]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
-
-
-def _consumes(statement: ast.Assign) -> bool:
-    """Whether a statement assigns a norm's result to ``hidden_states``, which is an argument of that norm."""
-    if len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
+    def keeps(node: ast.AST) -> bool:
+        match node:
+            case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+                return node not in marks
+            case ast.Expr(value=value) | ast.AugAssign(value=value) | ast.withitem(context_expr=ast.Call() as value):
+                return bool(computed & _loaded(value))
         return False
-    call = statement.value
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    used = _names(call, "hidden_states")
-    return (
-        "hidden_states" in _assigned(statement)
-        and _only_names(statement)
-        and ast.unparse(call.func) in _CONSUMERS
-        and bool(used)
-        and all(name in given for name in used)
-    )
+
+    return not any(map(keeps, nodes))
 
 
-def _second_name(statement: ast.stmt) -> str | None:
-    """The name that a statement gives to the input, or to the tensor in it (:data:`TENSOR_OF_HANDLE`)."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    (target,) = statement.targets
-    if ast.unparse(statement.value) not in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)"):
-        return None
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
-    """Whether a function does no more with a local name than offer it, and look at its type and shape."""
-    parents = {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
-
-    def harmless(use: ast.Name) -> bool:
-        around = parents[use]
-        if isinstance(around, ast.Call):
-            return ast.unparse(around.func) in (ENGINE_OFFER, "isinstance")
-        return isinstance(around, ast.Attribute) and around.attr == "shape"
-
-    stored = [use for use in _names(definition, name) if not isinstance(use.ctx, ast.Load)]
-    return len(stored) == 1 and all(harmless(use) for use in _names(definition, name) if use not in stored)
+# --- The loop over the layers ----------------------------------------------------------------------------------------
 
 
 def loop_keeps_nothing(forward: Code) -> bool:
-    """Whether the loop over the layers, in a model's ``forward``, keeps no layer's input but in the name
+    """Whether the loop over the layers, in a model's ``forward``, keeps a layer's input in no other name than
     ``hidden_states``, to which it assigns the layer's result.
 
     Hidden states that are captured on the way are sums with the residual, which are tensors of their own; without a
@@ -291,10 +488,26 @@ def loop_keeps_nothing(forward: Code) -> bool:
     """
     definition = _definition(forward)
     found = list(loops(definition))
-    return len(found) == 1 and _keeps_nothing(found[0]) and not _is_reached_elsewhere(definition)
+    return len(found) == 1 and _keeps_nothing(found[0]) and not _is_read_elsewhere(definition)
 
 
-def _is_reached_elsewhere(definition: ast.FunctionDef) -> bool:
+def loops(forward: Code) -> Iterator[ast.For]:
+    """The loops over the layers in a model's ``forward``."""
+    for loop in ast.walk(_definition(forward)):
+        if isinstance(loop, ast.For) and any(_runs_layer(node) for node in ast.walk(loop)):
+            yield loop
+
+
+def _runs_layer(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Subscript(value=layers)):
+            return ast.unparse(layers) == "self.layers"
+        case ast.Call(func=ast.Name(id="layer")):
+            return True
+    return False
+
+
+def _is_read_elsewhere(definition: ast.FunctionDef) -> bool:
     """Whether anything but a function's own statements, as they are run, may read its ``hidden_states``."""
     return any(
         isinstance(node, ast.Global | ast.Nonlocal)
@@ -305,92 +518,98 @@ def _is_reached_elsewhere(definition: ast.FunctionDef) -> bool:
     )
 
 
-def loops(forward: Code) -> Iterator[ast.For]:
-    """The loops over the layers in a model's ``forward``."""
-    for loop in ast.walk(_definition(forward)):
-        if isinstance(loop, ast.For) and any(_is_layer(node) for node in ast.walk(loop)):
-            yield loop
-
-
 def _keeps_nothing(loop: ast.For) -> bool:
-    parents = {child: node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
-    runs = [parents[node] for node in ast.walk(loop) if _is_layer(node)]
-    if not all(isinstance(each, ast.Assign) and "hidden_states" in _assigned(each) for each in runs):
-        return False
-    for use in _names(loop, "hidden_states"):
-        around = parents[use]
-        if isinstance(use.ctx, ast.Store):
-            statement = parents[around] if isinstance(around, ast.Tuple) else around
-            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-                return False
-            if not (_is_layer(statement.value) or _adds_in_place(statement.value)):
-                return False
-        elif not (_is_a_sum(around, use) or _is_in_place(around, parents) or _is_given(around, parents)):
-            return False
-    return True
-
-
-def _is_a_sum(around: ast.AST, use: ast.Name) -> bool:
-    """Whether a use is one of the summands, or comes to be used where there is no residual alone."""
-    if isinstance(around, ast.IfExp):
-        asked = ast.unparse(around.test)
-        return (asked == "residual is None" and around.body is use) or (
-            asked == "residual is not None" and around.orelse is use
-        )
-    return isinstance(around, ast.BinOp) and isinstance(around.op, ast.Add)
-
-
-def _is_in_place(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether something is added in place, and the sum is nobody else's."""
-    user = parents.get(around)  # the loop itself has none
-    if isinstance(around, ast.Attribute) and around.attr == "add_":
-        return isinstance(user, ast.Call) and user.func is around and isinstance(parents[user], ast.Expr)
-    return (
-        _adds_in_place(around)
-        and isinstance(user, ast.Assign)
-        and [ast.unparse(target) for target in user.targets] == ["hidden_states"]
+    parents = _parents(loop)
+    runs = [parents[node] for node in ast.walk(loop) if _runs_layer(node)]
+    uses = _names(loop, "hidden_states")
+    return all(isinstance(run, ast.Assign) and "hidden_states" in _assigned(run) for run in runs) and all(
+        _stores_result(use, parents) if isinstance(use.ctx, ast.Store) else _reads_only(use, parents) for use in uses
     )
 
 
-def _is_given(around: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether it is what a layer is given, or what is copied."""
-    copied = isinstance(around, ast.Call) and ast.unparse(around.func) in _COPIES
-    return copied or _is_layer(parents[around] if isinstance(around, ast.keyword) else around)
+def _stores_result(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether it is assigned a layer's result, or that result with something added in place."""
+    parent = parents[use]
+    match parents[parent] if isinstance(parent, ast.Tuple) else parent:
+        case ast.Assign(targets=[_], value=value):
+            return _runs_layer(value) or _adds_in_place(value)
+    return False
+
+
+def _reads_only(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a use gives it to a layer, sums it, adds to it in place or copies it."""
+    parent = parents[use]
+    user = parents.get(parent)  # the loop itself has none
+    match parent:
+        case ast.BinOp(op=ast.Add()):
+            return True
+        case ast.IfExp(test=test, body=body, orelse=orelse):  # without a residual nothing is on offer
+            asked = ast.unparse(test)
+            return (asked == "residual is None" and body is use) or (asked == "residual is not None" and orelse is use)
+        case ast.Attribute(attr="add_"):
+            return isinstance(user, ast.Call) and user.func is parent and isinstance(parents[user], ast.Expr)
+        case ast.Call(func=function) if ast.unparse(function) in _COPIES:
+            return True
+        case ast.Call() if _adds_in_place(parent):
+            targets = user.targets if isinstance(user, ast.Assign) else []
+            return [ast.unparse(target) for target in targets] == ["hidden_states"]
+        case ast.keyword():
+            return user is not None and _runs_layer(user)
+    return _runs_layer(parent)
 
 
 def _adds_in_place(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in _ADDS_IN_PLACE
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in _IN_PLACE_ADDITIONS
 
 
-def _is_layer(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    called = node.func
-    if isinstance(called, ast.Subscript):
-        return ast.unparse(called.value) == "self.layers"
-    return isinstance(called, ast.Name) and called.id == "layer"
+# --- Syntax trees ----------------------------------------------------------------------------------------------------
 
 
-# --- All of them -----------------------------------------------------------------------------------------------------
-
-NO_PLAIN_SUM = "the residual of {} may be more than a sum"
-TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
-
-
-def why_not(layer: str, forward: Code) -> str:
-    """Why the input of a decoder layer may be read once it has been written over, by its ``forward``; or ``""``.
-
-    :param layer: what it is called.
-    """
-    proved = {
-        f"{layer} may still use its input": input_dies,
-        f"{layer} may still use what attention read": attention_lets_go,
-        f"{layer} may keep what is captured": captures_sums_alone,
-        f"{layer} may keep its result": keeps_no_result,
-    }
-    return next((reason for reason, proof in proved.items() if not proof(forward)), "")
+def _definition(code: Code) -> ast.FunctionDef:
+    if isinstance(code, ast.FunctionDef):
+        return code
+    (definition,) = ast.parse(engine.source(code)).body
+    assert isinstance(definition, ast.FunctionDef)
+    return definition
 
 
-def why_no_loop(model: str, forward: Code) -> str:
-    """Why the loop over the layers may keep their inputs; or ``""``."""
-    return "" if loop_keeps_nothing(forward) else f"{model} may keep its layers' inputs"
+def _is_modelled(definition: ast.FunctionDef) -> bool:
+    """Whether a function binds names only in ways that the proofs model."""
+    inner = (node for node in ast.walk(definition) if node is not definition)
+    return not any(isinstance(node, _NOT_MODELLED) or _is_namespace(node) for node in inner)
+
+
+def _is_namespace(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in _NAMESPACES
+
+
+def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def _names(tree: ast.AST, name: str) -> list[ast.Name]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+
+
+def _loaded(tree: ast.AST) -> set[str]:
+    """The names that are read, for more than a shape or a type."""
+    match tree:
+        case ast.Name(id=name, ctx=ast.Load()):
+            return {name}
+        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
+            return set()
+    return set().union(*map(_loaded, ast.iter_child_nodes(tree)))
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """The names to which an assignment assigns, in any case."""
+    return {target.id for target in _targets(statement) if isinstance(target, ast.Name)}
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+
+
+def _only_names(statement: ast.Assign) -> bool:
+    return all(isinstance(target, ast.Name) for target in _targets(statement))
