@@ -7,6 +7,7 @@ it is the engine's own KV cache.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,43 @@ ELSEWHERE = {
     "model_config",
 }
 """Arguments that only some of the tested releases have."""
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("eagle", [True, False])
+def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for(eagle, page):
+    """The engine's cache has pairs of tokens for EAGLE's keys, and single tokens for other algorithms."""
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+    limits = phases.Configuration(2048, 8192, 40_000, 9, 0, page, draft_tokens=4, draft_slots=8)
+    driven = {phase.kind: phase for phase in phases.derive_phases(limits).phases}
+    prefix, behind = driven[phases.PhaseKind.BEHIND_PREFIX].prompts(phases.Tokens("behind", 1000))
+    _, *sharing = driven[phases.PhaseKind.SHARED_PREFIX].prompts(phases.Tokens("shared", 1000))
+    cache = RadixCache(
+        CacheInitParams(
+            disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=page, is_eagle=eagle
+        )
+    )
+
+    def key(tokens):
+        return RadixKey(array("q", tokens), None)
+
+    cache.insert(InsertParams(key=key(prefix), value=torch.arange(len(prefix))))
+
+    def found(prompt):
+        match = cache.match_prefix(MatchPrefixParams(key=key(prompt)))
+        return match.device_prefix_len if hasattr(match, "device_prefix_len") else len(match.device_indices)
+
+    bound = driven[phases.PhaseKind.BEHIND_PREFIX].bound
+    assert found(behind) >= bound.longest_prefix > limits.input_tokens // 2
+    assert len(behind) - found(behind) >= bound.tokens == limits.chunk
+    bound = driven[phases.PhaseKind.SHARED_PREFIX].bound
+    assert sum(map(found, sharing)) >= bound.prefix
+    assert limits.chunk >= sum(map(len, sharing)) - sum(map(found, sharing)) >= bound.tokens
 
 
 @pytest.mark.every_release

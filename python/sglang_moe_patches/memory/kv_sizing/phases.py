@@ -412,12 +412,14 @@ def derive_phases(c: Configuration) -> Load:
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
     step = math.lcm(c.page, min(STATE_INTERVAL_TOKENS, chunk)) if c.states and c.radix_cache else c.page
     before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
+    # With EAGLE the cache's keys are pairs of tokens: of a prefix it finds one token less, which can be a step less.
+    cached = before - step if c.draft_tokens and c.radix_cache else before
     if c.chunk is None:
         missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
-    elif before < c.page:
+    elif cached < step:
         missing.append("a long cached prefix: the longest request is a chunk")
     else:
-        behind = replace(prefill, longest_prefix=before)
+        behind = replace(prefill, longest_prefix=cached)
         prompts = _behind(before, chunk, c)
         phases.append(
             Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
@@ -425,16 +427,16 @@ def derive_phases(c: Configuration) -> Load:
         # The filler is one of the requests that run at once.
         sharers = min(SHARED_PREFIX_REQUESTS, c.requests - 1, c.batch, c.prefill_requests or SHARED_PREFIX_REQUESTS)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
-        part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page
+        part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page - (before - cached)
         filler = min(3 * chunk, room // chunk * chunk)
         fits = sharers > 1 and before + filler + 2 * chunk + sharers * c.page <= c.cache_tokens
         if c.window_tokens:
             # One window is the prefix's, and one with two chunks the filler's.
             windows = sharers * (max(part, c.window) + 2 * c.page) + 2 * (chunk + c.window)
             fits = fits and windows <= c.window_tokens
-        if c.radix_cache and part and fits:
+        if c.radix_cache and part > 0 and fits:
             # The filler runs while the others arrive, so that they share the forward after its last chunk.
-            sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * before)
+            sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
             phases.append(
                 Phase(
                     PhaseKind.SHARED_PREFIX,
