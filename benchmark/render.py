@@ -24,7 +24,7 @@ from changes import cutedsl_memory, mori_rows, nvfp4_hopper, overhead, residual_
 from common import headlines, machine, moe_tables, output, same, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
-from whole import engine_suite, launcher_cost, models, peak_memory, soak, triton_server
+from whole import engine_suite, launcher_cost, models, peak_memory, recipes, soak, triton_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -84,6 +84,8 @@ TRITON_SERVERS = under(
 SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
+SERVING = under("serving", "kimi-k2.5-8192", "kimi-k2.5-8192-more-sampling", "kimi-k2.5", "deepseek-r1-eagle")
+RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
     "launched": Section(headlines=headlines.launched),
@@ -106,6 +108,8 @@ SECTIONS = {
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
     "models": Section(("models/0.5.23",), lambda results: models.tables(results[0])),
+    "recipes": Section(RECIPES, recipes.tables),
+    "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
@@ -115,7 +119,7 @@ SECTIONS = {
     "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
     "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
-    "serving": Section(under("serving", "kimi-k2.5-8192", "kimi-k2.5-8192-more-sampling", "kimi-k2.5"), serving.tables),
+    "serving": Section(SERVING, serving.tables),
     "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),

@@ -68,27 +68,33 @@ def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     wholes, alone = {}, {}
     for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
         found = output.load(f"peak-memory/{path.stem}")["figures"]
-        share = MODELS[found["model"]].shard(found["shard"])
-        quantization = forward.BLOCKS if found["served"]["fp8"] else None
-        key = _key(share, Layout(tp=found["tp"]), found["served"]["runner"], quantization)
         peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
         knob = found["moe_workspace_mb"]
-        wholes[key] = f"{peaks}, {knob} MB asked for" if knob else peaks
-    for cell in _cells():
-        layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
-        key = _key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
-        alone[key] = f"runner alone {in_mb(cell['stock_peak'], cell['peak'])}"
+        wholes[key_of(found)] = f"{peaks}, {knob} MB asked for" if knob else peaks
+    for cell in cells():
+        if cell["tokens"] == TOKENS:
+            alone[key_of_cell(cell)] = f"runner alone {in_mb(cell['stock_peak'], cell['peak'])}"
     return wholes, alone
 
 
-def _cells() -> Iterator[dict[str, Any]]:
-    for name in ("h100", "h200-more", "h200"):  # of the same sizes the last counts
-        for cell in output.load(f"moe-workspace/{name}")["figures"]["cells"]:
-            if cell["tokens"] == TOKENS:
-                yield cell
+def cells() -> Iterator[dict[str, Any]]:
+    """What was measured of the runner alone; of the same sizes the last counts."""
+    for name in ("h100", "h200-more", "h200"):
+        yield from output.load(f"moe-workspace/{name}")["figures"]["cells"]
 
 
-def _key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
+def key_of(found: dict[str, Any]) -> Sizes:
+    """Of a whole forward that was measured."""
+    share, served = MODELS[found["model"]].shard(found["shard"]), found["served"]
+    return key(share, Layout(tp=found["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
+
+
+def key_of_cell(cell: dict[str, Any]) -> Sizes:
+    layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
+    return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
+
+
+def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
     rank = forward.as_the_engine_runs(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
@@ -114,16 +120,21 @@ def tables(result: output.Result) -> str:
             rows.append((name, on, "refused", "", "", asked["refused"]))
             continue
         found = advised(model, asked)
-        server, sizes = found["server"], found["sizes"]
-        key = (
-            *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
-            sizes["moe_intermediate"] * server["layout"]["ep"] // server["layout"]["tp"],
-            *(server["runner"], server["quantization"]),
-        )
-        seen = wholes.get(key) or alone.get(key, "")
-        rows.append((name, on, server["runner"] or "not known", _peak(found), seen, _said(found)))
+        sizes = sizes_of_a_rank(found)
+        seen = wholes.get(sizes) or alone.get(sizes, "")
+        rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _said(found)))
     header = ("model", "on", "runner", "peak, MB: stock -> patched", "measured", "what is not known")
     return output.table(header, rows, left=6)
+
+
+def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
+    """By which what was measured is found."""
+    server, sizes = found["server"], found["sizes"]
+    return (
+        *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),
+        sizes["moe_intermediate"] * server["layout"]["ep"] // server["layout"]["tp"],
+        *(server["runner"], server["quantization"]),
+    )
 
 
 def _ranks(model: dict[str, Any]) -> int:
@@ -133,8 +144,12 @@ def _ranks(model: dict[str, Any]) -> int:
 def _peak(found: dict[str, Any]) -> str:
     if not found["stock"]:
         return "-"
-    more = any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
-    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * more
+    return in_mb(found["stock"]["peak"], found["patched"]["peak"]) + " +" * at_least(found)
+
+
+def at_least(found: dict[str, Any]) -> bool:
+    """Whether the peak is at least what is shown."""
+    return any(model_report.AT_LEAST in line or model_report.OWN_WORKSPACE in line for line in found["unknown"])
 
 
 def _said(found: dict[str, Any]) -> str:

@@ -1,0 +1,169 @@
+"""Published recipes: what the engine would run of each at its own flags, what acts, and what kv-sizing does.
+
+    python benchmark whole/recipes --json benchmark/results/recipes/0.5.23.json
+
+Nothing is served: each is asked as ``sglang-moe-patches doctor --model`` asks, with every change selected and
+``SGLANG_MOE_PATCHES_KV_SIZING=auto``. recipes.json has the recipes and where they were published, doctor's models.json
+the sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import examined, output
+from common.shapes import MODELS, Layout
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.lab.predict import forward, model_report
+
+from whole import models
+
+PUBLISHED = Path(__file__).with_name("recipes.json")
+PAGES = "../benchmarks"
+NO_CONFIG = "config.json not at hand"
+SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason"
+Key = tuple[models.Sizes, int]
+
+
+def published() -> dict[str, Any]:
+    """``sources`` by their short names, and ``recipes`` as they were published."""
+    found: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return found
+
+
+def servers() -> list[dict[str, Any]]:
+    """The recipes whose model's ``config.json`` is at hand, as :func:`.examined.each` takes them."""
+    configs = {model["source"]: model["config"] for model in models.served()}
+    return [
+        recipe | {"gpu": recipe["gpu"].lower(), "config": configs[recipe["model"]]}
+        for recipe in published()["recipes"]
+        if recipe["model"] in configs
+    ]
+
+
+def in_short(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
+    """Of what ``doctor --model`` says, what the page shows."""
+    if "refused" in found:
+        return found
+    sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
+    given = any(flag.split("=")[0] == "--mem-fraction-static" for flag in flags)
+    return {
+        "server": found["server"],
+        "sizes": found["sizes"],
+        "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
+        "at_least": models.at_least(found),
+        "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
+        "kv_sizing": REASON if not sizing["acts"] else BESIDE if given else SIZED,
+        "reason": sizing["reason"],
+        "unknown": [line for line in found["unknown"] if line not in model_report.ALWAYS_UNKNOWN],
+    }
+
+
+# --- The page --------------------------------------------------------------------------------------------------------
+
+
+def outcome(answer: dict[str, Any]) -> str:
+    """What becomes of a recipe by kv-sizing; a recipe of which doctor says nothing has that as its reason."""
+    return NO_CONFIG if answer.get("refused") == NO_CONFIG else answer.get("kv_sizing", REASON)
+
+
+def reason(answer: dict[str, Any]) -> str:
+    return answer.get("refused") or answer["reason"]
+
+
+def counts(results: list[output.Result]) -> str:
+    """How many recipes are sized, measured, or neither and why, on each release."""
+    rows: dict[str, list[int]] = {SIZED: [0] * len(results), BESIDE: [0] * len(results)}
+    for at, result in enumerate(results):
+        for each in result["figures"]["recipes"]:
+            found = outcome(each["found"])
+            what = found if found in rows else f"neither: {reason(each['found'])}"
+            rows.setdefault(what, [0] * len(results))[at] += 1
+    header = ("kv-sizing", *(result["conditions"]["engine"] for result in results))
+    return output.table(header, [(what, *map(str, numbers)) for what, numbers in rows.items()])
+
+
+def tables(results: list[output.Result]) -> str:
+    """A row for each recipe, of the first release that would start it."""
+    wholes, alone = measured()
+    rows, absent = [], set()
+    for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
+        recipe = answers[0]["recipe"]
+        if outcome(answers[0]["found"]) == NO_CONFIG:
+            absent.add(recipe["model"])
+            continue
+        at, answer = next(
+            ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"]),
+            (0, answers[0]["found"]),
+        )
+        cells = [recipe["model"].split("/")[1], f"{_ranks(recipe['flags'])} x {recipe['gpu']}", recipe["name"]]
+        if at:
+            cells[2] += f" ({results[at]['conditions']['engine']})"
+        if "refused" in answer:
+            rows.append((*cells, "", "", "", "", "", answer["refused"]))
+            continue
+        server = answer["server"]
+        key = (models.sizes_of_a_rank(answer), server["tokens"])
+        peaks = models.in_mb(*answer["peaks"]) + " +" * answer["at_least"] if answer["peaks"] else "-"
+        says = outcome(answer) if outcome(answer) != REASON else reason(answer)
+        run = wholes.get(key) or alone.get(key) or ""
+        acts = ", ".join(answer["acts"]) or "-"
+        rows.append((*cells, _runner(server), f"{server['tokens']:,}", peaks, acts, run, says))
+    header = ("model", "on", "recipe", "runner", "chunk", "peak, MB: stock -> patched", "acts", "measured", "kv-sizing")
+    named = "; ".join(f"[{each['title']}]({each['url']})" for each in published()["sources"].values())
+    lacking = f" Its {NO_CONFIG}: {', '.join(sorted(absent))}." if absent else ""
+    return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"
+
+
+def _runner(server: dict[str, Any]) -> str:
+    return f"{server['runner'] or 'not known'}, {server['format']}"
+
+
+def _ranks(flags: list[str]) -> str:
+    return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
+
+
+def measured() -> tuple[dict[Key, str], dict[Key, str]]:
+    """Links to what was measured, whole forwards and the runner alone, by a rank's sizes and the chunk."""
+    wholes: dict[Key, str] = {}
+    for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
+        found = output.load(f"peak-memory/{path.stem}")["figures"]
+        wholes[models.key_of(found), found["tokens"]] = f"[forward]({PAGES}/peak-memory.md)"
+    found = output.load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
+    layout = Layout(tp=8)
+    sizes = models.key(MODELS["deepseek-v3-fused"], layout, "triton", forward.BLOCKS)
+    wholes[sizes, 32768] = f"[server]({PAGES}/triton-server.md)"
+    alone = {
+        (models.key_of_cell(cell), cell["tokens"]): f"[runner alone]({PAGES}/moe-workspace.md)"
+        for cell in models.cells()
+    }
+    return wholes, alone
+
+
+def asked() -> Iterator[dict[str, Any]]:
+    """Each recipe as it was published, with what doctor says of it."""
+    answers = {}
+    for server, found in examined.each(servers()):
+        answers[_name(server)] = in_short(found, server["flags"])
+        print(f"{len(answers)}: {' '.join(map(str, _name(server)))}", flush=True)
+    for recipe in published()["recipes"]:
+        yield {"recipe": recipe, "found": answers.get(_name(recipe), {"refused": NO_CONFIG})}
+
+
+def _name(recipe: dict[str, Any]) -> tuple[str, ...]:
+    return recipe["source"], recipe["model"], recipe["gpu"].lower(), recipe["name"]
+
+
+def main() -> None:
+    options = output.parse(output.parser(__doc__))
+    conditions = {"machine": "no GPU", "engine": engine.version()}
+    result = output.result("recipes", {"recipes": list(asked())}, conditions)
+    output.finish(options, result, f"{counts([result])}\n{tables([result])}")
+
+
+if __name__ == "__main__":
+    main()
