@@ -664,9 +664,16 @@ def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_i
     stopped = replace(MEASURED, need=12 * GB, reached=(), missed=("mixed chunk",), fraction=0.9)
     became = record.with_rehearsal(MEASURED, stopped, 0, A, stopped=True)
     assert (became.need, became.proven, became.missed, became.reached) == (12 * GB, False, (), MEASURED.reached)
-    assert became.rehearsals == MEASURED.rehearsals + 1
-    assert record.with_rehearsal(became, stopped, 0, A).rehearsals == MEASURED.rehearsals + 2
     assert sizing.decide(START, became).reserve >= 12 * GB + sizing.MARGIN_BYTES - 1
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_replicas_of_a_launch_have_rehearsed_once(stopped):
+    missed = replace(MEASURED, missed=("mixed chunk",))
+    for rehearsals, gpu, launch in ((1, 0, A), (1, 1, A), (2, 0, B), (2, 1, B)):
+        missed = record.with_rehearsal(missed, missed, gpu, launch, stopped=stopped)
+        assert missed.rehearsals == rehearsals
+        assert sizing.decide(START, missed).rehearse == (launch == A)
 
 
 def test_a_replica_is_no_proof_where_another_needs_more_than_it_set_aside():

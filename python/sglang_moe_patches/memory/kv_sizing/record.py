@@ -43,7 +43,8 @@ class Record:
     :param ranks: the same for each rank.
     :param reached: phases that ran at their bounds; ``missed``: that did not; ``skipped``: that cannot run in this
         configuration, each with the reason.
-    :param rehearsals: how many rehearsals of this configuration have ended.
+    :param rehearsals: how many launches have rehearsed this configuration to an end, and ``rehearsed_by`` the last one:
+        its replicas count once.
     :param proven: a server that was sized by it has rehearsed too.
     :param serving_peak_need: the most taken while serving; 0: not seen.
     :param lowest_free_serving: the lowest free memory while serving; ``None``: not seen.
@@ -70,6 +71,7 @@ class Record:
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     rehearsals: int = 0
+    rehearsed_by: str = ""
     proven: bool = False
     serving_peak_need: int = 0
     lowest_free_serving: int | None = None
@@ -272,13 +274,15 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
     """
     here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
     left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)
-    rehearsals, need = old.rehearsals + 1, max(new.need, old.need)
+    need = max(new.need, old.need)
+    old = replace(old, unfinished=left, rehearsals=old.rehearsals + (launch != old.rehearsed_by), rehearsed_by=launch)
     if stopped and old.need:
-        return replace(old, unfinished=left, need=need, ranks=new.ranks, rehearsals=rehearsals, proven=False)
+        return replace(old, need=need, ranks=new.ranks, proven=False)
     return replace(
         new,
         unfinished=left,
-        rehearsals=rehearsals,
+        rehearsals=old.rehearsals,
+        rehearsed_by=launch,
         unserved=old.unserved,
         need=need,
         # Another replica may have found meanwhile that more is needed than this one set aside.
