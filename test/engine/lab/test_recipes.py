@@ -1,0 +1,37 @@
+"""What ``doctor --model`` says of published recipes, against what the engine resolves of the same flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from common import examined
+from whole import recipes
+
+FORMATS = {
+    None: {"BF16"},
+    "fp8": {"FP8 in blocks"},
+    "mxfp4": {"MXFP4"},
+    "compressed-tensors": {"INT4", "INT4 or INT8 weights"},
+}
+CHOSEN_BY_LAYERS = {"triton", "marlin"}
+"""Runners that the engine's arguments leave at ``auto``."""
+
+
+def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:
+    if "refused" in engine and any("draft-model-path" in flag for flag in recipe["flags"]):
+        return any("draft model" in line for line in doctor["unknown"])  # it is not at hand, and doctor does without
+    if "refused" in engine or "refused" in doctor:
+        return "refused" in engine and "refused" in doctor
+    server = doctor["server"]
+    runners = CHOSEN_BY_LAYERS if engine["runner"] == "auto" else {engine["runner"]}
+    resolved = (engine["tokens"], {name: engine[name] for name in ("tp", "ep", "dp")})
+    same_sizes = (server["tokens"], server["layout"]) == resolved
+    return same_sizes and server["runner"] in runners and server["format"] in FORMATS[engine["quantization"]]
+
+
+@pytest.mark.every_release
+def test_doctor_says_of_every_recipe_what_the_engine_resolves():
+    answers = list(examined.each(recipes.servers(), "engine_resolution:compare"))
+    assert len(answers) > 80
+    assert [(recipe, found) for recipe, found in answers if not agree(recipe, **found)] == []
