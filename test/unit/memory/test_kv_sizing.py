@@ -987,7 +987,7 @@ class Scheduler:
         monkeypatch.setattr(rehearsal, "batch_facts", lambda batch: batch)
         monkeypatch.setattr(rehearsal, "make_abort", lambda: "abort")
         monkeypatch.setattr(rehearsal, "make_flush", lambda: "flush")
-        monkeypatch.setattr(rehearsal, "make_request", lambda name, prompt, *more: SimpleNamespace(name=name))
+        monkeypatch.setattr(rehearsal, "make_request", lambda name, prompt, *more, **also: SimpleNamespace(name=name))
 
     def _nothing(self, *flags):
         raise self.zmq.Again()

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory
@@ -142,13 +143,13 @@ def is_counter(name: str, value: object) -> bool:
 # --- The engine's requests -------------------------------------------------------------------------------------------
 
 
-def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase) -> Any:
-    """A request as the tokenizer makes it, in the words of the installed release."""
+def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase, *, tokenizer: Any) -> Any:
+    """A request as the engine's tokenizer process makes it, in the words of the installed release."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=new, ignore_eos=True, **phase.sampling)
-    params.normalize(None)
+    params.normalize(tokenizer)  # from 0.5.2x on not without one, where min_new_tokens is asked for
     if params.stop_regex_strs is None:
         params.stop_regex_strs = []
     wants_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])
@@ -258,7 +259,8 @@ class Rehearsal:
         self._keep_counters()
         if self.leads:
             load = derive_phases(limits)
-            self._driver = LoadDriver(load, limits, make_request, make_abort, self._late)
+            make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
+            self._driver = LoadDriver(load, limits, make, make_abort, self._late)
         if self.reads:
             self._open_inbox()
         self._unpack()
