@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,15 +31,16 @@ from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
-from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, server_facts, unknown_pool
+from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts, unknown_pool
 from sglang_moe_patches.memory.kv_sizing.phases import (
     Batch,
-    Configuration,
+    Limits,
     Phase,
     ServerFacts,
-    configuration,
+    derive_limits,
     derive_phases,
 )
+from sglang_moe_patches.memory.kv_sizing.record import NeedParts
 from sglang_moe_patches.memory.kv_sizing.sizing import lowest
 
 REHEARSAL_TIMEOUT_S = 300.0
@@ -80,6 +81,7 @@ class RankResult:
 
     :param lowest: its lowest free memory in bytes.
     :param reserve: what it has beside its weights and its KV cache, in bytes.
+    :param parts: of what it needed.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param flushed: its cache is empty again.
@@ -87,6 +89,7 @@ class RankResult:
 
     lowest: int = 0
     reserve: int = 0
+    parts: NeedParts = field(default_factory=NeedParts)
     failure: str = ""
     stopped: bool = False
     flushed: bool = True
@@ -120,7 +123,7 @@ def mute_metrics(patcher: Patcher) -> None:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
-def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
+def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
     """What bounds a forward of this scheduler."""
     told = arguments_of(scheduler.server_args) | {
         "chunked_prefill_size": scheduler.chunked_prefill_size,
@@ -132,7 +135,7 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    return replace(configuration(told, facts), stop_token=stops)
+    return replace(derive_limits(told, facts), stop_token=stops)
 
 
 def is_counter(name: str, value: object) -> bool:
@@ -241,9 +244,10 @@ class Rehearsal:
     def begin(self) -> None:
         """Install all wrappers. If this raises, the caller must call :meth:`end`."""
         self._began = time.monotonic()
-        first = gpu_memory.read(self.gpu)
-        self._free, self._reserved = first.free, first.reserved
-        self._lowest, self._most_reserved = first.free, first.reserved
+        gpu_memory.reset_peak(self.gpu)
+        self._first = first = gpu_memory.read(self.gpu)
+        self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
+        self._phase = self._peak_phase = ""
         if pool := unknown_pool(self.runner):
             raise RuntimeError(f"pools of the kind {pool} are not rehearsed yet")
         facts = server_facts(self.runner)
@@ -266,6 +270,8 @@ class Rehearsal:
         self._unpack()
         for sender in self._senders:
             self._meanwhile(sender, "send_output", self._swallow)
+        # Of requests that wait: a forward is as large with it, as those that are taken back count, too.
+        self._meanwhile(self.scheduler, "max_queued_requests", None)
         self._watch_forwards()
 
     def end(self) -> None:
@@ -326,7 +332,8 @@ class Rehearsal:
         original = self.scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            self._look()  # a draft model's forward and sampling come after the last one that was watched
+            self._look()  # sampling and a draft model's forward come after the one that was watched
+            self._phase = self._driver.phase_name if self._driver is not None else ""
             whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
             return original(whole, *args, **kwargs)
 
@@ -336,7 +343,6 @@ class Rehearsal:
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._look()  # what came after the forward before, sampling above all
             try:
                 # Before ranks are padded to the longest.
                 facts = batch_facts(batch) if self._driver is not None else None
@@ -360,7 +366,9 @@ class Rehearsal:
         try:
             now = gpu_memory.read(self.gpu)
             self._lowest = min(self._lowest, now.free)
-            self._most_reserved = max(self._most_reserved, now.reserved)
+            self._peak_reserved = max(self._peak_reserved, now.reserved)
+            if now.peak > self._peak:
+                self._peak, self._peak_phase = now.peak, self._phase
             if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
                 self._notes.report_low_memory()
@@ -413,9 +421,12 @@ class Rehearsal:
         self._over(result)
 
     def _result(self, flushed: bool) -> RankResult:
-        driver = self._driver
+        driver, grown = self._driver, self._peak_reserved - self._first.reserved
+        decodes, prefills = graph_bytes(self.runner)
+        tensors = self._peak - self._first.allocated
         return RankResult(
-            lowest=lowest(self._lowest, self._free, self._most_reserved - self._reserved),
+            lowest=lowest(self._lowest, self._first.free, grown),
+            parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
             flushed=flushed,
