@@ -19,10 +19,10 @@ from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.kv_sizing.phases import (
     PENALIZED,
     SAMPLED,
-    Configuration,
+    Limits,
     ServerFacts,
     Tokens,
-    configuration,
+    derive_limits,
     growing_lengths,
 )
 
@@ -68,7 +68,7 @@ def overfill(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: 
         context=int(info.get("max_req_input_len") or tokens),
         vocabulary=vocabulary,
     )
-    load = _Load(Client(server.url), configuration(info, facts))
+    load = _Load(Client(server.url), derive_limits(info, facts))
     log_start, start_s = len(server.log_text()), time.monotonic()
 
     def retracted() -> bool:
@@ -88,7 +88,7 @@ def overfill(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: 
     }
 
 
-def filling(c: Configuration) -> tuple[int, int, int]:
+def filling(c: Limits) -> tuple[int, int, int]:
     """Choose requests that together want more than the KV cache has.
 
     The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
@@ -114,7 +114,7 @@ def random_length(draw: random.Random, longest: int) -> int:
 
 
 class _Load:
-    def __init__(self, client: Client, c: Configuration) -> None:
+    def __init__(self, client: Client, c: Limits) -> None:
         self.client, self.c = client, c
         self.answered = self.aborted = 0
         self.errors: list[str] = []

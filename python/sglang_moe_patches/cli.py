@@ -148,7 +148,7 @@ def doctor(
     gpu: Annotated[str, typer.Option(help=f"With --model: {', '.join(GPUS)}; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     kv: Annotated[
-        bool, typer.Option("--kv", help="List what kv-sizing has recorded, with what it is made of.")
+        bool, typer.Option("--kv", help="List what kv-sizing has recorded: the fraction to set, what is needed.")
     ] = False,
     forget: Annotated[
         str, typer.Option(metavar="RECORD|all", help="With --kv: forget a record, by how its name begins, or all.")
@@ -178,14 +178,21 @@ def doctor(
         return
     if server_args:
         fail("SERVER_ARGS need --model: give --model before the `--`")
-    from sglang_moe_patches.lab import doctor
-
     if kv or forget:
+        from sglang_moe_patches.lab import kv_records
+
         try:
-            typer.echo("\n".join(doctor.kv_records(forget)))
+            if forget:
+                typer.echo(kv_records.forget(forget))
+            elif json:
+                typer.echo(json_module.dumps(kv_records.report(), indent=2))
+            else:
+                typer.echo("\n".join(kv_records.tell()))
         except ValueError as error:
             fail(str(error))
         return
+    from sglang_moe_patches.lab import doctor
+
     require_engine()
     try:
         found = doctor.examine()

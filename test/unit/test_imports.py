@@ -22,7 +22,7 @@ ROOMS = (
     {"extras", "pages", "effects", "reference", "observers"},
     {"predict", "servers"},
     {"regress"},
-    {"doctor"},
+    {"doctor", "kv_records"},
 )
 """From the bottom up, within ``lab``."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}

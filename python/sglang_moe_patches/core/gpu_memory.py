@@ -8,12 +8,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes: ``reserved`` is this process's own, ``free`` the driver's; ``ooms``: how often it gave up."""
+    """In bytes.
+
+    :param free: the driver's.
+    :param reserved: by this process's allocator; ``allocated``: the tensors in it, and ``peak``: the most of them.
+    :param ooms: how often the allocator gave up.
+    """
 
     free: int = 0
     total: int = 0
     reserved: int = 0
     ooms: int = 0
+    allocated: int = 0
+    peak: int = 0
 
 
 def read(gpu: int) -> Memory:
@@ -24,7 +31,22 @@ def read(gpu: int) -> Memory:
         return Memory()
     free, total = torch.cuda.mem_get_info(gpu)
     counted = torch.cuda.memory_stats(gpu)
-    return Memory(free, total, counted.get("reserved_bytes.all.current", 0), counted.get("num_ooms", 0))
+    return Memory(
+        free,
+        total,
+        reserved=counted.get("reserved_bytes.all.current", 0),
+        ooms=counted.get("num_ooms", 0),
+        allocated=counted.get("allocated_bytes.all.current", 0),
+        peak=counted.get("allocated_bytes.all.peak", 0),
+    )
+
+
+def reset_peak(gpu: int) -> None:
+    """Count the peak of one GPU anew."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def device(gpu: int) -> str:

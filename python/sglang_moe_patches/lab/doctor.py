@@ -12,7 +12,6 @@ from typing import Any
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.memory.kv_sizing import eligibility, record
 
 
 class EngineUnusable(RuntimeError):
@@ -109,33 +108,6 @@ def show(found: dict[str, Any]) -> None:
         console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
     for line in found["unread"]:
         console.print(f"[bold yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
-
-
-def kv_records(forget: str = "") -> list[str]:
-    """What ``doctor --kv`` prints: the records of kv-sizing.
-
-    :param forget: the beginning of the fingerprints to forget, or ``all``; "": none.
-    :raises ValueError: the file cannot be read or written, or no record is called so.
-    """
-    path = eligibility.record_path(os.environ)
-    try:
-        records = record.read(path)
-        if forget == "all" and records:
-            path.unlink()
-            return [f"{path}: {len(records)} forgotten"]
-        gone = [key for key in records if forget and key.startswith(forget)]
-        if forget and not gone:
-            raise ValueError(f"{path} has no record {forget}; it has {', '.join(records) or 'none'}")
-        for key in gone:
-            record.update(path, key, lambda old: None)
-    except record.Unreadable as error:
-        raise ValueError(f"{path} {error}") from error
-    except OSError as error:
-        raise ValueError(str(error)) from error
-    if gone:
-        return [f"{path}: {', '.join(gone)} forgotten"]
-    lines = [line for key, found in records.items() for line in record.describe(key, found)]
-    return [f"{path}: {len(records)} {'record' if len(records) == 1 else 'records'}", *lines]
 
 
 if __name__ == "__main__":

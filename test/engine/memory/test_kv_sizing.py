@@ -62,7 +62,7 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-    limits = phases.Configuration(2048, 8192, 40_000, 9, 0, page, draft_tokens=4, draft_slots=8)
+    limits = phases.Limits(2048, 8192, 40_000, 9, 0, page, draft_tokens=4, draft_slots=8)
     driven = {phase.kind: phase for phase in phases.derive_phases(limits).phases}
     prefix, behind = driven[phases.PhaseKind.BEHIND_PREFIX].prompts(phases.Tokens("behind", 1000))
     _, *sharing = driven[phases.PhaseKind.SHARED_PREFIX].prompts(phases.Tokens("shared", 1000))
@@ -181,7 +181,12 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
         assert answers(second, prompts=PROMPTS) == answers(second, prompts=PROMPTS)
         larger = sure(second)
         shown = httpx.get(f"{second.url}/metrics", follow_redirects=True, timeout=PATIENCE).raise_for_status().text
-    assert f'{metrics.NAME}{{gpu="0",rank="0"}} {FREE:.1f}' in [f"{n} {float(v):.1f}" for n, v in samples(shown)]
+    found = {name: float(value) for name, value in samples(shown)}
+    rank = 'gpu="0",rank="0"'
+    assert found[f"{metrics.LOWEST_FREE}{{{rank}}}"] == FREE
+    for name in (metrics.FRACTION, metrics.SUGGESTED):
+        assert found[f"{name}{{{rank}}}"] == pytest.approx(larger["mem_fraction_static"], abs=1e-9)
+    assert found[f'{metrics.STATE}{{{rank},reason="",source="record"}}'] == 1
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     assert larger["mem_fraction_static"] == pytest.approx(
         1 - (measured.need + MARGIN_BYTES) / measured.before, abs=2 * sizing.FRACTION_STEP
@@ -198,6 +203,25 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert proven.proven
     assert proven.need == measured.need
     assert proven.lowest_free_serving == FREE
+
+
+@pytest.mark.every_release
+def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoint):
+    """A queue of one would refuse most requests of a rehearsal."""
+    place = folder / "limits"
+    place.mkdir()
+    limits = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
+    first = sized("first", checkpoint(), place, *limits)
+    with started(first):
+        rule = sure(first)
+    measured = the_record(place)
+    assert (measured.missed, measured.rehearsals, measured.tokens <= 2000) == ((), 1, True)
+    second = sized("second", checkpoint(), place, *limits)
+    with started(second):
+        assert sure(second) == rule
+    (told,) = said(second)
+    assert "--max-total-tokens 2,000 is used; " in told
+    assert "would fit" in told
 
 
 @pytest.mark.every_release

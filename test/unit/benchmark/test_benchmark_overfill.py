@@ -8,11 +8,11 @@ import pytest
 from common import overfill
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.memory.kv_sizing.phases import Configuration
+from sglang_moe_patches.memory.kv_sizing.phases import Limits
 
 
-def configured(**sizes: int) -> Configuration:
-    return Configuration(captured=64, vocabulary=5000, context=10_006, **sizes)
+def configured(**sizes: int) -> Limits:
+    return Limits(captured=64, vocabulary=5000, context=10_006, **sizes)
 
 
 @given(st.integers(1, 5000), st.integers(0, 10))
@@ -24,7 +24,7 @@ def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> No
 def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     requests: int, share: int, context: int
 ) -> None:
-    c = Configuration(
+    c = Limits(
         captured=64,
         vocabulary=5000,
         context=10_006,
@@ -49,7 +49,7 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
 def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
     tokens: int, requests: int, whole: int
 ) -> None:
-    c = Configuration(
+    c = Limits(
         captured=64,
         vocabulary=5000,
         context=10_006,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
@@ -27,7 +28,7 @@ from sglang_moe_patches import cli
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Patcher, Plan
-from sglang_moe_patches.lab import doctor
+from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.memory.kv_sizing import (
     coordination,
     eligibility,
@@ -46,7 +47,7 @@ from sglang_moe_patches.memory.kv_sizing import (
 from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.monitor import SAMPLE_INTERVAL_S, SAVE_INTERVAL_S, FreeMemoryMonitor
-from sglang_moe_patches.memory.kv_sizing.phases import Batch, Configuration, PhaseKind
+from sglang_moe_patches.memory.kv_sizing.phases import Batch, Limits, PhaseKind
 from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
@@ -110,7 +111,6 @@ MONITOR_ONLY_CASES = {
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-eplb": {"enable_eplb": True},
     "--moe-a2a-backend": {"moe_a2a_backend": "deepep"},
-    "--max-queued-requests": {"max_queued_requests": 8},
 }
 """Servers that are monitored, and their arguments."""
 INELIGIBLE_CASES = {
@@ -180,11 +180,11 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
         assert eligibility.skip_reason(True, alone, {}) is None
         assert str(eligibility.skip_reason(True, {**alone, **given}, {})).startswith(f"of {name}, ")
     server = phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
-    c = phases.configuration(given, server)
+    c = phases.derive_limits(given, server)
     assert (c.ranks, c.gathered) == (2, 2)
     for phase in phases.derive_phases(c).phases:
         assert phase.bound.all_ranks == 2 * (phase.bound.tokens or phase.bound.requests) > 0
-    of_both = phases.configuration({**given, "dp_size": 4, "attn_dp_size": 2}, server)
+    of_both = phases.derive_limits({**given, "dp_size": 4, "attn_dp_size": 2}, server)
     assert (of_both.ranks, of_both.gathered) == (8, 2)
     assert [each.bound for each in phases.derive_phases(of_both).phases] == [
         each.bound for each in phases.derive_phases(c).phases
@@ -194,7 +194,7 @@ def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_eac
 def test_replicas_are_each_driven_as_if_they_were_alone():
     replicas = {**ARGUMENTS, "dp_size": 4}
     assert eligibility.skip_reason(True, replicas, {}) is eligibility.monitor_only_reason(replicas) is None
-    c = phases.configuration(replicas, phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
+    c = phases.derive_limits(replicas, phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000))
     assert (c.ranks, c.gathered) == (4, 1)
     assert {phase.bound.all_ranks for phase in phases.derive_phases(c).phases} == {0}
 
@@ -202,7 +202,7 @@ def test_replicas_are_each_driven_as_if_they_were_alone():
 def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     told = phases.ServerFacts(1, 50_000, 1, 1, 20, 4096, 1000)
     given = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_req_input_len": 3000}
-    whole, c = (phases.configuration({**given, "pp_size": stages}, told) for stages in (1, 2))
+    whole, c = (phases.derive_limits({**given, "pp_size": stages}, told) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
     assert eligibility.monitor_only_reason({**ARGUMENTS, "pp_size": 2}) is None
     assert "mixed chunk" in [phase.name for phase in phases.derive_phases(whole).phases]
@@ -221,7 +221,7 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     paged = phases.derive_phases(replace(c, captured=4, page=32))
     assert PhaseKind.CAPTURED_DECODE not in {phase.kind for phase in paged.phases}
     assert any(why.startswith("captured decode of 4 requests: ") for why in paged.skipped)
-    assert phases.configuration({**given, "pp_size": 2, "pp_max_micro_batch_size": 3}, told).batch == 3
+    assert phases.derive_limits({**given, "pp_size": 2, "pp_max_micro_batch_size": 3}, told).batch == 3
 
 
 def test_the_fraction_in_force_is_the_schedulers():
@@ -388,6 +388,8 @@ def test_variables_of_changes_count_and_those_of_this_one_and_of_commands_do_not
 
 # --- What a record gives ---------------------------------------------------------------------------------------------
 
+A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
+"""Launches: host, process and when it began."""
 START = sizing.LaunchMemory(before=140 * GB, total=141 * GB, fraction=0.8)
 MEASURED = Record(
     measured=1000.0,
@@ -398,6 +400,7 @@ MEASURED = Record(
     fraction=0.8,
     tokens=382_206,
     kv_bytes=20 * GB,
+    reserve=28 * GB,
     need=8 * GB,
     ranks=(8 * GB, 7 * GB),
     reached=("prefill chunk",),
@@ -455,6 +458,53 @@ def test_after_an_out_of_memory_a_server_takes_less():
     assert sizing.decide(START, replace(MEASURED, ooms=1)).reserve >= 8 * GB + 2 * sizing.MARGIN_BYTES
 
 
+LIMITED = {
+    # The KV cache that --max-total-tokens allows in tokens, what was set aside beside it, and the need.
+    "the rule gives it": (382_206, 28 * GB, 8 * GB, "--max-total-tokens 382,206 is used; 726,191 would fit"),
+    "the rule would give more": (382_206, 60 * GB, 8 * GB, "--max-total-tokens 382,206 is used; 1,337,721 would fit"),
+    "hardly more than the rule gives": (
+        383_000,
+        28 * GB,
+        8 * GB,
+        "--max-total-tokens 383,000 is used; 726,191 would fit",
+    ),
+    "the need is larger": (382_206, 60 * GB, 59 * GB, "it already leaves 1,000 MB less than the largest forward"),
+    "more than fits": (800_000, 28 * GB, 8 * GB, ""),
+    "more than the rule gives": (500_000, 28 * GB, 8 * GB, ""),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_limit_of_the_users_is_the_reason_and_nothing_is_rehearsed_for_it(name):
+    limit, reserve, need, why = LIMITED[name]
+    launch = replace(START, max_tokens=limit)
+    known = replace(MEASURED, reserve=reserve, need=need)
+    found = sizing.decide(launch, known)
+    assert found.reason.startswith(why)
+    assert (found.fraction is None) == (not found.rehearse) == bool(why)
+    advice, is_warning = sizing.advise(launch, known)
+    assert is_warning == ("already" in why)
+    more = min(limit, 726_191) - 382_206
+    if not name.startswith("hardly"):  # which a given fraction may be told
+        assert (
+            advice.startswith(why or f"18,000 MB of it were never needed: 0.9285 would give {more:,} more")
+            or is_warning
+        )
+
+
+def test_what_the_rule_keeps_for_images_is_in_the_suggestion():
+    plain, images = (kv_records.advice(replace(MEASURED, images=size))["suggested_fraction"] for size in (0, 14 * GB))
+    assert plain - images == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("known", "fraction"),
+    [(None, None), (replace(MEASURED, missed=("x",)), None), (MEASURED, 0.9285), (Record(), None)],
+)
+def test_a_fraction_is_suggested_where_the_need_is_known(known, fraction):
+    assert sizing.suggested_fraction(START, known) == fraction
+
+
 @pytest.mark.parametrize("name", ["table_bytes", "draft_kv_bytes"])
 def test_what_grows_with_the_kv_cache_is_paid_for(name):
     larger = sizing.decide(START, replace(MEASURED, **{name: 2 * GB}))
@@ -476,7 +526,7 @@ def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving,
         kv_bytes=kv,
         before=before,
         total=start.total,
-        fraction=f,
+        reserve=int(before * (1 - f)),
         ooms=ooms,
     )
     found = sizing.decide(start, known)
@@ -515,15 +565,16 @@ def test_other_records_stay_and_one_can_be_forgotten(tmp_path):
 
 BROKEN = {
     "empty": ("", "is not whole JSON"),
-    "half": ('{"format": 2, "records": {"a": {"need": 12', "is not whole JSON"),
+    "half": ('{"format": 3, "records": {"a": {"need": 12', "is not whole JSON"),
     "a list": ("[]", "is no file of records"),
-    "another format": ('{"format": 1, "records": {}}', "has format 1, this version reads 2"),
-    "a number": ('{"format": 2, "records": {"a": 5}}', "has a record that is none"),
-    "text for bytes": ('{"format": 2, "records": {"a": {"need": "many"}}}', "whose need is 'many'"),
-    "a bool for bytes": ('{"format": 2, "records": {"a": {"need": true}}}', "whose need is True"),
-    "less than nothing": ('{"format": 2, "records": {"a": {"need": -1}}}', "whose need is -1"),
-    "no number": ('{"format": 2, "records": {"a": {"fraction": NaN}}}', "whose fraction is nan"),
-    "ranks": ('{"format": 2, "records": {"a": {"ranks": [1, null]}}}', "whose ranks is None"),
+    "another format": ('{"format": 1, "records": {}}', "has format 1, this version reads 3"),
+    "a number": ('{"format": 3, "records": {"a": 5}}', "has a Record that is none"),
+    "text for bytes": ('{"format": 3, "records": {"a": {"need": "many"}}}', "whose need is 'many'"),
+    "a bool for bytes": ('{"format": 3, "records": {"a": {"need": true}}}', "whose need is True"),
+    "less than nothing": ('{"format": 3, "records": {"a": {"need": -1}}}', "whose need is -1"),
+    "no number": ('{"format": 3, "records": {"a": {"fraction": NaN}}}', "whose fraction is nan"),
+    "parts": ('{"format": 3, "records": {"a": {"parts": {"slack": "x"}}}}', "whose slack is 'x'"),
+    "ranks": ('{"format": 3, "records": {"a": {"ranks": [1, null]}}}', "whose ranks is None"),
 }
 
 
@@ -549,7 +600,7 @@ def test_whatever_a_file_has_it_is_read_or_a_reason(tmp_path_factory, text):
 
 def test_fields_that_a_newer_version_has_are_left_out(tmp_path):
     path = tmp_path / "kv.json"
-    path.write_text('{"format": 2, "records": {"a": {"need": 5, "of_the_future": 1}}}')
+    path.write_text('{"format": 3, "records": {"a": {"need": 5, "of_the_future": 1}}}')
     assert record.read(path) == {"a": Record(need=5)}
 
 
@@ -647,10 +698,6 @@ def test_who_writes_while_another_does_waits_for_it_and_loses_nothing(tmp_path):
 # --- What becomes of a record ----------------------------------------------------------------------------------------
 
 
-A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
-"""Launches: host, process and when it began."""
-
-
 def test_a_first_rehearsal_is_the_record_and_a_second_one_proves_it_or_makes_it_larger():
     first = record.with_rehearsal(record.with_rehearsal_begun(Record(), 0, A), MEASURED, 0, A)
     assert (first.attempts, first.need, first.proven) == (0, 8 * GB, False)
@@ -677,7 +724,7 @@ def test_the_replicas_of_a_launch_have_rehearsed_once(stopped):
 
 
 def test_a_replica_is_no_proof_where_another_needs_more_than_it_set_aside():
-    second = replace(MEASURED, fraction=0.9, proven=True)  # 14 GB set aside
+    second = replace(MEASURED, reserve=14 * GB, proven=True)
     for more, proven in ((14 * GB - 1, True), (15 * GB, False)):
         meanwhile = record.with_rehearsal(MEASURED, replace(MEASURED, need=more), 1, A, stopped=True)
         became = record.with_rehearsal(meanwhile, second, 0, A)
@@ -721,6 +768,13 @@ def test_a_sized_start_that_dies_before_it_serves_makes_the_next_smaller_and_the
     assert record.with_unserved(Record(), A) is None
 
 
+def test_the_parts_are_of_the_need_that_counts():
+    small, large = (replace(MEASURED, need=need, parts=record.NeedParts(slack=need)) for need in (GB, 9 * GB))
+    for old, new, stopped in ((small, large, False), (large, small, False), (small, large, True), (large, small, True)):
+        became = record.with_rehearsal(old, new, 0, A, stopped=stopped)
+        assert (became.need, became.parts) == (9 * GB, large.parts)
+
+
 def test_what_is_seen_while_serving_counts_from_then_on():
     seen = record.with_serving(record.with_serving(MEASURED, 12 * GB, 5 * GB), 12 * GB, 2 * GB)
     assert (seen.serving_peak_need, seen.lowest_free_serving) == (10 * GB, 2 * GB)
@@ -730,24 +784,59 @@ def test_what_is_seen_while_serving_counts_from_then_on():
     assert (again.serving_peak_need, again.lowest_free_serving) == (10 * GB, 2 * GB)
 
 
-def test_a_record_is_told_to_people():
-    made = {"model": "m", "device": "H200", "devices": 2, "engine": "0.5", "torch": "2", "driver": "x"}
-    known = replace(
-        MEASURED, fingerprint_inputs={**made, "arguments": {"tp_size": 2}, "changes": {"moe-workspace": "applied"}}
-    )
-    text = "\n".join(record.describe(KEY, replace(known, lowest_free_serving=3 * GB, ooms=1, skipped=("y: z",))))
-    for part in (KEY, "m on 2 x H200", "8,000 MB needed", "8,000, 7,000 by rank", "382,206 tokens", "prefill chunk"):
-        assert part in text
-    for part in (
-        "rehearses once more",
-        "3,000 MB free",
-        "out of memory while serving: 1",
-        "moe-workspace: applied",
-        "y: z",
-    ):
-        assert part in text
-    assert "skipped: y: z" in text
-    assert "1 rehearsals have begun and not ended" in "\n".join(record.describe(KEY, Record(unfinished=("0 of a",))))
+TOLD = {
+    "measured": (
+        MEASURED,
+        ("8,000 MB needed", "8,000, 7,000 by rank", "382,206 tokens", "reached: prefill chunk", "rehearses once more"),
+    ),
+    "suggested": (MEASURED, ("suggested: --mem-fraction-static 0.9285, with which 726,191 tokens fit",)),
+    "limited": (
+        replace(MEASURED, fingerprint_inputs={"arguments": {"max_total_tokens": 100_000}}),
+        ("the next start: --max-total-tokens 100,000 is used; 726,191 would fit",),
+    ),
+    "parts": (
+        replace(
+            MEASURED,
+            table_bytes=GB // 2,
+            draft_kv_bytes=GB // 2,
+            parts=record.NeedParts(GB, 2 * GB, 3 * GB, "mixed chunk", slack=GB // 2),
+        ),
+        (
+            "500 MB request table",
+            "500 MB the draft model's KV cache",
+            "1,000 MB decode graphs",
+            "2,000 MB prefill graphs",
+            "3,000 MB tensors of the largest forward (mixed chunk)",
+            "500 MB slack of PyTorch's allocator",
+            f"500 MB {kv_records.REST}",
+        ),
+    ),
+    "nothing of it told apart": (MEASURED, (f"8,000 MB {kv_records.REST}",)),
+    "ended early": (replace(MEASURED, parts=record.NeedParts(not_run=GB)), ("1,000 MB kept for the forward before",)),
+    "counted twice": (
+        replace(MEASURED, parts=record.NeedParts(decode_graphs=5 * GB, tensors=4 * GB)),
+        ("8,000 MB parts that overlap",),
+    ),
+    "serving": (replace(MEASURED, lowest_free_serving=3 * GB, ooms=1), ("3,000 MB free", "while serving: 1")),
+    "not driven": (replace(MEASURED, missed=("x",), skipped=("y: z",)), ("not reached, so", "skipped: y: z")),
+    "begun": (Record(unfinished=("0 of a",)), ("1 rehearsals have begun and not ended",)),
+    "of what": (
+        replace(
+            MEASURED,
+            fingerprint_inputs={"model": "m", "device": "H200", "devices": 2, "changes": {"moe-workspace": "applied"}},
+        ),
+        (KEY, "m on 2 x H200", "moe-workspace: applied"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_record_is_told_to_people(name):
+    known, parts = TOLD[name]
+    text = "\n".join(kv_records.describe(KEY, known))
+    assert [part for part in parts if part not in text] == []
+    made_of = kv_records.advice(known)["need_made_of"]
+    assert sum(made_of.values()) == known.need
 
 
 @pytest.mark.parametrize(
@@ -758,28 +847,32 @@ def test_an_age_in_words(seconds, words):
 
 
 def test_doctor_lists_and_forgets(tmp_path, monkeypatch):
+    def said(*arguments):
+        found = CliRunner().invoke(cli.app, ["doctor", *arguments])
+        return found.exit_code, found.output
+
     path = tmp_path / "kv.json"
     monkeypatch.setenv(eligibility.KV_RECORD.name, str(path))
-    assert doctor.kv_records() == [f"{path}: 0 records"]
+    assert said("--kv") == (0, f"{path}: 0 records\n")
     for name in ("abc", "abd", "xyz"):
         record.update(path, name, lambda old: MEASURED)
-    assert doctor.kv_records()[0] == f"{path}: 3 records"
-    assert doctor.kv_records("ab") == [f"{path}: abc, abd forgotten"]
+    assert said("--kv")[1].startswith(f"{path}: 3 records\n")
+    told = json.loads(said("--kv", "--json")[1])["records"]["xyz"]
+    assert (told["need"], told["suggested_fraction"], told["suggested_tokens"]) == (8 * GB, SIZED, 726_191)
+    assert said("--forget", "ab") == (0, f"{path}: abc, abd forgotten\n")
     with pytest.raises(ValueError, match="has no record q; it has xyz"):
-        doctor.kv_records("q")
-    assert doctor.kv_records("all") == [f"{path}: 1 forgotten"]
-    said = CliRunner().invoke(cli.app, ["doctor", "--kv"])
-    assert (said.exit_code, said.output) == (0, f"{path}: 0 records\n")
+        kv_records.forget("q")
+    assert said("--forget", "all") == (0, f"{path}: xyz forgotten\n")
+    assert said("--kv") == (0, f"{path}: 0 records\n")
     path.write_text("{")
     with pytest.raises(ValueError, match="is not whole JSON"):
-        doctor.kv_records()
-    refused = CliRunner().invoke(cli.app, ["doctor", "--forget", "x"])
-    assert refused.exit_code == 2
+        kv_records.tell()
+    assert said("--forget", "x")[0] == 2
 
 
 # --- The script ------------------------------------------------------------------------------------------------------
 
-LIMITS = Configuration(
+LIMITS = Limits(
     chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
 )
 
@@ -977,17 +1070,21 @@ class Scheduler:
         self.recv_from_tokenizer = self.real if reads else None
         self.send_to_tokenizer, self.send_to_detokenizer = Outbox(), Outbox()
         self.enable_metrics, self.forward_ct, self.spec_num_forward_ct = True, 7, 3
+        self.max_queued_requests, self.phase = 2, str
         self.tp_worker = SimpleNamespace(
             model_runner=type("Runner", (), {"forward": lambda runner, batch: self._forward(runner)})()
         )
         self.tp_worker.model_runner.forward_pass_id = 11
-        monkeypatch.setattr(rehearsal.gpu_memory, "read", lambda gpu: Memory(free(self.forwards), 10 * GB))
+        monkeypatch.setattr(rehearsal.gpu_memory, "read", lambda gpu: self.read(free(self.forwards)))
         monkeypatch.setattr(rehearsal, "server_facts", lambda runner: SimpleNamespace(hybrid=""))
         monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts: SMALL)
         monkeypatch.setattr(rehearsal, "batch_facts", lambda batch: batch)
         monkeypatch.setattr(rehearsal, "make_abort", lambda: "abort")
         monkeypatch.setattr(rehearsal, "make_flush", lambda: "flush")
-        monkeypatch.setattr(rehearsal, "make_request", lambda name, prompt, *more: SimpleNamespace(name=name))
+        monkeypatch.setattr(rehearsal, "make_request", lambda name, prompt, *more, **also: SimpleNamespace(name=name))
+
+    def read(self, free):
+        return Memory(free, 10 * GB)
 
     def _nothing(self, *flags):
         raise self.zmq.Again()
@@ -1057,6 +1154,7 @@ def rehearse_it(scheduler, turns=3000, notes=None):
     before = state_of(scheduler)
     run.begin()
     driver = run._driver
+    scheduler.phase = lambda: driver.phase_name
     for _ in range(turns):
         scheduler.turn(lambda: driver._phase and driver._phase.bound)
         if results:
@@ -1069,7 +1167,9 @@ def state_of(scheduler):
     import torch
 
     runner = scheduler.tp_worker.model_runner
-    plain = {name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn", "bound")}
+    plain = {
+        name: value for name, value in vars(scheduler).items() if name not in ("forwards", "drawn", "bound", "phase")
+    }
     return (
         plain,
         dict(vars(runner)),
@@ -1086,6 +1186,52 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
     assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
     assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
     assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
+
+
+PARTS = {
+    # From the rehearsal's begin on: what the allocator took, the most in tensors, and what is slack of that.
+    "some is slack": (3 * GB, 2 * GB, GB),
+    "graphs had left some": (GB, 2 * GB, 0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_rehearsal_tells_what_was_needed_apart(name, monkeypatch):
+    taken, tensors, slack = PARTS[name]
+    scheduler = Scheduler(monkeypatch)
+    scheduler.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
+    phase, forward, has_run = phases.derive_phases(SMALL).phases[2].name, scheduler._forward, []
+
+    def run(runner):
+        has_run.append(scheduler.phase())
+        return forward(runner)
+
+    def read(free):
+        large = phase in has_run
+        return Memory(free, 10 * GB, 5 * GB + taken * large, allocated=4 * GB, peak=4 * GB + tensors * large)
+
+    monkeypatch.setattr(scheduler, "_forward", run)
+    monkeypatch.setattr(scheduler, "read", read)
+    result = rehearse_it(scheduler)
+    assert result.parts == record.NeedParts(3 * GIB, 4 * GIB, tensors, phase, slack)
+
+
+GRAPHS = [({"graph_mem_usage": 2}, (2, 0)), ({}, (0, 0)), ({"graph_memory_usage": {"decode": 2}}, (2, 0))]
+
+
+@pytest.mark.parametrize(("told", "gib"), GRAPHS)
+def test_graphs_took_what_the_engine_says(told, gib):
+    assert facts.graph_bytes(SimpleNamespace(**told)) == tuple(each * GIB for each in gib)
+
+
+def test_what_waits_is_not_limited_meanwhile(monkeypatch):
+    scheduler, limits = Scheduler(monkeypatch), []
+    original = scheduler.process_input_requests
+    monkeypatch.setattr(
+        scheduler, "process_input_requests", lambda read: limits.append(scheduler.max_queued_requests) or original(read)
+    )
+    rehearse_it(scheduler)
+    assert (set(limits), scheduler.max_queued_requests) == ({None}, 2)
 
 
 def test_a_rehearsal_ends_before_memory_does(monkeypatch):
@@ -1162,8 +1308,8 @@ def test_the_largest_captured_decode_is_of_what_was_captured(name, monkeypatch):
     told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: SimpleNamespace(max_bs=144)})
     none = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, **{name: None})
     for asked, captured in ((150, 144), (100, 100)):
-        assert phases.configuration({"cuda_graph_max_bs": asked}, told).captured == captured
-        assert phases.configuration({"cuda_graph_max_bs": asked}, none).captured == asked
+        assert phases.derive_limits({"cuda_graph_max_bs": asked}, told).captured == captured
+        assert phases.derive_limits({"cuda_graph_max_bs": asked}, none).captured == asked
 
 
 def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(monkeypatch, caplog):
@@ -1273,7 +1419,7 @@ def test_a_sliding_windows_pool_bounds_what_is_driven(monkeypatch):
     pool = a_pool("SWAKVPool", size_swa=700, mem_usage=2)
     told = facts_of(monkeypatch, pool, PLAIN_TABLE, sliding_window_size=128)
     assert (told.hybrid, told.window, told.window_tokens, told.kv_bytes) == ("sliding-window", 128, 700, 2 * GIB)
-    c = phases.configuration({}, told)
+    c = phases.derive_limits({}, told)
     assert (c.window, c.window_tokens, c.states) == (128, 700, False)
     whole = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, sliding_window_size=128)
     assert (whole.window, whole.window_tokens) == (0, 0)  # one KV cache for all layers
@@ -1283,7 +1429,7 @@ def test_states_count_as_kv_cache_and_end_a_prefix(monkeypatch):
     table = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
     told = facts_of(monkeypatch, a_pool("HybridLinearKVPool", mem_usage=2), table)
     assert (told.hybrid, told.kv_bytes, told.window_tokens) == ("Mamba", 5 * GIB, 0)
-    assert phases.configuration({}, told).states
+    assert phases.derive_limits({}, told).states
 
 
 def of_kind(c, kind):
@@ -1357,7 +1503,7 @@ def test_what_the_rule_keeps_for_images_is_kept_beside_what_was_needed():
 
 def test_images_are_said_not_to_be_driven(monkeypatch):
     told = facts_of(monkeypatch, a_pool("MHATokenToKVPool"), PLAIN_TABLE, is_multimodal=True)
-    assert phases.derive_phases(replace(LIMITS, images=phases.configuration({}, told).images)).skipped == (
+    assert phases.derive_phases(replace(LIMITS, images=phases.derive_limits({}, told).images)).skipped == (
         "images: the engine's own allowance is kept for them",
     )
 
@@ -1438,16 +1584,38 @@ def test_the_lowest_is_shown_each_time():
     assert shown == [8 * GB, 8 * GB]
 
 
-def test_a_metric_is_there_where_metrics_are(monkeypatch):
-    from prometheus_client import REGISTRY
-
+@pytest.fixture
+def metric(monkeypatch):
+    """Looks a metric up by its name and labels; the rank is the third."""
     state = SimpleNamespace(get_world_group=lambda: SimpleNamespace(rank_in_group=3))
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
-    metrics.lowest_free_gauge({}, 1)(5)
-    assert REGISTRY.get_sample_value(metrics.NAME, {"gpu": "1", "rank": "3"}) is None
-    metrics.lowest_free_gauge({"enable_metrics": True}, 1)(5)
-    assert REGISTRY.get_sample_value(metrics.NAME, {"gpu": "1", "rank": "3"}) == 5
-    metrics.lowest_free_gauge({"enable_metrics": True}, 1)(6)  # a name that is taken is no reason to end a server
+    registry = prometheus_client.CollectorRegistry()
+    gauge = prometheus_client.Gauge
+    monkeypatch.setattr(prometheus_client, "Gauge", lambda *args, **more: gauge(*args, **more, registry=registry))
+
+    def find(name, **labels):
+        return registry.get_sample_value(name, {"gpu": "1", "rank": "3", **labels})
+
+    return find
+
+
+def test_metrics_are_there_where_the_engines_are(metric, caplog):
+    for arguments, seen in (({}, (None, None, None, None)), ({"enable_metrics": True}, (5, 0.8, 0.9, 1))):
+        shown = metrics.Metrics(arguments, 1)
+        shown.show_lowest_free(5)
+        shown.show_sizing(0.8, 0.9, metrics.Source.GIVEN, "why")
+        found = [metric(name) for name in (metrics.LOWEST_FREE, metrics.FRACTION, metrics.SUGGESTED)]
+        assert (*found, metric(metrics.STATE, source="given", reason="why")) == seen
+    again = metrics.Metrics({"enable_metrics": True}, 1)  # a name that is taken is no reason to end a server
+    again.show_sizing(0.7, None, metrics.Source.GIVEN, "why")
+    assert "no metrics: " in caplog.text
+    assert metric(metrics.FRACTION) == 0.8
+
+
+def test_what_nobody_knows_is_no_metric(metric):
+    metrics.Metrics({"enable_metrics": True}, 1).show_sizing(None, None, metrics.Source.DEFAULT, "why")
+    assert metric(metrics.FRACTION) is metric(metrics.SUGGESTED) is None
+    assert metric(metrics.STATE, source="default", reason="why") == 1
 
 
 def test_a_file_that_cannot_be_written_ends_neither_the_monitor_nor_its_metric(caplog):
@@ -1697,11 +1865,11 @@ def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, ca
     monkeypatch.setattr(hooks, "_size", sized)
     runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1, server_args=SimpleNamespace())
     with caplog.at_level("INFO", logger=hooks.logger.name):
-        hooks._make_pool(lambda runner: None, hooks.State(Path("x")), False)(runner)
+        hooks._make_init_memory_pool(lambda runner: None, hooks.State(Path("x")), False)(runner)
     assert f"2,000 MB of {part}" in caplog.text
 
 
-@pytest.mark.parametrize("text", ['{"format": 2, "records": {"a', "\0", None])
+@pytest.mark.parametrize("text", ['{"format": 3, "records": {"a', "\0", None])
 def test_where_the_first_rank_cannot_read_all_start_by_the_rule(text, recorded, monkeypatch, caplog):
     if text is None:
         recorded.unlink()
@@ -1821,6 +1989,43 @@ def serving(tmp_path, monkeypatch, caplog):
     return hooks.Serving(state, scheduler)
 
 
+def shown(state, metric, monkeypatch):
+    """The fraction, the suggestion and the source that a server's metrics have, or what of them nobody knows."""
+    scheduler = Scheduler(monkeypatch)
+    vars(scheduler).update(server_args=SimpleNamespace(enable_metrics=True))
+    hooks._make_run_event_loop(lambda scheduler: None, state)(scheduler)
+    names = {"gpu": "0"}
+    source = metric(metrics.STATE, source=str(state.source), reason=state.reason, **names)
+    return (metric(metrics.FRACTION, **names), metric(metrics.SUGGESTED, **names), state.source if source else None)
+
+
+SHOWN = {
+    "sized": ({}, MEASURED, (SIZED, SIZED, "record")),
+    "given": ({"by_user": True}, MEASURED, (0.8, SIZED, "given")),
+    "limited": ({"max_total_tokens": 5}, MEASURED, (0.8, SIZED, "default")),
+    "monitored": ({"attn_cp_size": 2}, None, (0.8, None, "default")),
+    "ranks differ": ({}, None, (None, None, "default")),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_servers_metrics_say_how_it_was_sized(name, tmp_path, monkeypatch, caplog, metric):
+    arguments, known, expected = SHOWN[name]
+    ranks = [
+        Rank(tmp_path / "kv.json"),
+        Rank(tmp_path / "kv.json", device="H100" if name == "ranks differ" else "H200"),
+    ]
+    (state, other), _, _ = start(monkeypatch, caplog, *ranks, **arguments)
+    if known:
+        record.update(tmp_path / "kv.json", state.key, lambda old: known)
+        (state, other), _, said = start(monkeypatch, caplog, *ranks, **arguments)
+        if state.fraction is None:
+            assert state.reason in said[0]
+    state.decision = replace(state.decision, rehearse=False)
+    hooks._show_sizing(other, None)  # the leader says it
+    assert shown(state, metric, monkeypatch) == expected
+
+
 def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free_is_recorded(
     tmp_path, monkeypatch, caplog
 ):
@@ -1843,7 +2048,7 @@ def test_a_server_that_is_not_driven_stays_with_the_rule_and_what_it_leaves_free
     (kept,) = record.read(path).values()
     assert (kept.need, kept.lowest_free_serving) == (0, 7 * GB)
     assert kept.serving_peak_need == pytest.approx(21 * GB, abs=1)
-    assert "7,000 MB of 28,000 MB stayed free at the worst moment seen" in "\n".join(record.describe(KEY, kept))
+    assert "7,000 MB of 28,000 MB stayed free at the worst moment seen" in "\n".join(kv_records.describe(KEY, kept))
     _, fractions, said = start(monkeypatch, caplog, Rank(path), Rank(path), attn_cp_size=2)
     seen = ": 7,000 MB were free at the worst moment until now"
     assert (fractions, said) == ({0.8}, [line + seen])
@@ -2046,7 +2251,7 @@ def test_the_kv_caches_that_drafts_have_of_their_own_are_recorded(serving, monke
     )
     runner.model_config = SimpleNamespace(context_len=1000, vocab_size=5000)
     shared_by_two_drafts = a_pool("MHATokenToKVPool", mem_usage=1)
-    make_pool = hooks._make_pool(lambda draft: "made", serving.state, False)
+    make_pool = hooks._make_init_memory_pool(lambda draft: "made", serving.state, False)
     for pool in (shared_by_two_drafts, shared_by_two_drafts, runner.token_to_kv_pool):
         assert make_pool(SimpleNamespace(is_draft_worker=True, token_to_kv_pool=pool)) == "made"
     serving._results = Notes()
@@ -2060,16 +2265,28 @@ PLAIN = {"hybrid": "", "kv_tokens": 900, "kv_bytes": 20 * GB, "table_bytes": GB}
 
 def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(serving, monkeypatch):
     monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
-    serving._results = Notes(rehearsal.RankResult(lowest=5 * GB, reserve=30 * GB), looks=3)
-    serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))
+    parts = record.NeedParts(tensors=2 * GB), record.NeedParts(tensors=GB, phase="mixed chunk")
+    serving._results = Notes(rehearsal.RankResult(lowest=5 * GB, reserve=30 * GB, parts=parts[0]), looks=3)
+    serving._rehearsed(rehearsal.RankResult(lowest=9 * GB, parts=parts[1]))
     turn = serving.scheduler.process_input_requests
     for _ in range(2):
         assert not serving.state.path.exists() or record.read(serving.state.path) == {}
         turn([])
     (written,) = record.read(serving.state.path).values()
-    assert (written.ranks, written.need) == ((19 * GB, 25 * GB), 25 * GB)
+    assert (written.ranks, written.need, written.reserve) == ((19 * GB, 25 * GB), 25 * GB, 28 * GB)
+    assert written.parts == replace(parts[0], phase="mixed chunk")
     assert serving.scheduler.process_input_requests is not turn
     assert serving._results.looks == 0
+
+
+def test_what_a_rehearsal_that_ended_early_did_not_run_is_kept_free_and_what_images_take_is_known(serving, monkeypatch):
+    monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
+    serving.state.launch = replace(serving.state.launch, images=GB)
+    serving._results = Notes()
+    serving._rehearsed(rehearsal.RankResult(lowest=9 * GB, stopped=True))
+    (written,) = record.read(serving.state.path).values()
+    kept = rehearsal.MIN_FREE_BYTES
+    assert (written.need, written.parts.not_run, written.images) == (19 * GB + kept, kept, GB)
 
 
 def test_the_first_rank_does_not_wait_for_ever(serving, monkeypatch, caplog):
@@ -2080,10 +2297,15 @@ def test_the_first_rank_does_not_wait_for_ever(serving, monkeypatch, caplog):
     assert not serving.state.path.exists()
 
 
-@pytest.mark.parametrize(("free", "stages", "aside"), [(60, 1, 28), (60, 2, 40), (40, 2, 28), (None, 2, 28)])
-def test_a_stage_with_more_left_than_the_fraction_says_may_need_it(free, stages, aside, monkeypatch):
+@pytest.mark.parametrize(
+    ("free", "stages", "limit", "aside"),
+    [(60, 1, 0, 28), (60, 2, 0, 40), (40, 2, 0, 28), (None, 2, 0, 28), (60, 1, 5, 40)],
+)
+def test_a_rank_may_have_more_left_than_the_fraction_says(free, stages, limit, aside, monkeypatch):
+    """A stage with fewer layers, and a KV cache that the user limits."""
+
     def sized(state, runner, *given):
-        state.launch = START
+        state.launch = replace(START, max_tokens=limit)
 
     monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
     monkeypatch.setattr(hooks, "_size", sized)
@@ -2091,7 +2313,7 @@ def test_a_stage_with_more_left_than_the_fraction_says_may_need_it(free, stages,
     monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: Memory(free * GB, 141 * GB))
     state = hooks.State(Path("x"))
     runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=stages), pre_model_load_memory=1)
-    hooks._make_pool(lambda runner: None, state, False)(runner)
+    hooks._make_init_memory_pool(lambda runner: None, state, False)(runner)
     assert state.rank_reserve == pytest.approx(aside * GB, abs=1)
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_moe_patches.memory.kv_sizing import phases
-from sglang_moe_patches.memory.kv_sizing.phases import Batch, Bound, Configuration, PhaseKind
+from sglang_moe_patches.memory.kv_sizing.phases import Batch, Bound, Limits, PhaseKind
 
-CONFIGURATION = Configuration(
+CONFIGURATION = Limits(
     chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
 )
 
@@ -26,8 +26,8 @@ def names(**changed: Any) -> list[str]:
     return [phase.name for phase in phases.derive_phases(configured(**changed)).phases]
 
 
-def configured(**changed: Any) -> Configuration:
-    return Configuration(**{**vars(CONFIGURATION), **changed})
+def configured(**changed: Any) -> Limits:
+    return Limits(**{**vars(CONFIGURATION), **changed})
 
 
 def test_the_phases_follow_from_the_configuration() -> None:
@@ -120,7 +120,7 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(
     ],
 )
 def test_a_request_that_speculates_takes_rows_and_room(info: dict[str, Any], rows: int, slots: int) -> None:
-    c = phases.configuration({"device": "cpu", "chunked_prefill_size": 1024, **TWO_RANKS, **info}, FACTS)
+    c = phases.derive_limits({"device": "cpu", "chunked_prefill_size": 1024, **TWO_RANKS, **info}, FACTS)
     assert (c.draft_tokens, c.draft_slots) == (rows, slots)
     for phase in phases.derive_phases(c).phases:
         if phase.bound.modes == phases.DECODES:
@@ -143,7 +143,7 @@ def test_what_cannot_be_driven_is_said() -> None:
 
 @given(
     st.builds(
-        Configuration,
+        Limits,
         chunk=st.none() | st.integers(64, 5000),
         input_tokens=st.integers(100, 30_000),
         cache_tokens=st.integers(200, 100_000),
@@ -154,8 +154,8 @@ def test_what_cannot_be_driven_is_said() -> None:
         radix_cache=st.booleans(),
     )
 )
-def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Configuration) -> None:
-    c = Configuration(**{**vars(c), "input_tokens": min(c.input_tokens, c.cache_tokens - 6)})
+def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c: Limits) -> None:
+    c = Limits(**{**vars(c), "input_tokens": min(c.input_tokens, c.cache_tokens - 6)})
     for phase in phases.derive_phases(c).phases:
         prompts = phase.prompts(phases.Tokens("x", c.vocabulary))
         assert prompts
@@ -202,3 +202,19 @@ def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds() -> N
         found.append([len(prompt) for prompt in phase.prompts(phases.Tokens("x", 1000))])
     assert found[0] == found[1]
     assert sum(found[0]) > 20 * CONFIGURATION.chunk
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("at_once", [0, 1, 2])
+@pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
+def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed: bool, at_once: int, cache: int) -> None:
+    """With mixed chunks those that run decode while others are admitted, so many at once."""
+    c = configured(mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
+    forwards = c.requests // at_once if mixed and at_once else 0
+    decodes = [phase for phase in phases.derive_phases(c).phases if phase.bound.requests == c.requests]
+    assert len(decodes) == 3
+    if cache > 10_000_000:  # else it holds no more, but all are admitted
+        assert [phase.name for phase in decodes if phase.new_tokens <= forwards] == []
+    for phase in decodes:
+        asked = [len(prompt) + phase.new_tokens for prompt in phase.prompts(phases.Tokens("x", 1000))]
+        assert sum(asked) < c.cache_tokens

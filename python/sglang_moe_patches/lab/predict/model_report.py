@@ -344,13 +344,12 @@ def kv_cache(
     }
     if recorded:
         name, record = recorded
-        launch = sizing.LaunchMemory(record.before, record.total, record.rule_fraction)
+        launch = sizing.LaunchMemory.of_record(record)
         decision = sizing.decide(launch, record)
-        gained = launch.reserve - decision.reserve
         found |= {"record": name, "record_rule_tokens": record.rule_tokens, "record_reason": decision.reason}
         if decision.fraction is not None:
-            grown = 1 + gained / sizing.rule_bytes(launch, record)
-            found |= {"record_fraction": decision.fraction, "record_tokens": int(record.rule_tokens * grown)}
+            tokens = sizing.limited(launch, sizing.tokens_beside(record, decision.reserve))
+            found |= {"record_fraction": decision.fraction, "record_tokens": tokens}
     return found
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
     SHORT_PROMPT_TOKENS,
+    Limits,
     Load,
     Phase,
     Seen,
     Tokens,
     max_new_tokens,
 )
-from sglang_moe_patches.memory.kv_sizing.phases import Configuration as Limits
 
 ATTEMPTS_PER_PHASE = 2
 """Which requests share a forward depends on what the scheduler has left to do when they arrive."""
@@ -40,14 +40,18 @@ class LoadDriver:
         self._count = 0
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
-        self._seen = self._decoding = self._idle = self._ended = False
+        self._reached = self._decoding = self._idle = self._ended = False
         self._steps = self._run()
+
+    @property
+    def phase_name(self) -> str:
+        return self._phase.name if self._phase is not None else ""
 
     def saw(self, forward: Seen) -> None:
         """A forward has run."""
         if self._phase is None:
             return
-        self._seen = self._seen or self._phase.bound.met(forward)
+        self._reached = self._reached or self._phase.bound.met(forward)
         behind = forward.batch.mode in DECODES and forward.batch.requests >= self._phase.background
         self._decoding = self._decoding or behind
 
@@ -77,14 +81,14 @@ class LoadDriver:
 
     def _run(self) -> Iterator[list[Any]]:
         for number, phase in enumerate(self.load.phases):
-            self._phase, self._seen = phase, False
+            self._phase, self._reached = phase, False
             for attempt in range(ATTEMPTS_PER_PHASE):
                 if self._stopping():
                     break
                 yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
-                if self._seen:
+                if self._reached:
                     break
-            (self.reached if self._seen else self.missed).append(phase.name)
+            (self.reached if self._reached else self.missed).append(phase.name)
             if self._stopping():
                 self.missed += [left.name for left in self.load.phases[number + 1 :]]
                 break
@@ -97,7 +101,7 @@ class LoadDriver:
         self._decoding = False
         if phase.background:
             others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
-            yield self._requests(others, max_new_tokens(phase.background, self.limits, most=4096), phase)
+            yield self._requests(others, max_new_tokens(phase.background, self.limits, 4096), phase)
             while self._waiting and not (self._decoding or self._idle or self._ended):
                 yield []
         behind = set(self._waiting)
@@ -105,7 +109,7 @@ class LoadDriver:
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
             yield self._requests(turn, phase.new_tokens, phase)
             while self._waiting - behind and not self._idle and not self._ended:
-                if self._seen and not phase.to_the_end and not phase.in_turn:
+                if self._reached and not phase.to_the_end and not phase.in_turn:
                     break
                 yield []
             if self._ended:

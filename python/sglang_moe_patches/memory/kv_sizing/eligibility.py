@@ -74,7 +74,6 @@ MONITOR_ONLY: Reasons = {
         lambda a: a.get("moe_a2a_backend") not in (None, "none"),
         "whose buffers may hold fewer requests than are admitted",
     ),
-    "--max-queued-requests": (lambda a: a.get("max_queued_requests"), "which may refuse requests of a rehearsal"),
 }
 """Servers that the engine's rule sizes and whose free memory is recorded while they serve: by the flag, how such a
 server is recognized by its resolved arguments, and the reason."""

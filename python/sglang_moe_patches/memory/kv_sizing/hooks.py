@@ -47,6 +47,7 @@ class State:
     :param elsewhere: it is on another machine than the leader, with a file of its own.
     :param launch: memory of all ranks as the start began; ``None``: nothing is sized or recorded.
     :param fraction: the record's; ``None``: the engine's own, or the given one, is in force.
+    :param source: of the fraction in force, by :class:`metrics.Source`, and ``reason``: why it is not the record's.
     :param rank_reserve: what this rank has beside its weights and its KV cache, in bytes.
     :param draft_runners: the engine's model runners of draft models, which have KV caches of their own.
     """
@@ -62,6 +63,8 @@ class State:
     record: Record | None = None
     decision: sizing.Decision = field(default_factory=sizing.Decision)
     fraction: float | None = None
+    source: metrics.Source = metrics.Source.DEFAULT
+    reason: str = ""
     rank_reserve: int = 0
     draft_runners: list[Any] = field(default_factory=list)
 
@@ -121,7 +124,7 @@ def probe() -> Install:
 
     def install(patcher: Patcher) -> None:
         state = State(eligibility.record_path(os.environ))
-        patcher.wrap(runner, name, lambda original: _make_pool(original, state, in_context))
+        patcher.wrap(runner, name, lambda original: _make_init_memory_pool(original, state, in_context))
         patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
         patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
 
@@ -131,9 +134,9 @@ def probe() -> Install:
 # --- Sizing ----------------------------------------------------------------------------------------------------------
 
 
-def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
+def _make_init_memory_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
     @functools.wraps(original)
-    def make_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not eligibility.KV_SIZING.read():
             return original(self, *args, **kwargs)
         is_draft = getattr(self, "is_draft_worker", False)
@@ -143,7 +146,7 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
-        before = _free(state) if state.launch is not None and _stages(self) > 1 else 0
+        before = _free(state) if state.launch is not None and _leaves_more(self, state.launch) else 0
         result = original(self, *args, **kwargs)
         if state.launch is not None:
             state.rank_reserve = _rank_reserve(state, self, before)
@@ -163,12 +166,13 @@ def _make_pool(original: Callable[..., Any], state: State, in_context: bool) -> 
             )
         return result
 
-    return make_pool
+    return init_memory_pool
 
 
-def _stages(runner: Any) -> int:
-    """Stages of the pipeline."""
-    return int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
+def _leaves_more(runner: Any, launch: sizing.LaunchMemory) -> bool:
+    """Whether a rank may have more beside its KV cache than the fraction sets aside."""
+    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
+    return stages > 1 or launch.max_tokens > 0
 
 
 def _free(state: State) -> int:
@@ -183,9 +187,9 @@ def _free(state: State) -> int:
 
 
 def _rank_reserve(state: State, runner: Any, before: int) -> int:
-    """:param before: free memory in bytes before a stage's pools were made; 0: not known, or there is no pipeline."""
+    """:param before: free memory in bytes before the pools were made; 0: not known, or not asked."""
     if before:
-        # A stage with less to hold than another has more left, which a larger KV cache may take.
+        # A stage with less to hold than another has more left, and so has a KV cache that the user limits.
         with suppress(Exception):
             return max(state.reserve, before - server_facts(runner).kv_bytes)
     return state.reserve
@@ -226,12 +230,14 @@ def apply(
     if outcome.message:
         state.log("%s", outcome.message, warn=outcome.is_warning)
     state.launch, state.record, state.decision = outcome.launch, outcome.record, outcome.decision
+    state.reason = outcome.decision.reason
+    state.source = metrics.Source.GIVEN if inputs.given else metrics.Source.DEFAULT
     leader = inputs.reports[0]
     state.key, state.fingerprint_inputs = leader.key, leader.fingerprint_inputs
     if outcome.decision.fraction is None:
         return
     _note_sized_start(state)
-    state.fraction = outcome.decision.fraction
+    state.fraction, state.source = outcome.decision.fraction, metrics.Source.RECORD
     runner.mem_fraction_static = state.fraction
     if in_context:
         from sglang.srt.runtime_context import get_context
@@ -287,7 +293,8 @@ def _report(
     total = gpu_memory.read(int(runner.gpu_id)).total
     inputs = _fingerprint_inputs(runner, arguments, total)
     key = record.fingerprint(inputs)
-    launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept)
+    limit = int(arguments.get("max_total_tokens") or 0)
+    launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept, limit)
     found, unreadable, nearest = None, "", ""
     try:
         known = record.read(state.path)
@@ -340,6 +347,8 @@ def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable
     @functools.wraps(original)
     def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         if state.launch is None:
+            if state.reason:
+                _show_sizing(state, metrics.Metrics(eligibility.arguments_of(self.server_args), state.gpu))
             return original(self, *args, **kwargs)
         serving = Serving(state, self)
         serving.begin()
@@ -352,6 +361,16 @@ def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable
             serving.end()
 
     return run_event_loop
+
+
+def _show_sizing(state: State, shown: metrics.Metrics) -> None:
+    """On the leader alone, which has the record."""
+    if not state.leader:
+        return
+    fraction = suggested = None
+    if state.launch is not None:
+        fraction, suggested = state.fraction_in_force, sizing.suggested_fraction(state.launch, state.record)
+    shown.show_sizing(fraction, suggested, state.source, state.reason)
 
 
 OUT_OF_MEMORY = re.compile(
@@ -375,6 +394,8 @@ class Serving:
 
     def __init__(self, state: State, scheduler: Any) -> None:
         self.state, self.scheduler = state, scheduler
+        arguments = eligibility.arguments_of(scheduler.server_args)
+        self._metrics = metrics.Metrics(arguments, state.gpu)
         self._monitor: FreeMemoryMonitor | None = None
         self._results: coordination.RankResults | None = None
         self._rehearsing = False
@@ -402,6 +423,7 @@ class Serving:
             if run is not None:
                 run.end()
             state.log("no rehearsal: %s", problem, warn=True)
+            _show_sizing(state, self._metrics)
             if state.record is not None:
                 self._begin_monitor()
             return
@@ -465,6 +487,10 @@ class Serving:
             return
         stopped = any(result.stopped for result in results)
         facts = server_facts(runner)
+        # What a forward that did not run would have taken is not known: as much again as was left.
+        not_run = rehearsal.MIN_FREE_BYTES if stopped else 0
+        # All ranks run the same phases, but only the leader knows their names.
+        parts = replace(results[needs.index(max(needs))].parts, phase=leader.parts.phase, not_run=not_run)
         new = Record(
             fingerprint_inputs=state.fingerprint_inputs,
             measured=time.time(),
@@ -475,12 +501,14 @@ class Serving:
             fraction=state.fraction_in_force,
             tokens=facts.kv_tokens,
             kv_bytes=facts.kv_bytes,
+            reserve=min(result.reserve for result in results),
+            images=launch.images,
             table_bytes=facts.table_bytes,
             draft_kv_bytes=draft_kv_bytes(state.draft_runners, runner),
             requests_grow=facts.hybrid == MAMBA,
-            # What a forward that did not run would have taken is not known: as much again as was left.
-            need=max(needs) + (rehearsal.MIN_FREE_BYTES if stopped else 0),
+            need=max(needs) + not_run,
             ranks=needs,
+            parts=parts,
             reached=leader.reached,
             missed=leader.missed,
             skipped=leader.skipped,
@@ -492,6 +520,7 @@ class Serving:
         )
         assert became is not None
         state.record = became
+        _show_sizing(state, self._metrics)
         state.log(
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
             leader.seconds,
@@ -505,11 +534,13 @@ class Serving:
     def _begin_monitor(self) -> None:
         """From here on, the loop reads the clock once in each turn."""
         state = self.state
+        _show_sizing(state, self._metrics)
         if state.record is None and not (state.decision.rehearse or state.decision.monitor):
             return
         try:
-            show = metrics.lowest_free_gauge(eligibility.arguments_of(self.scheduler.server_args), state.gpu)
-            self._monitor = monitor = FreeMemoryMonitor(lambda: gpu_memory.read(state.gpu), self._save, show=show)
+            self._monitor = monitor = FreeMemoryMonitor(
+                lambda: gpu_memory.read(state.gpu), self._save, show=self._metrics.show_lowest_free
+            )
         except Exception as error:
             state.log("free memory is not monitored: %s", error, warn=True)
             return
@@ -547,6 +578,7 @@ class Serving:
                 total=state.launch.total,
                 before=state.launch.before,
                 fraction=state.fraction_in_force,
+                reserve=state.rank_reserve,
             )
             return add(old if old.fingerprint_inputs else new)
 

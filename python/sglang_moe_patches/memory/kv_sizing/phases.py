@@ -127,7 +127,7 @@ class ServerFacts:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Limits:
     """What bounds a forward on one data-parallel rank of a server that runs."""
 
     chunk: int | None
@@ -186,18 +186,18 @@ class Configuration:
     def together(self) -> int:
         """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
         # One more than those must fit into the KV cache: what they wait for.
-        most = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1, self.batch]
+        limits = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1, self.batch]
         if self.window_tokens:
             # A request is admitted where the pool has a window for it, however short it is.
-            most.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
+            limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
         if self.chunk:
-            most.append(-(-self.chunk // self._paged))
+            limits.append(-(-self.chunk // self._paged))
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         if self.prefill_tokens:
-            most.append((self.prefill_tokens - 1) // self.largest)
+            limits.append((self.prefill_tokens - 1) // self.largest)
         if self.prefill_requests:
-            most.append(self.prefill_requests)
-        return max(1, min(most)) if self.chunk or self.prefill_tokens else 1
+            limits.append(self.prefill_requests)
+        return max(1, min(limits)) if self.chunk or self.prefill_tokens else 1
 
     @property
     def packed(self) -> int:
@@ -216,11 +216,11 @@ class Configuration:
         return -(-self.largest // self.page) * self.page
 
 
-def configuration(info: Mapping[str, Any], facts: ServerFacts) -> Configuration:
+def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
     """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready."""
     states = info.get("internal_states") or [{}]
     chunk = info.get("chunked_prefill_size")
-    return Configuration(
+    return Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
         # The engine refuses a prompt of as many tokens as that.
         input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
@@ -371,9 +371,9 @@ class Tokens:
         # Special ids, placeholders of images above all, are the first few of a vocabulary or its last.
         return self._random.choices(range(min(1000, self._vocabulary // 2), min(50_000, self._vocabulary)), k=count)
 
-    def length(self, most: int) -> int:
-        """1 to ``most``, one as likely as the other."""
-        return self._random.randint(1, max(1, most))
+    def length(self, longest: int) -> int:
+        """1 to ``longest``, one as likely as the other."""
+        return self._random.randint(1, max(1, longest))
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ class Load:
     skipped: tuple[str, ...]
 
 
-def derive_phases(c: Configuration) -> Load:
+def derive_phases(c: Limits) -> Load:
     """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
     phases: list[Phase] = []
     missing: list[str] = []
@@ -480,7 +480,7 @@ def derive_phases(c: Configuration) -> Load:
     return Load(tuple(_in_step(phase, c) for phase in phases), tuple(missing))
 
 
-def _sampled_decodes(c: Configuration) -> list[Phase]:
+def _sampled_decodes(c: Limits) -> list[Phase]:
     """The largest decode with all that sampling may ask for, and with one request that is long."""
     short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
     bound = Bound(DECODES, requests=c.batch)
@@ -494,6 +494,9 @@ def _sampled_decodes(c: Configuration) -> list[Phase]:
         output_logprobs=not c.draft_tokens,
     )
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
+    if meanwhile := _decoded_meanwhile(c.requests, c):
+        half = replace(c, cache_tokens=c.cache_tokens // 2)  # the long one has the other
+        new = max_new_tokens(c.requests, half, new + meanwhile)
     longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page - c.draft_slots
     if c.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return [penalties]
@@ -509,7 +512,7 @@ def _sampled_decodes(c: Configuration) -> list[Phase]:
     return [penalties, long]
 
 
-def _in_step(phase: Phase, c: Configuration) -> Phase:
+def _in_step(phase: Phase, c: Limits) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
     # The engine counts a request that is verified as its draft tokens.
     each = phase.bound.tokens or phase.bound.requests * max(1, c.draft_tokens)
@@ -526,7 +529,7 @@ def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
     return lambda tokens: [tokens.some(length) for _ in range(count + (count > 1))]
 
 
-def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
     """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
 
     def prompts(tokens: Tokens) -> list[list[int]]:
@@ -536,9 +539,7 @@ def _behind(before: int, chunk: int, c: Configuration) -> Callable[[Tokens], lis
     return prompts
 
 
-def _sharing(
-    filler: int, shared: int, part: int, sharers: int, c: Configuration
-) -> Callable[[Tokens], list[list[int]]]:
+def _sharing(filler: int, shared: int, part: int, sharers: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = Tokens("prefix", c.vocabulary).some(shared)
         return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(sharers))]
@@ -546,36 +547,43 @@ def _sharing(
     return prompts
 
 
-def _varied(chunk: int, c: Configuration) -> Callable[[Tokens], list[list[int]]]:
+def _varied(chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
     """Prompts of any length to one and a half chunks.
 
     Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
     As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
     """
-    most = min(chunk + chunk // 2, c.input_tokens)
+    longest = min(chunk + chunk // 2, c.input_tokens)
 
     def prompts(tokens: Tokens) -> list[list[int]]:
-        return [tokens.some(most), *(tokens.some(tokens.length(most)) for _ in range(VARIED_PROMPTS - 1))]
+        return [tokens.some(longest), *(tokens.some(tokens.length(longest)) for _ in range(VARIED_PROMPTS - 1))]
 
     return prompts
 
 
-def _decode(kind: PhaseKind, name: str, requests: int, c: Configuration) -> Phase:
+def _decode(kind: PhaseKind, name: str, requests: int, c: Limits) -> Phase:
     # The largest batch is there once all that can run at once do: before, several may share them.
     put = c.requests if requests == c.batch else requests
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
     # speculation nothing is aborted: after an abort a release was seen to answer no more.
-    most = LONG_PROMPT_NEW_TOKENS if c.draft_tokens else 1024
+    new = (LONG_PROMPT_NEW_TOKENS if c.draft_tokens else 1024) + _decoded_meanwhile(put, c)
     return Phase(
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
         lambda tokens: [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(put)],
-        new_tokens=max_new_tokens(put, c, most=most),
+        new_tokens=max_new_tokens(put, c, new),
     )
 
 
-def max_new_tokens(requests: int, c: Configuration, most: int) -> int:
+def _decoded_meanwhile(requests: int, c: Limits) -> int:
+    """Tokens that the first of these requests has decoded when the last one is admitted."""
+    if not (c.mixed and c.prefill_requests):
+        return 0  # what waits goes before what decodes
+    return -(-requests // c.prefill_requests) * max(1, c.draft_tokens)
+
+
+def max_new_tokens(requests: int, c: Limits, wanted: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
     caches = [c.cache_tokens]
     if (
@@ -585,4 +593,4 @@ def max_new_tokens(requests: int, c: Configuration, most: int) -> int:
         caches.append(c.window_tokens)  # which has no whole window for each
     each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches)
     new = each - SHORT_PROMPT_TOKENS - 2 * c.page - c.draft_slots
-    return max(2, min(most, new, c.input_tokens - SHORT_PROMPT_TOKENS))
+    return max(2, min(wanted, new, c.input_tokens - SHORT_PROMPT_TOKENS))

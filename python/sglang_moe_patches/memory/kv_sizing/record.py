@@ -14,15 +14,33 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 LOCK_RETRY_S = 0.05
-FORMAT = 2
+FORMAT = 3
 """Of the file. Another one is not read: what was measured is measured again."""
+
+
+@dataclass(frozen=True)
+class NeedParts:
+    """Of what one rank needed, in bytes, what its server could measure.
+
+    :param decode_graphs: what their capture took, as the engine tells it, and ``prefill_graphs``.
+    :param tensors: the most that PyTorch had allocated in a rehearsal, beside what it had when that began.
+    :param phase: in which that was.
+    :param slack: what PyTorch's allocator took in the rehearsal beyond those tensors.
+    :param not_run: added where the rehearsal ended early, for what further forwards would have taken.
+    """
+
+    decode_graphs: int = 0
+    prefill_graphs: int = 0
+    tensors: int = 0
+    phase: str = ""
+    slack: int = 0
+    not_run: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,11 +54,15 @@ class Record:
     :param total: memory of the GPU, and ``before``: free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
+    :param reserve: what there was beside weights and KV cache: more than the fraction sets aside with
+        ``--max-total-tokens``.
+    :param images: of the engine's rule, for images, which no rehearsal drives.
     :param table_bytes: of the request table, which grows with the KV cache, and ``draft_kv_bytes``: of a draft model's
         KV cache, which does too. Both are part of the need.
     :param requests_grow: as many requests run at once as the pools have room for, and the need may grow with them.
     :param need: the most that was taken of what is set aside, by all ranks; 0: nothing was measured.
     :param ranks: the same for each rank.
+    :param parts: what the largest of them was made of.
     :param reached: phases that ran at their bounds; ``missed``: that did not; ``skipped``: that cannot run in this
         configuration, each with the reason.
     :param rehearsals: how many launches have rehearsed this configuration to an end, and ``rehearsed_by`` the last one:
@@ -62,11 +84,14 @@ class Record:
     fraction: float = 0.0
     tokens: int = 0
     kv_bytes: int = 0
+    reserve: int = 0
+    images: int = 0
     table_bytes: int = 0
     draft_kv_bytes: int = 0
     requests_grow: bool = False
     need: int = 0
     ranks: tuple[int, ...] = ()
+    parts: NeedParts = NeedParts()
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -134,24 +159,26 @@ def read(path: Path) -> dict[str, Record]:
         raise Unreadable("is no file of records")
     if whole.get("format") != FORMAT:
         raise Unreadable(f"has format {whole.get('format')!r}, this version reads {FORMAT}")
-    return {str(name): _record(found) for name, found in whole["records"].items()}
+    return {str(name): _typed(found, Record) for name, found in whole["records"].items()}
 
 
-def _record(found: Any) -> Record:
-    """:raises Unreadable: not a record."""
+def _typed(found: Any, kind: type[Any]) -> Any:
+    """What the file has of a dataclass.
+
+    :raises Unreadable: it is none.
+    """
     if not isinstance(found, dict):
-        raise Unreadable("has a record that is none")
-    hints = get_type_hints(Record)
-    given = {}
-    for each in fields(Record):
-        if each.name in found:
-            given[each.name] = _value(found[each.name], hints[each.name], each.name)
-    return Record(**given)
+        raise Unreadable(f"has a {kind.__name__} that is none")
+    hints = get_type_hints(kind)
+    names = [each.name for each in fields(kind) if each.name in found]
+    return kind(**{name: _value(found[name], hints[name], name) for name in names})
 
 
 def _value(value: Any, kind: Any, name: str) -> Any:
     """``value``, if it is of the kind that the field ``name`` has."""
     inner = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _typed(value, kind)
     if NoneType in inner:
         return None if value is None else _value(value, inner[0], name)
     if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
@@ -274,10 +301,10 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
     """
     here = f"{gpu}{_OF}{launch.rpartition(':')[0]}"
     left = tuple(entry for entry in old.unfinished if entry.rpartition(":")[0] != here)
-    need = max(new.need, old.need)
+    need, parts = max((new.need, new.parts), (old.need, old.parts), key=lambda each: each[0])
     old = replace(old, unfinished=left, rehearsals=old.rehearsals + (launch != old.rehearsed_by), rehearsed_by=launch)
     if stopped and old.need:
-        return replace(old, need=need, ranks=new.ranks, proven=False)
+        return replace(old, need=need, ranks=new.ranks, parts=parts, proven=False)
     return replace(
         new,
         unfinished=left,
@@ -285,8 +312,9 @@ def with_rehearsal(old: Record, new: Record, gpu: int, launch: str, *, stopped: 
         rehearsed_by=launch,
         unserved=old.unserved,
         need=need,
+        parts=parts,
         # Another replica may have found meanwhile that more is needed than this one set aside.
-        proven=new.proven and old.need <= new.before * (1 - new.fraction),
+        proven=new.proven and old.need <= new.reserve,
         rule_tokens=old.rule_tokens or new.rule_tokens,
         serving_peak_need=old.serving_peak_need,
         lowest_free_serving=old.lowest_free_serving,
@@ -331,42 +359,3 @@ def age(record: Record, now: float) -> str:
             count = int(seconds // size)
             return f"{count} {unit}{'s' if count > 1 else ''}"
     return "less than a minute"
-
-
-def describe(key: str, record: Record) -> list[str]:
-    """A record in lines."""
-    made = record.fingerprint_inputs
-    lines = [f"{key}: {made.get('model', '?')} on {made.get('devices', '?')} x {made.get('device', '?')}"]
-    lines.append("  " + ", ".join(f"{name} {made.get(name, '?')}" for name in ("engine", "torch", "driver")))
-    when = datetime.fromtimestamp(record.measured, UTC).strftime("%Y-%m-%d %H:%M")
-    if not record.need:
-        lines.append(
-            f"  nothing measured yet; {record.attempts} rehearsals have begun and not ended"
-            if record.lowest_free_serving is None
-            else f"  not rehearsed; while serving, since {when} UTC, {record.lowest_free_serving / 1e6:,.0f} MB of "
-            f"{record.before * (1 - record.fraction) / 1e6:,.0f} MB stayed free at the worst moment seen"
-        )
-        lines += [f"  out of memory while serving: {record.ooms}"] * bool(record.ooms)
-        return lines
-    lines.append(
-        f"  measured {when} UTC: {record.need / 1e6:,.0f} MB needed of {record.before / 1e6:,.0f} MB "
-        f"({', '.join(f'{need / 1e6:,.0f}' for need in record.ranks)} by rank), at the fraction {record.fraction:.4f}"
-    )
-    lines.append(f"  the rule: {record.rule_fraction:.4f}, {record.rule_tokens:,} tokens")
-    lines.append(f"  reached: {', '.join(record.reached) or 'nothing'}")
-    if record.missed:
-        lines.append(f"  not reached, so the engine's default applies: {', '.join(record.missed)}")
-    if record.skipped:
-        lines.append(f"  skipped: {', '.join(record.skipped)}")
-    lines.append("  proven by a server of its size" if record.proven else "  the next server rehearses once more")
-    if record.lowest_free_serving is not None:
-        lines.append(f"  while serving: {record.lowest_free_serving / 1e6:,.0f} MB free at the worst moment seen")
-    if record.ooms:
-        lines.append(f"  out of memory while serving: {record.ooms}")
-    if record.unserved:
-        lines.append(f"  sized starts that have not served: {len(record.unserved)}")
-    arguments = made.get("arguments", {})
-    lines.append(f"  arguments: {json.dumps(arguments, sort_keys=True)}")
-    changes = made.get("changes", {})
-    lines.append(f"  changes: {', '.join(f'{name}: {status}' for name, status in changes.items())}")
-    return lines

@@ -21,7 +21,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory
@@ -30,15 +31,16 @@ from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
-from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, server_facts, unknown_pool
+from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts, unknown_pool
 from sglang_moe_patches.memory.kv_sizing.phases import (
     Batch,
-    Configuration,
+    Limits,
     Phase,
     ServerFacts,
-    configuration,
+    derive_limits,
     derive_phases,
 )
+from sglang_moe_patches.memory.kv_sizing.record import NeedParts
 from sglang_moe_patches.memory.kv_sizing.sizing import lowest
 
 REHEARSAL_TIMEOUT_S = 300.0
@@ -79,6 +81,7 @@ class RankResult:
 
     :param lowest: its lowest free memory in bytes.
     :param reserve: what it has beside its weights and its KV cache, in bytes.
+    :param parts: of what it needed.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param flushed: its cache is empty again.
@@ -86,6 +89,7 @@ class RankResult:
 
     lowest: int = 0
     reserve: int = 0
+    parts: NeedParts = field(default_factory=NeedParts)
     failure: str = ""
     stopped: bool = False
     flushed: bool = True
@@ -119,7 +123,7 @@ def mute_metrics(patcher: Patcher) -> None:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
-def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
+def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
     """What bounds a forward of this scheduler."""
     told = arguments_of(scheduler.server_args) | {
         "chunked_prefill_size": scheduler.chunked_prefill_size,
@@ -131,7 +135,7 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Configuration:
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    return replace(configuration(told, facts), stop_token=stops)
+    return replace(derive_limits(told, facts), stop_token=stops)
 
 
 def is_counter(name: str, value: object) -> bool:
@@ -142,13 +146,13 @@ def is_counter(name: str, value: object) -> bool:
 # --- The engine's requests -------------------------------------------------------------------------------------------
 
 
-def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase) -> Any:
-    """A request as the tokenizer makes it, in the words of the installed release."""
+def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase, *, tokenizer: Any) -> Any:
+    """A request as the engine's tokenizer process makes it, in the words of the installed release."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=new, ignore_eos=True, **phase.sampling)
-    params.normalize(None)
+    params.normalize(tokenizer)  # from 0.5.2x on not without one, where min_new_tokens is asked for
     if params.stop_regex_strs is None:
         params.stop_regex_strs = []
     wants_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])
@@ -240,9 +244,10 @@ class Rehearsal:
     def begin(self) -> None:
         """Install all wrappers. If this raises, the caller must call :meth:`end`."""
         self._began = time.monotonic()
-        first = gpu_memory.read(self.gpu)
-        self._free, self._reserved = first.free, first.reserved
-        self._lowest, self._most_reserved = first.free, first.reserved
+        gpu_memory.reset_peak(self.gpu)
+        self._first = first = gpu_memory.read(self.gpu)
+        self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
+        self._phase = self._peak_phase = ""
         if pool := unknown_pool(self.runner):
             raise RuntimeError(f"pools of the kind {pool} are not rehearsed yet")
         facts = server_facts(self.runner)
@@ -258,12 +263,15 @@ class Rehearsal:
         self._keep_counters()
         if self.leads:
             load = derive_phases(limits)
-            self._driver = LoadDriver(load, limits, make_request, make_abort, self._late)
+            make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
+            self._driver = LoadDriver(load, limits, make, make_abort, self._late)
         if self.reads:
             self._open_inbox()
         self._unpack()
         for sender in self._senders:
             self._meanwhile(sender, "send_output", self._swallow)
+        # Of requests that wait: a forward is as large with it, as those that are taken back count, too.
+        self._meanwhile(self.scheduler, "max_queued_requests", None)
         self._watch_forwards()
 
     def end(self) -> None:
@@ -324,7 +332,8 @@ class Rehearsal:
         original = self.scheduler.process_input_requests
 
         def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            self._look()  # a draft model's forward and sampling come after the last one that was watched
+            self._look()  # sampling and a draft model's forward come after the one that was watched
+            self._phase = self._driver.phase_name if self._driver is not None else ""
             whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
             return original(whole, *args, **kwargs)
 
@@ -334,7 +343,6 @@ class Rehearsal:
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._look()  # what came after the forward before, sampling above all
             try:
                 # Before ranks are padded to the longest.
                 facts = batch_facts(batch) if self._driver is not None else None
@@ -358,7 +366,9 @@ class Rehearsal:
         try:
             now = gpu_memory.read(self.gpu)
             self._lowest = min(self._lowest, now.free)
-            self._most_reserved = max(self._most_reserved, now.reserved)
+            self._peak_reserved = max(self._peak_reserved, now.reserved)
+            if now.peak > self._peak:
+                self._peak, self._peak_phase = now.peak, self._phase
             if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
                 self._notes.report_low_memory()
@@ -411,9 +421,12 @@ class Rehearsal:
         self._over(result)
 
     def _result(self, flushed: bool) -> RankResult:
-        driver = self._driver
+        driver, grown = self._driver, self._peak_reserved - self._first.reserved
+        decodes, prefills = graph_bytes(self.runner)
+        tensors = self._peak - self._first.allocated
         return RankResult(
-            lowest=lowest(self._lowest, self._free, self._most_reserved - self._reserved),
+            lowest=lowest(self._lowest, self._first.free, grown),
+            parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
             flushed=flushed,

@@ -20,7 +20,7 @@ MAX_FOREIGN_MEMORY_DRIFT = 0.01
 MAX_UNFINISHED_REHEARSALS = 2
 """Rehearsals that ended with their server, after which none is tried."""
 MAX_INCOMPLETE_REHEARSALS = 2
-"""Rehearsals that ended, after which none is tried where the last has not reached every phase."""
+"""Launches that have rehearsed, after which none does where the last has not reached every phase."""
 MAX_OUT_OF_MEMORY = 2
 """Servers that ran out of memory while serving, after which the rule applies."""
 MAX_UNSERVED_STARTS = 2
@@ -37,17 +37,25 @@ class LaunchMemory:
     :param total: of its GPU.
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
+    :param max_tokens: ``--max-total-tokens``; 0: not given.
     """
 
     before: int
     total: int
     fraction: float
     images: int = 0
+    max_tokens: int = 0
 
     @property
     def reserve(self) -> float:
         """What the fraction sets aside."""
         return self.before * (1 - self.fraction)
+
+    @classmethod
+    def of_record(cls, record: Record) -> LaunchMemory:
+        """A start by the engine's rule where it was measured."""
+        limit = record.fingerprint_inputs.get("arguments", {}).get("max_total_tokens")
+        return cls(record.before, record.total, record.rule_fraction, record.images, int(limit or 0))
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Decision:
     """How a server sizes its KV cache, and whether it rehearses.
 
     :param fraction: for the engine; ``None``: its own.
-    :param reason: why the engine keeps its own; "" where the record decides.
+    :param reason: why the record does not decide; "" where it does.
     :param reserve: in bytes; ``margin``: the part of it beyond the need.
     :param monitor: free memory is recorded while serving, though nothing else is.
     """
@@ -117,7 +125,7 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     source = "the given --mem-fraction-static" if inputs.given else "the engine's default fraction"
     using = f"using {source} {inputs.fraction:.4f}"
     if error := rank_error(inputs.reports):
-        return SizingOutcome(f"{using}: {error}", is_warning=True)
+        return SizingOutcome(f"{using}: {error}", True, Decision(reason=error))
     leader = inputs.reports[0]
     launches = [report.launch for report in inputs.reports if report.launch is not None]
     # The engine divides by the free memory of the rank with the least.
@@ -133,7 +141,7 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     decision = decide(launch, record, leader.unreadable)
     is_warning = bool(leader.unreadable)
     if inputs.keep:
-        measured = record if record is not None and record.need > 0 and not record.missed else None
+        measured = record if record is not None and is_complete(record) else None
         advice, is_warning = advise(launch, measured) if measured else (decision.reason, is_warning)
         rehearse = decision.rehearse and measured is None
         decision = Decision(reason=f"it is used unchanged; {advice}", rehearse=rehearse, reserve=launch.reserve)
@@ -164,15 +172,17 @@ def _monitored(record: Record | None) -> str:
 
 def advise(launch: LaunchMemory, record: Record) -> tuple[str, bool]:
     """What a given fraction leaves, by the record: the sentence for the log, and whether it is a warning."""
-    wanted = wanted_reserve(launch, record)
-    safe = math.floor((1 - wanted / launch.before) / FRACTION_STEP) * FRACTION_STEP
-    if wanted > launch.reserve:
-        short = f"{(wanted - launch.reserve) / 1e6:,.0f} MB less than the largest forward and a margin of"
-        advice = f"; {safe:.4f} would be safe" if safe > 0 else ""
+    wanted, left = wanted_reserve(launch, record), reserve_in_use(launch, record)
+    fraction = fraction_for(launch, wanted)
+    if wanted > left:
+        short = f"{(wanted - left) / 1e6:,.0f} MB less than the largest forward and a margin of"
+        advice = f"; {fraction:.4f} would be safe" if fraction > 0 else ""
         return f"it leaves {short} {_margin(record) / 1e6:,.0f} MB need{advice}", True
-    unused = launch.reserve - wanted
-    tokens = int(unused * record.tokens / record.kv_bytes) if record.kv_bytes > 0 else 0
-    return f"{unused / 1e6:,.0f} MB of it were never needed: {safe:.4f} would give {tokens:,} more tokens", False
+    if left > launch.reserve:
+        return _limit_reason(launch, record), False
+    unused = f"{(left - wanted) / 1e6:,.0f} MB of it were never needed"
+    more = limited(launch, fitting_tokens(launch, record)) - limited(launch, tokens_beside(record, left))
+    return f"{unused}: {fraction:.4f} would give {more:,} more tokens", False
 
 
 # --- One record ------------------------------------------------------------------------------------------------------
@@ -201,20 +211,44 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
     if abs(then - now) > MAX_FOREIGN_MEMORY_DRIFT * launch.total:
         held = f"other processes hold {now / 1e6:,.0f} MB of the GPU"
         return _keep_rule(launch, f"{held}, {then / 1e6:,.0f} MB when it was measured")
-    wanted = wanted_reserve(launch, record)
-    fraction = math.floor((1 - wanted / launch.before) / FRACTION_STEP) * FRACTION_STEP
-    reserve = launch.before * (1 - fraction)
-    gain = (launch.reserve - reserve) / max(1.0, rule_bytes(launch, record))
+    wanted, left = wanted_reserve(launch, record), reserve_in_use(launch, record)
+    fraction = fraction_for(launch, wanted)
+    sized = replace(launch, fraction=fraction)
+    gain = (left - reserve_in_use(sized, record)) / max(1.0, available(record) - left)
     if not 0 < fraction < 1 or gain < MIN_GAIN_FRACTION:
-        if gain < 0:
-            short = f"{(wanted - launch.reserve) / 1e6:,.0f} MB less than the largest forward and the margin need"
+        if round(wanted) > round(left):
+            short = f"{(wanted - left) / 1e6:,.0f} MB less than the largest forward and the margin need"
             return _keep_rule(launch, f"it already leaves {short}")
+        if 0 < launch.max_tokens <= fitting_tokens(launch, record):
+            return _keep_rule(launch, _limit_reason(launch, record))
         return _keep_rule(launch, f"the record would give {100 * gain:.1f} % more KV cache, less than 2 %")
-    return Decision(round(fraction, 4), rehearse=not record.proven, reserve=reserve, margin=_margin(record))
+    return Decision(round(fraction, 4), rehearse=not record.proven, reserve=sized.reserve, margin=_margin(record))
 
 
 def _keep_rule(launch: LaunchMemory, reason: str, *, rehearse: bool = False) -> Decision:
     return Decision(None, reason, rehearse, launch.reserve)
+
+
+def _limit_reason(launch: LaunchMemory, record: Record) -> str:
+    return f"--max-total-tokens {launch.max_tokens:,} is used; {fitting_tokens(launch, record):,} would fit"
+
+
+def is_complete(record: Record) -> bool:
+    """Whether all phases were reached, so that the need is known."""
+    return record.need > 0 and not record.missed
+
+
+def suggested_fraction(launch: LaunchMemory, record: Record | None) -> float | None:
+    """The ``--mem-fraction-static`` that the record gives, whatever is in force; ``None``: it gives none."""
+    if record is None or not is_complete(record):
+        return None
+    fraction = fraction_for(launch, wanted_reserve(launch, record))
+    return fraction if fraction > 0 else None
+
+
+def fraction_for(launch: LaunchMemory, reserve: float) -> float:
+    """What sets aside at least as much."""
+    return round(math.floor((1 - reserve / launch.before) / FRACTION_STEP) * FRACTION_STEP, 4)
 
 
 def _margin(record: Record) -> int:
@@ -225,15 +259,37 @@ def _margin(record: Record) -> int:
 def wanted_reserve(launch: LaunchMemory, record: Record) -> float:
     """Bytes to set aside: the peak need, the margin, and what grows with the KV cache."""
     need = max(record.need + launch.images, record.serving_peak_need)
-    return with_growth(launch, record, need + _margin(record))
+    return with_growth(record, need + _margin(record))
 
 
-def rule_bytes(launch: LaunchMemory, record: Record) -> float:
-    """The KV cache that the launch's own fraction would give: the recorded one, by what was set aside beside it."""
-    return record.kv_bytes + record.before * (1 - record.fraction) - launch.reserve
+def available(record: Record) -> int:
+    """Bytes for the KV cache and the reserve, as measured."""
+    return record.kv_bytes + record.reserve
 
 
-def with_growth(launch: LaunchMemory, record: Record, wanted: float) -> float:
+def reserve_in_use(launch: LaunchMemory, record: Record) -> float:
+    """What is left beside the KV cache, which ``--max-total-tokens`` may make smaller than the fraction allows."""
+    if not (launch.max_tokens and record.tokens):
+        return launch.reserve
+    return max(launch.reserve, available(record) - record.kv_bytes * launch.max_tokens / record.tokens)
+
+
+def fitting_tokens(launch: LaunchMemory, record: Record) -> int:
+    """Tokens of the KV cache beside the reserve that is wanted."""
+    return tokens_beside(record, wanted_reserve(launch, record))
+
+
+def limited(launch: LaunchMemory, tokens: int) -> int:
+    """As many of them as ``--max-total-tokens`` allows."""
+    return min(tokens, launch.max_tokens or tokens)
+
+
+def tokens_beside(record: Record, reserve: float) -> int:
+    """Of the KV cache beside a reserve."""
+    return int(max(0.0, available(record) - reserve) * record.tokens / record.kv_bytes) if record.kv_bytes else 0
+
+
+def with_growth(record: Record, wanted: float) -> float:
     """Add to a reserve what grows with the KV cache, at most in proportion to it.
 
     That is the request table, and the KV cache of a draft model; and where the number of requests follows the pools,
@@ -241,17 +297,15 @@ def with_growth(launch: LaunchMemory, record: Record, wanted: float) -> float:
 
     :param wanted: the reserve without that, in bytes.
     """
-    measured = record.kv_bytes
-    if measured <= 0:
+    if record.kv_bytes <= 0:
         return wanted
-    larger = rule_bytes(launch, record) + launch.reserve - wanted
     grows = (
         record.table_bytes
         + record.draft_kv_bytes
         + (max(record.need, record.serving_peak_need) if record.requests_grow else 0)
     )
     # It takes from the KV cache by which it grows: without that, a little more than is needed.
-    return wanted + max(0.0, larger / measured - 1) * grows
+    return wanted + max(0.0, (available(record) - wanted) / record.kv_bytes - 1) * grows
 
 
 def lowest(seen: int, began: int, reserved_growth: int) -> int:
