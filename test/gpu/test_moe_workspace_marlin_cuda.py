@@ -193,7 +193,7 @@ def small(monkeypatch):
     monkeypatch.setattr(column_slices, "MIN_BYTES_SAVED_PER_SLICE", 1)
     monkeypatch.setattr(column_slices, "MAX_SLOWDOWN_FRACTION", math.inf)
     monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 128)
-    monkeypatch.setattr(log, "_said", set(), raising=False)
+    monkeypatch.setattr(log, "_logged", set(), raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -53,10 +53,10 @@ GRID = [
 def no_kernel_gives_up(caplog):
     """A kernel that fails to compile or launch falls back with a warning: here that is a failure."""
     shuffle._warn_no_kernel.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=shuffle.logger.name):
+    with caplog.at_level(logging.WARNING, logger=shuffle.log.logger.name):
         yield
     # get_records: by the time of this teardown, caplog.records holds the teardown's own.
-    assert [r.message for r in caplog.get_records("call") if r.name == shuffle.logger.name] == []
+    assert [r.message for r in caplog.get_records("call") if r.name == shuffle.log.logger.name] == []
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ HOOKS = [(change.name, *hook) for change in CHANGES for hook in change.launcher_
 def test_a_module_in_which_a_launcher_hook_finds_nothing_is_imported_all_the_same(
     name, module, hook, monkeypatch, caplog
 ):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     plugin._for_good(name, hook)(ModuleType(module))
     assert f"{module} (change {name}) is left alone" in caplog.text
 

@@ -6,15 +6,21 @@ import logging
 from typing import Any
 
 logger = logging.getLogger("sglang.srt.moe_patches")
-_said: set[str] = set()
+PREFIX = "sglang-moe-patches: "
+_logged: set[str] = set()
+
+
+def of(change: str, message: str) -> str:
+    """A change's message, begun as all of ours are."""
+    return f"{PREFIX}{change}: {message}"
 
 
 def once(level: int, key: str, message: str, *arguments: Any) -> None:
-    """Say once in this process what would be said at every forward.
+    """Log once in this process what would be logged at every forward.
 
     :param level: one of ``logging``'s.
-    :param key: what stands for it, whatever the arguments are.
+    :param key: identifies the message, whatever the arguments are.
     """
-    if key not in _said:
-        _said.add(key)
+    if key not in _logged:
+        _logged.add(key)
         logger.log(level, message, *arguments)

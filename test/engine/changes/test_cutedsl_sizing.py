@@ -43,7 +43,7 @@ def no_pools(monkeypatch):
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
         pytest.skip(f"nothing to bound or to share: {outcome.reason}")
-    monkeypatch.setattr(wrapper, "_seen", Pools())
+    monkeypatch.setattr(wrapper, "_largest_pools", Pools())
 
 
 def experts(model):
@@ -185,7 +185,7 @@ def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, ca
         patched = run(engine, path, *CHANGES, **small())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
     assert same(stock, patched)
-    told = [record.message for record in caplog.records if "CuteDSL" in record.message]
+    told = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
     assert len(told) == 1
     assert f"{TOKENS} tokens" in told[0]
     assert f"--max-prefill-tokens {TOKENS}" in told[0]
@@ -220,9 +220,9 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
         server_args=engine.server_args,
     )
     wrapper._make_init_memory_pool(lambda self: None)(runner)
-    assert wrapper._seen == Pools(300, 8192, 1024)
+    assert wrapper._largest_pools == Pools(300, 8192, 1024)
     with installed(*CHANGES), engine.arguments(**small()):
-        assert max_forward_tokens(limits_of(engine.server_args, wrapper._seen)) == 300
+        assert max_forward_tokens(limits_of(engine.server_args, wrapper._largest_pools)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
 

@@ -154,7 +154,7 @@ def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_t
 def test_adapters_around_the_routed_experts_say_once_that_no_token_slices_reach_them(engine, monkeypatch, caplog):
     layers = importlib.import_module("sglang.srt.lora.layers")
     monkeypatch.setattr(layers.FusedMoEWithLoRA, "__init__", lambda self: None)
-    monkeypatch.setattr(log, "_said", set(), raising=False)
+    monkeypatch.setattr(log, "_logged", set(), raising=False)
     monkeypatch.setenv(VARIABLE, "64")
     with installed(moe_workspace.CHANGE), caplog.at_level("WARNING"):
         for _ in range(2):

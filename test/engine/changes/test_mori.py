@@ -93,7 +93,7 @@ def ranks(engine, monkeypatch):
     monkeypatch.setenv("SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK", str(PER_RANK))
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     reference.stand_in(lambda *a: monkeypatch.setattr(*a, raising=False), monkeypatch.setitem)
     reference.forget_networks()
     moriep.init_mori_op.cache_clear()

@@ -53,7 +53,7 @@ def layers(engine, monkeypatch, rows_seen) -> Iterator[list[Any]]:
 
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     modules: dict[str, Any] = reference.modules()
     for name in ("aiter.ops", "aiter.ops.flydsl", "aiter.ops.flydsl.moe_common"):
         modules[name] = ModuleType(name)

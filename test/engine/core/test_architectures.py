@@ -171,7 +171,7 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     assert (len(dead.layers) == len(stack.layers) - 1) == (not dead.skip_reasons)
     assert name not in MUST_OFFER or dead.layers
 
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(offer, "MIN_SCRATCH_BYTES", 1)
     with installed(output_buffer.CHANGE), caplog.at_level("INFO"):
         patched = run(name)

@@ -92,7 +92,7 @@ def same(a, b):
 def test_a_family_that_changed_is_left_alone_with_the_reason(refuse, reason, path, run, kernels, monkeypatch, caplog):
     proof = getattr(proofs, refuse)
     monkeypatch.setattr(proofs, refuse, lambda code, *how: "Qwen3" not in code.__qualname__ and proof(code, *how))
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     stock = run(path)
     outputs = len(kernels.calls)
     with caplog.at_level("INFO"):
@@ -111,7 +111,7 @@ def test_a_family_whose_code_cannot_be_read_is_left_alone(path, run, monkeypatch
             raise OSError("source code not available")
         return dies(forward)
 
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     stock = run(path)
     monkeypatch.setattr(proofs, "input_dies", unreadable)
     with caplog.at_level("INFO"):

@@ -63,7 +63,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(che
     assert found == expected
     check_figures(figures(stock), figures(patched), moe_layers=4, backend=backend)
     assert figures(stock).memory.kernel_buffer_bytes > 4 * figures(patched).memory.kernel_buffer_bytes > 0
-    assert patched.log_text().count("CuteDSL: one set of buffers") == 1
+    assert patched.log_text().count("cutedsl-sizing: one set of buffers") == 1
     assert "runs in slices" not in patched.log_text()
 
 

@@ -171,7 +171,7 @@ def test_outputs_are_their_own_and_the_wrapper_holds_none():
 def test_slices_are_told_once_with_the_flag_per_rank(caplog):
     wrapper = Wrapper()
     shared = SharedMoE(wrapper, 2, lambda: False)
-    with caplog.at_level(logging.WARNING, module.logger.name):
+    with caplog.at_level(logging.WARNING, module.log.logger.name):
         assert torch.equal(shared.run(**arguments(11)), expected(11))
         assert torch.equal(shared.run(**arguments(9)), expected(9))
     assert wrapper.calls == [4, 4, 3, 4, 4, 1]

@@ -114,7 +114,7 @@ def test_a_layer_that_is_built_otherwise_keeps_its_order(monkeypatch, caplog):
         def __init__(self):
             self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
 
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     layer = Layer.__new__(Layer)
     deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
     assert not hasattr(layer, deferred_shared_experts._DEFERS)

@@ -36,7 +36,7 @@ HIDDEN, CASES = 3, cases(5_000)
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
 
 
 class Dispatched(NamedTuple):

@@ -285,7 +285,7 @@ def test_only_triton_in_place_has_no_use_for_a_small_input(inplace, runner, leas
 
 
 def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     seen = []
 
     def fails(model):
@@ -378,7 +378,7 @@ def test_a_layer_offers_its_input_where_it_is_dead():
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_layer_offers_nothing_while_one_of_its_modules_has_a_forward_hook(register, monkeypatch, caplog):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     layer = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
     offer.mark(layer, None)
     run = Run()

@@ -93,7 +93,7 @@ def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change(
 
 
 def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     for _ in range(2):
         with patch.best_effort("a layer"):
             raise AttributeError("no runner")

@@ -14,9 +14,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     sized_by_the_engine,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
-from sglang_moe_patches.core import engine
+from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher, Plan
 
 if TYPE_CHECKING:
@@ -82,15 +81,19 @@ class SharedMoE:
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
         if self._is_capturing():
             raise ValueError(
-                f"CuteDSL: a CUDA graph of {tokens} tokens does not fit buffers for {size}; raise {flag} or lower "
-                "--cuda-graph-max-bs"
+                log.of(
+                    "cutedsl-sizing",
+                    f"a CUDA graph of {tokens} tokens does not fit buffers for {size}; raise {flag} or lower "
+                    "--cuda-graph-max-bs",
+                )
             )
         if not self._warned:
             self._warned = True
-            logger.warning(
-                f"CuteDSL: a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower "
-                f"but with the same result. Start with {flag} to avoid that."
+            message = (
+                f"a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower but with "
+                f"the same result. Start with {flag} to avoid that."
             )
+            log.logger.warning(log.of("cutedsl-sizing", message))
 
 
 def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -100,7 +103,7 @@ def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     return torch.empty(shape, dtype=dtype, device=device) if buffer is None else buffer
 
 
-_seen = Pools()
+_largest_pools = Pools()
 _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 
 
@@ -127,21 +130,22 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     # Without data-parallel attention, data-parallel replicas never see each other's tokens.
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
     arguments["max_num_tokens"] = wrapper_tokens(
-        max_forward_tokens(limits_of(server_args, _seen)),
+        max_forward_tokens(limits_of(server_args, _largest_pools)),
         ranks,
         getattr(dispatcher, "max_num_tokens", None),
         getattr(dispatcher, "ep_size", 1),
     )
     key = tuple(sorted(arguments.items()))
-    may = _shares(server_args)
-    if may and key in _shared:
+    shares = _shares(server_args)
+    if shares and key in _shared:
         return _shared[key]
     wrapper = real(**arguments)
     if not wrapper.use_cuda_graph:
         return wrapper  # FlashInfer holds no buffers then, and has no limit
     shared = SharedMoE(wrapper, ranks, is_capturing)
-    if may:
-        logger.info(f"CuteDSL: one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers")
+    if shares:
+        message = f"one set of buffers, for {wrapper.max_num_tokens} tokens, serves all layers"
+        log.logger.info(log.of("cutedsl-sizing", message))
         _shared[key] = shared
     return shared
 
@@ -157,10 +161,10 @@ def _make_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(original)
     def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _seen.requests = max(_seen.requests, self.req_to_token_pool.size)
+        _largest_pools.requests = max(_largest_pools.requests, self.req_to_token_pool.size)
         if not getattr(self.server_args, "prefill_only_disable_kv_cache", False):
-            _seen.cache_tokens = max(_seen.cache_tokens, self.max_total_num_tokens)
-        _seen.request_tokens = max(_seen.request_tokens, self.model_config.context_len)
+            _largest_pools.cache_tokens = max(_largest_pools.cache_tokens, self.max_total_num_tokens)
+        _largest_pools.request_tokens = max(_largest_pools.request_tokens, self.model_config.context_len)
 
     return init_memory_pool
 

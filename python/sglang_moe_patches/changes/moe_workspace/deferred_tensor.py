@@ -186,7 +186,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
     scale = gemm.weights_scale
     group = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
     if (reason := column_skip_reason(gemm, deferred, output, group)) is not None:
-        message = "moe-workspace: the [tokens, top-k, hidden] tensor stays whole, because %s"
+        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays whole, because %s")
         log.once(logging.INFO, f"columns {reason}", message, reason)
         return [(0, hidden)]
     call = current_call.get()

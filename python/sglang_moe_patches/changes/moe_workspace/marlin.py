@@ -182,7 +182,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
     if (reason := column_skip_reason(arguments, hidden, w2, scale)) is not None:
-        message = "moe-workspace: Marlin's [tokens, top-k, hidden] tensor stays whole, because %s"
+        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays whole, because %s")
         log.once(logging.INFO, f"marlin {reason}", message, reason)
         return column_slices.split_columns(hidden, hidden)
     second_bytes = w2.nbytes + scale.nbytes

@@ -168,7 +168,7 @@ def plan(max_tokens: int) -> Plan:
 
 def _log_skip_reason(reason: str) -> None:
     """Log once that some routed experts get all tokens although slices were asked for."""
-    message = "%s: a routed-experts kernel gets all tokens at once, because %s"
+    message = log.of("moe-workspace", "%s: a routed-experts kernel gets all tokens at once, because %s")
     log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
 
 

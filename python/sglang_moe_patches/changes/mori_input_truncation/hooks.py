@@ -10,8 +10,7 @@ from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.bound import cut_for, rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
-from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.log import once
+from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher, Plan
 
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.aiter"
@@ -50,9 +49,8 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
         dispatched.origin_topk_ids.shape[0], counts, policy.layout, buffer_rows, policy.limit, policy.recv_bound
     )
     if cut.raised:
-        once(
-            logging.WARNING,
-            "mori raised",
+        _warn(
+            "raised",
             "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
             "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that.",
             LIMIT.name,
@@ -64,25 +62,22 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
     if bound is None:
         why = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
         if cut.rows == buffer_rows:
-            message = "How many rows a rank can receive is not known (%s): such input is not cut."
-            once(logging.WARNING, "mori uncut", message, why)
+            _warn("uncut", "how many rows a rank can receive is not known (%s): such input is not cut", why)
         elif not policy.assertions:
-            once(
-                logging.WARNING,
-                "mori unguarded",
+            _warn(
+                "unguarded",
                 "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
-                "device-side assertions out, so that a lost token would go unnoticed.",
+                "device-side assertions out, so that a lost token would go unnoticed",
                 LIMIT.name,
                 why,
             )
             return _cut_to(dispatched, buffer_rows)
         else:
             # Said beforehand: on ROCm a failed assertion aborts the process without its message.
-            once(
-                logging.WARNING,
-                "mori asserted",
-                "How many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side assertion "
-                "ends this process should more arrive. Raise the limit, or unset it, if that happens.",
+            _warn(
+                "asserted",
+                "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
+                "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens.",
                 why,
                 LIMIT.name,
                 policy.limit,
@@ -91,6 +86,10 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
     if cut.assert_needed and rows < buffer_rows:
         _assert_received(dispatched.num_recv_tokens_per_expert, rows)
     return _cut_to(dispatched, rows)
+
+
+def _warn(key: str, message: str, *arguments: Any) -> None:
+    log.once(logging.WARNING, f"mori {key}", log.of("mori-input-truncation", message), *arguments)
 
 
 def _engines_cut(dispatched: Any) -> int:
@@ -119,7 +118,10 @@ def _assert_received(received: Any, rows: int) -> None:
 
     torch._assert_async(
         received <= rows,
-        f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it",
+        log.of(
+            "mori-input-truncation",
+            f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it",
+        ),
     )
 
 

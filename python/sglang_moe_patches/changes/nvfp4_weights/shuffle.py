@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import log
 
 try:
     import triton
@@ -427,7 +427,7 @@ class _Shuffler:
 
 @functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
 def _warn_no_kernel(what: str, reason: str) -> None:
-    logger.warning("NVFP4 weight shuffle: no Triton kernel for the %s (%s); using plain PyTorch", what, reason)
+    log.logger.warning(log.of("nvfp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), what, reason)
 
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:

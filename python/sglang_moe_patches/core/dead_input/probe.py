@@ -54,20 +54,20 @@ class Offers:
 
     :param families: those that were looked at before a model is built: DeepSeek's, if it is as expected.
     :param note: what ``doctor`` says if it is not.
-    :param way: the engine's own channel, where it has one.
+    :param channel: the engine's own channel, where it has one.
     """
 
     families: tuple[str, ...]
     note: str
-    way: Channel | None
+    channel: Channel | None
 
     def install(self, patcher: Patcher) -> None:
         """Make ours the only offers, in whatever model is built from now on, unless another change has."""
         if _installed is not None:
             return
         patcher.add(sys.modules[__name__], "_installed", self)
-        if self.way is not None:
-            patcher.add(channel, "_channel", self.way)
+        if self.channel is not None:
+            patcher.add(channel, "_channel", self.channel)
             for module in _holders(getattr(engine.module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_no_offer)
             # Its runner asks this of every buffer that we offer, in layers too where it has none of its own.
@@ -92,19 +92,19 @@ def offers() -> Offers:
     """
     if _installed is not None:
         return _installed
-    way = _engines_channel() if engine_offers() else None
+    engines_channel = _engines_channel() if engine_offers() else None
     engine.own(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
     except engine.Unsupported as error:  # the engine serves none of its models either: others lose nothing of it
-        return Offers((), f"some models are left alone: {error}", way)
+        return Offers((), f"some models are left alone: {error}", engines_channel)
     try:
         probe_layer(engine.own(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.own(module, "DeepseekV2Model"))
     except Exception as error:  # whatever becomes of one family takes nothing else with it
         reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {one_line_error(error)}"
-        return Offers((), f"some models are left alone: {reason}", way)
-    return Offers((DEEPSEEK,), "", way)
+        return Offers((), f"some models are left alone: {reason}", engines_channel)
+    return Offers((DEEPSEEK,), "", engines_channel)
 
 
 # --- A model that was built ------------------------------------------------------------------------------------------
