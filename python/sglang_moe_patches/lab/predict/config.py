@@ -96,6 +96,10 @@ def load(path: Path) -> dict[str, Any]:
     return config
 
 
+OWN_TYPES = {"kimi_k2": "deepseek_v3"}
+"""Types that a checkpoint brings the class of, which transformers may not know, and those whose fields they have."""
+
+
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model with eyes or ears that has the experts, where it is a model of its own.
 
@@ -105,7 +109,9 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None or not text.get("architectures"):
         return config
     beside = ("quantization_config", "compression_config")
-    return {**text, **{name: config[name] for name in beside if name in config}}
+    known = OWN_TYPES.get(str(text.get("model_type")))
+    model_type = {"model_type": known} if known else {}
+    return {**text, **model_type, **{name: config[name] for name in beside if name in config}}
 
 
 def read(config: Mapping[str, Any], source: str) -> Read:

@@ -104,7 +104,7 @@ def test_a_file_that_says_too_little_is_refused(text, said, tmp_path):
 
 def test_a_model_with_eyes_is_asked_about_by_its_language_model():
     kimi = config.language_model(BY_SOURCE["nvidia/Kimi-K2.5-NVFP4"]["config"])
-    assert kimi["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert (kimi["architectures"], kimi["model_type"]) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
     assert kimi["quantization_config"]["quant_algo"] == "NVFP4"
     plain = BY_SOURCE["deepseek-ai/DeepSeek-R1"]["config"]
     assert config.language_model(plain) is plain
