@@ -268,15 +268,11 @@ def plot(result: output.Result, path: Path) -> None:
 def marlin_rule(one: dict[str, Any]) -> tuple[float, float, int]:
     """What the rule makes of a cell: microseconds of the layer, of the slices, and how many it takes by itself."""
     _, top_k, hidden, inner = one["sizes"]
-    rows = one["tokens"] * top_k
-    layer = 2 * rows * hidden * 3 * inner / column_slices.MARLIN_OPERATIONS_PER_US
-    layer += (one["weight_bytes"] + 4 * rows * hidden) / column_slices.BYTES_PER_US
-    each, for_each_row = column_slices.MARLIN_SLICE_US
-    cost = column_slices.MARLIN_SLICING_US + 2 * one["w2_bytes"] / column_slices.MARLIN_COPIED_BYTES_PER_US
-    cost += (one["slices"] - 1) * (each + rows * for_each_row)
-    shape = column_slices.LayerShape(one["tokens"], top_k, hidden, inner, weight_bytes=one["weight_bytes"])
-    width = column_slices.packed_slice_width(shape, column_slices.MarlinGemm(one["w2_bytes"] // hidden))
-    return layer, cost, len(column_slices.split_columns(hidden, width))
+    layer = column_slices.LayerShape(one["tokens"], top_k, hidden, inner, weight_bytes=one["weight_bytes"])
+    gemm = column_slices.MarlinGemm(one["w2_bytes"] // hidden)
+    slices = len(column_slices.split_columns(hidden, column_slices.packed_slice_width(layer, gemm)))
+    layer_us = layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
+    return layer_us, gemm.slicing_us(layer, one["slices"]), slices
 
 
 def fresh(one: dict[str, Any]) -> bool:

@@ -124,6 +124,34 @@ class TritonGemm(NamedTuple):
         tile = self.tiles["BLOCK_SIZE_N"] if self.tiles else 1
         return lcm(SLICE_ALIGNMENT_COLUMNS, tile, self.columns_per_scale * scales)
 
+    @property
+    def activation_bytes(self) -> int:
+        return 1 if self.quantized else 2
+
+    @property
+    def has_slow_order(self) -> bool:
+        """FP8 tiles of 128 rows that go through the columns before the rows (``GROUP_SIZE_M`` of 1).
+
+        They were slower by 3 to 7 % in two slices already.
+        """
+        assert self.tiles is not None
+        return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
+
+    @property
+    def operations_per_us(self) -> float:
+        assert self.tiles is not None
+        is_small = self.tiles["BLOCK_SIZE_M"] * self.tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
+        return (
+            SMALL_TILE_OPERATIONS_PER_US
+            if is_small and not self.quantized
+            else OPERATIONS_PER_US[self.activation_bytes]
+        )
+
+    def slicing_us(self, layer: LayerShape, slices: int) -> float:
+        """Microseconds that slicing costs: once, and for each slice but the first."""
+        staging_us = 2 * layer.output_bytes / BYTES_PER_US if self.uses_staging else 0
+        return SLICING_US + staging_us + (slices - 1) * _slice_us(SLICE_US[self.activation_bytes], layer.rows)
+
 
 class MarlinGemm(NamedTuple):
     """What slices of Marlin's second GEMM depend on, beside the layer's shape.
@@ -136,6 +164,11 @@ class MarlinGemm(NamedTuple):
     column_bytes: int
     output_in_dead_input: bool = False
     max_slowdown_fraction: float | None = None
+
+    def slicing_us(self, layer: LayerShape, slices: int) -> float:
+        """:meth:`TritonGemm.slicing_us`, with the copies of weights and scales."""
+        copies_us = 2 * layer.hidden * self.column_bytes / MARLIN_COPIED_BYTES_PER_US
+        return MARLIN_SLICING_US + copies_us + (slices - 1) * _slice_us(MARLIN_SLICE_US, layer.rows)
 
 
 def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None) -> int:
@@ -172,7 +205,7 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
         return layer.hidden
     slices = min(-(-layer.tensor_bytes // (around - beside)), isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE))
     if gemm.tiles is not None:
-        slices = min(slices, max_affordable_slices(layer, gemm.tiles, gemm.quantized, gemm.uses_staging))
+        slices = min(slices, max_affordable_slices(layer, gemm))
     return _even_width(layer.hidden, slices, gemm.alignment_columns)
 
 
@@ -197,8 +230,7 @@ def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | Non
     if layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
     fraction = MAX_SLOWDOWN_FRACTION if gemm.max_slowdown_fraction is None else gemm.max_slowdown_fraction
-    copies_us = 2 * layer.hidden * gemm.column_bytes / MARLIN_COPIED_BYTES_PER_US
-    budget_us = fraction * layer.layer_us(MARLIN_OPERATIONS_PER_US) - MARLIN_SLICING_US - copies_us
+    budget_us = fraction * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
     slices = min(
         -(-layer.hidden // max(1, (around - beside) // column_bytes)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
@@ -207,32 +239,32 @@ def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | Non
     return _even_width(layer.hidden, slices, MARLIN_ALIGNMENT_COLUMNS)
 
 
-def max_affordable_slices(layer: LayerShape, tiles: Mapping[str, int], quantized: bool, uses_staging: bool) -> int:
-    """How many slices cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time; at least one.
-
-    FP8 tiles of 128 rows that go through the columns before the rows (``GROUP_SIZE_M`` of 1) were slower by 3 to 7 % in
-    two slices already.
-    """
-    if quantized and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128:
+def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
+    """How many slices cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time; at least one."""
+    if gemm.has_slow_order:
         return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
-    small_tiles = not quantized and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= SMALL_TILE_ELEMENTS
-    return _max_affordable_slices(layer, 1 if quantized else 2, small_tiles, uses_staging, MAX_SLOWDOWN_FRACTION)
+    rate = gemm.operations_per_us  # the tiles themselves are a dictionary, which has no hash
+    return _max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)
 
 
 @functools.lru_cache
 def _max_affordable_slices(
-    layer: LayerShape, activation_bytes: int, small_tiles: bool, uses_staging: bool, max_slowdown_fraction: float
+    layer: LayerShape, quantized: bool, uses_staging: bool, operations_per_us: float, max_slowdown_fraction: float
 ) -> int:
-    layer_us = layer.layer_us(SMALL_TILE_OPERATIONS_PER_US if small_tiles else OPERATIONS_PER_US[activation_bytes])
-    staging_us = 2 * layer.output_bytes / BYTES_PER_US if uses_staging else 0
-    budget_us = max_slowdown_fraction * layer_us - SLICING_US - staging_us
-    return _slices_within(budget_us, SLICE_US[activation_bytes], layer.rows)
+    gemm = TritonGemm(quantized=quantized, uses_staging=uses_staging)
+    budget_us = max_slowdown_fraction * layer.layer_us(operations_per_us) - gemm.slicing_us(layer, 1)
+    return _slices_within(budget_us, SLICE_US[gemm.activation_bytes], layer.rows)
 
 
 def _slices_within(budget_us: float, slice_us: tuple[float, float], rows: int) -> int:
     """How many slices cost ``budget_us`` (the first one is free): at most one more than rows, for an endless budget."""
+    return max(1, 1 + int(min(budget_us / _slice_us(slice_us, rows), rows)))
+
+
+def _slice_us(slice_us: tuple[float, float], rows: int) -> float:
+    """Microseconds of each slice but the first."""
     constant, for_each_row = slice_us
-    return max(1, 1 + int(min(budget_us / (constant + rows * for_each_row), rows)))
+    return constant + rows * for_each_row
 
 
 def _fewest_slices_width(max_columns: int, hidden: int, step: int) -> int:

@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams
-from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape
+from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.changes.moe_workspace.deferred_tensor import (
     DeferredTensor,
     QuantizedOnce,
@@ -126,8 +126,8 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
             tiles = positional[down_config] or positional[config]
-            quantized = deferred_tensor.quantizes(kwargs)
-            if column_slices.max_affordable_slices(layer, tiles, quantized, uses_staging) < 2:
+            gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
+            if column_slices.max_affordable_slices(layer, gemm) < 2:
                 return original(*args, **kwargs)
         channel.withhold_if_shared(hidden_states)
         call = SequenceCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)

@@ -289,14 +289,9 @@ def triton_slowdown(
     layer: column_slices.LayerShape, slices: int, tiles: Mapping[str, int], *, quantized: bool
 ) -> float:
     """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
-    itemsize = 1 if quantized else 2
-    small = not quantized and tiles["BLOCK_SIZE_M"] * tiles["BLOCK_SIZE_N"] <= column_slices.SMALL_TILE_ELEMENTS
-    rate = column_slices.SMALL_TILE_OPERATIONS_PER_US if small else column_slices.OPERATIONS_PER_US[itemsize]
-    constant, for_each_row = column_slices.SLICE_US[itemsize]
-    slicing_us = column_slices.SLICING_US + (slices - 1) * (constant + layer.rows * for_each_row)
-    slowdown = slicing_us / layer.layer_us(rate)
-    slow_order = quantized and tiles.get("GROUP_SIZE_M") == 1 and tiles["BLOCK_SIZE_M"] >= 128
-    return max(slowdown, SLOW_ORDER_SLOWDOWN) if slow_order else slowdown
+    gemm = column_slices.TritonGemm(tiles, quantized)
+    slowdown = gemm.slicing_us(layer, slices) / layer.layer_us(gemm.operations_per_us)
+    return max(slowdown, SLOW_ORDER_SLOWDOWN) if gemm.has_slow_order else slowdown
 
 
 def marlin_layer(rank: Rank, tokens: int, share: float) -> column_slices.LayerShape:
@@ -307,12 +302,10 @@ def marlin_layer(rank: Rank, tokens: int, share: float) -> column_slices.LayerSh
     )
 
 
-def marlin_slowdown(layer: column_slices.LayerShape, slices: int) -> float:
-    """The same of Marlin, which copies the weights of each slice."""
-    constant, for_each_row = column_slices.MARLIN_SLICE_US
-    slicing_us = column_slices.MARLIN_SLICING_US + (slices - 1) * (constant + layer.rows * for_each_row)
-    slicing_us += 2 / 3 * layer.weight_bytes / column_slices.MARLIN_COPIED_BYTES_PER_US
-    return slicing_us / layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
+def marlin_slowdown(rank: Rank, tokens: int, slices: int, share: float) -> float:
+    """The same of Marlin."""
+    layer, gemm = marlin_layer(rank, tokens, share), column_slices.MarlinGemm(_column_bytes(rank))
+    return gemm.slicing_us(layer, slices) / layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
 
 
 def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:

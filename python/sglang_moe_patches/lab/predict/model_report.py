@@ -217,7 +217,7 @@ class _Columns:
 
     def slowdown(self, slices: int) -> float:
         if self.server.runner == "marlin":
-            return forward.marlin_slowdown(forward.marlin_layer(*self._common, self._share), slices)
+            return forward.marlin_slowdown(*self._common, slices, self._share)
         layer = forward.triton_layer(*self._common, self.server.quantization, self._share)
         return forward.triton_slowdown(layer, slices, self.tiles, quantized=bool(self.server.quantization))
 
