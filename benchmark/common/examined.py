@@ -17,18 +17,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 from sglang_moe_patches.lab.predict import config, engine_query, model_report
-from sglang_moe_patches.lab.reference import environment
 
 #: What every query imports.
 PRELOADED = (
     *("sglang.srt.server_args", "sglang.srt.model_loader.loader", "sglang.srt.models.registry"),
     *("sglang.srt.layers.moe.fused_moe_triton.layer", "sglang_moe_patches.core.dead_input.probe"),
 )
-OF_THE_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
-SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto", "HF_HUB_OFFLINE": "1"}
-"""Every change, kv-sizing too; and nothing is asked of a model hub."""
+SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto"}
+"""Every change, kv-sizing too."""
 #: What such a process calls for each server, as ``examine`` does.
 EXAMINE = "common.examined:examine"
 
@@ -39,10 +36,8 @@ def each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tup
     :param servers: with ``model``, ``config``, ``gpu`` (doctor's name for it), ``flags`` and ``env``.
     :param function: ``MODULE:NAME``, called in a fork of a process with that GPU; takes such a server.
     """
-    environ = {name: value for name, value in os.environ.items() if name not in OF_THE_CPU} | SELECTED
-    environ |= {"SGLANG_PLUGINS": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    added = environment.variables(environ)
-    environ |= {name: added[name] for name in ("LD_LIBRARY_PATH",) if name in added}
+    environ = model_report.query_environment() | SELECTED
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     for gpu in dict.fromkeys(server["gpu"] for server in servers):
         mine = [server for server in servers if server["gpu"] == gpu]
         with tempfile.TemporaryFile("w+") as asked:
@@ -75,7 +70,7 @@ def main() -> None:
             importlib.import_module(name)
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
-    engine_query.run = _run_in_a_fork
+    engine_query.run_query = _run_in_a_fork
     for line in sys.stdin:
         server = json.loads(line)
         before = dict(os.environ)

@@ -185,9 +185,9 @@ def doctor(
             if forget:
                 typer.echo(kv_records.forget(forget))
             elif json:
-                typer.echo(json_module.dumps(kv_records.report(), indent=2))
+                typer.echo(json_module.dumps(kv_records.json_report(), indent=2))
             else:
-                typer.echo("\n".join(kv_records.tell()))
+                typer.echo("\n".join(kv_records.format_records()))
         except ValueError as error:
             fail(str(error))
         return

@@ -47,7 +47,7 @@ def forget(name: str) -> str:
     return f"{path}: {', '.join(gone)} forgotten"
 
 
-def tell() -> list[str]:
+def format_records() -> list[str]:
     """Every record in lines.
 
     :raises ValueError: the file cannot be read.
@@ -57,7 +57,7 @@ def tell() -> list[str]:
     return [f"{path}: {len(records)} {'record' if len(records) == 1 else 'records'}", *lines]
 
 
-def report() -> dict[str, Any]:
+def json_report() -> dict[str, Any]:
     """Every record as JSON has it.
 
     :raises ValueError: the file cannot be read.
@@ -100,7 +100,7 @@ def need_made_of(found: Record) -> dict[str, int]:
 
 def describe(key: str, found: Record) -> list[str]:
     """A record in lines."""
-    told = advice(found)
+    suggestion = advice(found)
     made = found.fingerprint_inputs
     lines = [f"{key}: {made.get('model', '?')} on {made.get('devices', '?')} x {made.get('device', '?')}"]
     lines.append("  " + ", ".join(f"{name} {made.get(name, '?')}" for name in ("engine", "torch", "driver")))
@@ -118,9 +118,9 @@ def describe(key: str, found: Record) -> list[str]:
         f"  measured {when} UTC: {found.need / 1e6:,.0f} MB needed of {found.before / 1e6:,.0f} MB "
         f"({', '.join(f'{need / 1e6:,.0f}' for need in found.ranks)} by rank), at the fraction {found.fraction:.4f}"
     )
-    lines += [f"    {size / 1e6:,.0f} MB {what}" for what, size in told["need_made_of"].items()]
-    if told["suggested_fraction"] is not None:
-        fraction, tokens = told["suggested_fraction"], told["suggested_tokens"]
+    lines += [f"    {size / 1e6:,.0f} MB {what}" for what, size in suggestion["need_made_of"].items()]
+    if suggestion["suggested_fraction"] is not None:
+        fraction, tokens = suggestion["suggested_fraction"], suggestion["suggested_tokens"]
         lines.append(f"  suggested: --mem-fraction-static {fraction:.4f}, with which {tokens:,} tokens fit")
     lines.append(f"  the rule: {found.rule_fraction:.4f}, {found.rule_tokens:,} tokens")
     lines.append(f"  reached: {', '.join(found.reached) or 'nothing'}")
@@ -129,7 +129,7 @@ def describe(key: str, found: Record) -> list[str]:
     if found.skipped:
         lines.append(f"  skipped: {', '.join(found.skipped)}")
     lines += ["  proven by a server of its size"] * found.proven
-    lines.append(f"  the next start: {told['next_start']}")
+    lines.append(f"  the next start: {suggestion['next_start']}")
     if found.lowest_free_serving is not None:
         lines.append(f"  while serving: {found.lowest_free_serving / 1e6:,.0f} MB free at the worst moment seen")
     if found.ooms:

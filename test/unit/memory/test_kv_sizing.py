@@ -866,7 +866,7 @@ def test_doctor_lists_and_forgets(tmp_path, monkeypatch):
     assert said("--kv") == (0, f"{path}: 0 records\n")
     path.write_text("{")
     with pytest.raises(ValueError, match="is not whole JSON"):
-        kv_records.tell()
+        kv_records.format_records()
     assert said("--forget", "x")[0] == 2
 
 

@@ -15,7 +15,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 _SHARED_SIZES = ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
-TEXT = ("text_config", "language_config", "llm_config")
+_TEXT = ("text_config", "language_config", "llm_config")
 _FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
 
 
@@ -96,8 +96,13 @@ def load(path: Path) -> dict[str, Any]:
     return config
 
 
-OWN_TYPES = {"kimi_k2": "deepseek_v3"}
-"""Types that a checkpoint brings the class of, which transformers may not know, and those whose fields they have."""
+MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
+"""By a ``model_type`` whose configuration class comes with the checkpoint: transformers' own type with its fields."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration; the whole of one without parts."""
+    return next((config[name] for name in _TEXT if isinstance(config.get(name), Mapping)), config)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,11 +110,11 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The towers beside it are none of the experts' business, and take an engine that builds them minutes.
     """
-    text = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), None)
-    if text is None or not text.get("architectures"):
+    text = text_config(config)
+    if text is config or not text.get("architectures"):
         return config
     beside = ("quantization_config", "compression_config")
-    known = OWN_TYPES.get(str(text.get("model_type")))
+    known = MODEL_TYPES.get(str(text.get("model_type")))
     model_type = {"model_type": known} if known else {}
     return {**text, **model_type, **{name: config[name] for name in beside if name in config}}
 
@@ -120,7 +125,7 @@ def read(config: Mapping[str, Any], source: str) -> Read:
     :param source: what they are of.
     :raises NoConfig: a size is missing, or the model has no routed experts.
     """
-    text: Mapping[str, Any] = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), config)
+    text = text_config(config)
 
     def first(*names: str) -> Any:
         return next((text[name] for name in names if text.get(name) is not None), None)

@@ -92,7 +92,7 @@ def ask(
     """
     asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu, "language_model": language_model}
     try:
-        done = run(json.dumps(asked), environ)
+        done = run_query(json.dumps(asked), environ)
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
     if done.returncode or not done.stdout:
@@ -104,7 +104,7 @@ def ask(
     return found
 
 
-def run(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """One query in a process of its own: the engine publishes what it resolves in its globals."""
     command = [sys.executable, "-m", __name__]
     return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=LONGEST_S)

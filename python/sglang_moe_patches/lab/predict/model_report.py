@@ -115,8 +115,10 @@ def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -
                 own = "" if model.shared_experts else " without shared experts of their own"
                 reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
         advice = None
-        if change.name == "moe-workspace" and does and (whole := _whole(server, model)):
-            does, reason, advice = "", whole, workspace_advice(server, model)
+        if change.name == "moe-workspace" and does:
+            advice = workspace_advice(server, model)
+            if whole := _whole(server, model, advice):
+                does, reason = "", whole
         if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
             does, reason = "", f"the experts' weights are {server.format}"
         found.append({"name": change.name, "status": status, "acts": bool(does), "does": does, "reason": reason})
@@ -235,14 +237,17 @@ def workspace_advice(server: Server, model: Model) -> WorkspaceAdvice | None:
     return WorkspaceAdvice(megabytes, saved, columns.slowdown(-(-model.hidden // width)))
 
 
-def _whole(server: Server, model: Model) -> str:
-    """Why the runner's tensor stays whole; "": it does not."""
+def _whole(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
+    """Why the runner's tensor stays whole; "": it does not.
+
+    :param advice: what :func:`workspace_advice` returned.
+    """
     if server.quantization not in forward.TILES or _Columns(server, model).width() < model.hidden:
         return ""
     if model.top_k <= 2 and server.runner == "triton":
         return f"a top-k of {model.top_k} has no sum to cut"
     size = f"[tokens, top-k, hidden] is {2 * server.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
-    if advice := workspace_advice(server, model):
+    if advice:
         return f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}"
     return f"{size}, too small to cut"
 
@@ -353,7 +358,7 @@ def kv_cache(
     return found
 
 
-def recorded(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str, Record] | None:
+def find_record(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str, Record] | None:
     """The newest record of this model, ranks and chunk on this kind of GPU; what else a server is given may differ."""
 
     def matches(inputs: Mapping[str, Any]) -> bool:
@@ -401,7 +406,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         return found
     tokens: dict[str, Any] | str = "a part of the model is beside the language model"
     if not asked["is_part"]:
-        known = recorded(model, gpu, asked["resolved"])
+        known = find_record(model, gpu, asked["resolved"])
         tokens = kv_cache(read, asked["resolved"], layer["weight_bytes"], gpu, known)
     if isinstance(tokens, str):
         found["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
@@ -416,16 +421,7 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
     :param path: where it lies, if the engine is to read what lies beside it.
     :raises CannotAsk: it refuses the model or the arguments, or cannot be asked.
     """
-    from sglang_moe_patches.lab.reference import environment
-
-    # Without what makes the engine run on a CPU: there it chooses otherwise. And it waits for no hub.
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU}
-    environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
-    try:
-        stub = environment.variables(environ)
-    except environment.UnusableEnvironment as error:
-        raise CannotAsk(str(error)) from None
-    environ |= {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
+    environ = query_environment()
     language_model = config.language_model(content)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
@@ -436,6 +432,24 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
         is_part = language_model is not content
         asked = ask(folder, arguments, gpu, environ, language_model=is_part)
     return asked | {"missing_draft": missing_draft, "is_part": is_part}
+
+
+def query_environment() -> dict[str, str]:
+    """The environment of an engine query.
+
+    Without what makes the engine run on a CPU: there it chooses otherwise. And it waits for no hub.
+
+    :raises CannotAsk: there can be none.
+    """
+    from sglang_moe_patches.lab.reference import environment
+
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU}
+    environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
+    try:
+        stub = environment.variables(environ)
+    except environment.UnusableEnvironment as error:
+        raise CannotAsk(str(error)) from None
+    return environ | {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
 
 
 def _with_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
@@ -454,7 +468,7 @@ def _with_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -
     try:
         config.find(given.draft)
     except config.NoConfig:
-        text = next((target[name] for name in config.TEXT if isinstance(target.get(name), Mapping)), target)
+        text = config.text_config(target)
         kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         sizes = {name: text[name] for name in (*kept, "max_position_embeddings") if name in text}
         layer = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
@@ -615,13 +629,13 @@ def show(found: Mapping[str, Any]) -> None:
             terms.add_row(*row)
         console.print(terms)
     if tokens := found.get("kv_cache"):
-        console.print(_kv_words(tokens), highlight=False, markup=False)
+        console.print(_describe_kv_cache(tokens), highlight=False, markup=False)
     console.print("Not known:")
     for line in found["unknown"]:
         console.print(f"  - {line}", highlight=False, markup=False)
 
 
-def _kv_words(tokens: Mapping[str, Any]) -> str:
+def _describe_kv_cache(tokens: Mapping[str, Any]) -> str:
     """What is known of the KV cache, in words."""
     words = (
         f"KV cache: about {tokens['rule_tokens']:,} tokens by the engine's fraction {tokens['fraction']:.3f} "

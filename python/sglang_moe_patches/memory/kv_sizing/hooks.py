@@ -423,8 +423,9 @@ class Serving:
             if run is not None:
                 run.end()
             state.log("no rehearsal: %s", problem, warn=True)
-            _show_sizing(state, self._metrics)
-            if state.record is not None:
+            if state.record is None:
+                _show_sizing(state, self._metrics)
+            else:
                 self._begin_monitor()
             return
         self._rehearsing = True

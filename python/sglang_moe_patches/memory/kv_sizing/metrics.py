@@ -59,7 +59,12 @@ class Metrics:
         self._set(LOWEST_FREE, lowest)
 
     def show_sizing(self, fraction: float | None, suggested: float | None, source: Source, reason: str) -> None:
-        """:param fraction: ``None``: it is not known, and no record gives one where ``suggested`` is ``None``."""
+        """Show the fraction in use, that of the record, and which of them rules.
+
+        :param fraction: ``None``: not known.
+        :param suggested: ``None``: no record gives one.
+        :param reason: why it is not the record's; "" where it is.
+        """
         for name, value in ((FRACTION, fraction), (SUGGESTED, suggested)):
             if value is not None:
                 self._set(name, value)

@@ -152,7 +152,7 @@ def make_request(name: str, prompt: Sequence[int], new: int, phase: Phase, *, to
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=new, ignore_eos=True, **phase.sampling)
-    params.normalize(tokenizer)  # from 0.5.2x on not without one, where min_new_tokens is asked for
+    params.normalize(tokenizer)  # without one 0.5.23 refuses min_new_tokens
     if params.stop_regex_strs is None:
         params.stop_regex_strs = []
     wants_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])

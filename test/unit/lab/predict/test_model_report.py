@@ -192,10 +192,10 @@ def test_tokens_of_the_kv_cache_follow_the_rule_and_the_record():
     sized = cache_of(("ab12", known))
     assert sized["record_fraction"] > 0.9
     assert 1.05e6 < sized["record_tokens"] < 1.1e6
-    assert "ab12: 1,000,000 tokens by the rule, " in model_report._kv_words(sized)
+    assert "ab12: 1,000,000 tokens by the rule, " in model_report._describe_kv_cache(sized)
     missed = cache_of(("ab12", replace(known, missed=("prefill",))))
     assert "record_tokens" not in missed
-    assert missed["record_reason"] in model_report._kv_words(missed)
+    assert missed["record_reason"] in model_report._describe_kv_cache(missed)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_a_record_is_of_the_same_model_gpu_ranks_and_chunk(tmp_path, monkeypatch
         "other": Record(inputs | {"devices": 8}, measured=3, rule_tokens=7),
     }
     monkeypatch.setattr(model_report, "read_records", lambda path: records)
-    name, _ = model_report.recorded("m", "h200", RESOLVED)
+    name, _ = model_report.find_record("m", "h200", RESOLVED)
     assert name == "new"
     for model, gpu, chunk in (("n", "h200", 16384), ("m", "h100", 16384), ("m", "h200", 8192)):
-        assert model_report.recorded(model, gpu, RESOLVED | {"chunked_prefill_size": chunk}) is None
+        assert model_report.find_record(model, gpu, RESOLVED | {"chunked_prefill_size": chunk}) is None
 
 
 @pytest.mark.parametrize(
