@@ -66,8 +66,7 @@ def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
 def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     """Peaks of whole forwards and of the runner alone, stock and patched, by the sizes of a rank's MoE layer."""
     wholes, alone = {}, {}
-    for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
-        found = output.load(f"peak-memory/{path.stem}")["figures"]
+    for found in forwards():
         peaks = in_mb(*(found["memory"][server]["peak_forward_bytes"] for server in ("stock", "patched")))
         knob = found["moe_workspace_mb"]
         wholes[key_of(found)] = f"{peaks}, {knob} MB asked for" if knob else peaks
@@ -77,6 +76,12 @@ def measured() -> tuple[dict[Sizes, str], dict[Sizes, str]]:
     return wholes, alone
 
 
+def forwards() -> Iterator[dict[str, Any]]:
+    """What was measured of whole forwards at one rank's sizes."""
+    for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
+        yield output.load(f"peak-memory/{path.stem}")["figures"]
+
+
 def cells() -> Iterator[dict[str, Any]]:
     """What was measured of the runner alone; of the same sizes the last counts."""
     for name in ("h100", "h200-more", "h200"):
@@ -84,17 +89,19 @@ def cells() -> Iterator[dict[str, Any]]:
 
 
 def key_of(found: dict[str, Any]) -> Sizes:
-    """Of a whole forward that was measured."""
+    """The key of one of :func:`forwards`."""
     share, served = MODELS[found["model"]].shard(found["shard"]), found["served"]
     return key(share, Layout(tp=found["tp"]), served["runner"], forward.BLOCKS if served["fp8"] else None)
 
 
 def key_of_cell(cell: dict[str, Any]) -> Sizes:
+    """The key of one of :func:`cells`."""
     layout = Layout(tp=int(cell["layout"].removeprefix("tp")))
     return key(MODELS[cell["model"]], layout, "triton", forward.BLOCKS if cell["weights"] == "fp8" else None)
 
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
+    """What a measurement is looked up by: the sizes of a rank's MoE layer, its runner and its quantization."""
     rank = forward.as_the_engine_runs(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
@@ -128,7 +135,7 @@ def tables(result: output.Result) -> str:
 
 
 def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
-    """By which what was measured is found."""
+    """:func:`key`, of what doctor says."""
     server, sizes = found["server"], found["sizes"]
     return (
         *(sizes["hidden"], sizes["experts"] // server["layout"]["ep"], sizes["top_k"]),

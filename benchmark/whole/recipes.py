@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import examined, output
+from common import doctor_answers, output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.lab.predict import forward, model_report
+from sglang_moe_patches.lab.predict import model_report
+from sglang_moe_patches.lab.predict.forward import BLOCKS
 
 from whole import models
 
@@ -29,23 +30,23 @@ SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason
 Key = tuple[models.Sizes, int]
 
 
-def published() -> dict[str, Any]:
+def read_recipes() -> dict[str, Any]:
     """``sources`` by their short names, and ``recipes`` as they were published."""
     found: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     return found
 
 
-def servers() -> list[dict[str, Any]]:
-    """The recipes whose model's ``config.json`` is at hand, as :func:`.examined.each` takes them."""
+def servers_with_config() -> list[dict[str, Any]]:
+    """The recipes whose model's ``config.json`` is at hand, as :func:`.doctor_answers.ask_each` takes them."""
     configs = {model["source"]: model["config"] for model in models.served()}
     return [
         recipe | {"gpu": recipe["gpu"].lower(), "config": configs[recipe["model"]]}
-        for recipe in published()["recipes"]
+        for recipe in read_recipes()["recipes"]
         if recipe["model"] in configs
     ]
 
 
-def in_short(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
+def summarize(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
     """Of what ``doctor --model`` says, what the page shows."""
     if "refused" in found:
         return found
@@ -114,7 +115,7 @@ def tables(results: list[output.Result]) -> str:
         acts = ", ".join(answer["acts"]) or "-"
         rows.append((*cells, _runner(server), f"{server['tokens']:,}", peaks, acts, run, says))
     header = ("model", "on", "recipe", "runner", "chunk", "peak, MB: stock -> patched", "acts", "measured", "kv-sizing")
-    named = "; ".join(f"[{each['title']}]({each['url']})" for each in published()["sources"].values())
+    named = "; ".join(f"[{each['title']}]({each['url']})" for each in read_recipes()["sources"].values())
     lacking = f" Its {NO_CONFIG}: {', '.join(sorted(absent))}." if absent else ""
     return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"
 
@@ -130,12 +131,10 @@ def _ranks(flags: list[str]) -> str:
 def measured() -> tuple[dict[Key, str], dict[Key, str]]:
     """Links to what was measured, whole forwards and the runner alone, by a rank's sizes and the chunk."""
     wholes: dict[Key, str] = {}
-    for path in sorted((output.RESULTS / "peak-memory").glob("*-shard*.json")):
-        found = output.load(f"peak-memory/{path.stem}")["figures"]
-        wholes[models.key_of(found), found["tokens"]] = f"[forward]({PAGES}/peak-memory.md)"
-    found = output.load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
-    layout = Layout(tp=8)
-    sizes = models.key(MODELS["deepseek-v3-fused"], layout, "triton", forward.BLOCKS)
+    for forward in models.forwards():
+        wholes[models.key_of(forward), forward["tokens"]] = f"[forward]({PAGES}/peak-memory.md)"
+    # The result triton-server/deepseek-v3-fp8-shard8-32768.
+    sizes = models.key(MODELS["deepseek-v3-fused"], Layout(tp=8), "triton", BLOCKS)
     wholes[sizes, 32768] = f"[server]({PAGES}/triton-server.md)"
     alone = {
         (models.key_of_cell(cell), cell["tokens"]): f"[runner alone]({PAGES}/moe-workspace.md)"
@@ -144,13 +143,13 @@ def measured() -> tuple[dict[Key, str], dict[Key, str]]:
     return wholes, alone
 
 
-def asked() -> Iterator[dict[str, Any]]:
+def answer_recipes() -> Iterator[dict[str, Any]]:
     """Each recipe as it was published, with what doctor says of it."""
     answers = {}
-    for server, found in examined.each(servers()):
-        answers[_name(server)] = in_short(found, server["flags"])
+    for server, found in doctor_answers.ask_each(servers_with_config()):
+        answers[_name(server)] = summarize(found, server["flags"])
         print(f"{len(answers)}: {' '.join(map(str, _name(server)))}", flush=True)
-    for recipe in published()["recipes"]:
+    for recipe in read_recipes()["recipes"]:
         yield {"recipe": recipe, "found": answers.get(_name(recipe), {"refused": NO_CONFIG})}
 
 
@@ -161,7 +160,7 @@ def _name(recipe: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     options = output.parse(output.parser(__doc__))
     conditions = {"machine": "no GPU", "engine": engine.version()}
-    result = output.result("recipes", {"recipes": list(asked())}, conditions)
+    result = output.result("recipes", {"recipes": list(answer_recipes())}, conditions)
     output.finish(options, result, f"{counts([result])}\n{tables([result])}")
 
 

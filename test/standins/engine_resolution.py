@@ -1,6 +1,6 @@
 """What the engine itself makes of a published recipe, beside what ``doctor --model`` says of it.
 
-Called in a process that answers as if it had the recipe's GPU: see :mod:`common.examined`.
+Called in a process that answers as if it had the recipe's GPU: see :mod:`common.doctor_answers`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import examined
+from common import doctor_answers
 from sglang_moe_patches.core import engine
 
 
@@ -27,7 +27,7 @@ def compare(recipe: dict[str, Any]) -> dict[str, Any]:
         os.waitpid(child, 0)
         out.seek(0)
         resolved = json.load(out)
-    return {"doctor": examined.examine(recipe), "engine": resolved}
+    return {"doctor": doctor_answers.examine(recipe), "engine": resolved}
 
 
 def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:

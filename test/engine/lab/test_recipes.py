@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from common import examined
+from common import doctor_answers
 from whole import recipes
 
 FORMATS = {
@@ -32,6 +32,6 @@ def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]
 
 @pytest.mark.every_release
 def test_doctor_says_of_every_recipe_what_the_engine_resolves():
-    answers = list(examined.each(recipes.servers(), "engine_resolution:compare"))
+    answers = list(doctor_answers.ask_each(recipes.servers_with_config(), "engine_resolution:compare"))
     assert len(answers) > 80
     assert [(recipe, found) for recipe, found in answers if not agree(recipe, **found)] == []

@@ -27,10 +27,10 @@ PRELOADED = (
 SELECTED = {"SGLANG_MOE_PATCHES": "all", "SGLANG_MOE_PATCHES_KV_SIZING": "auto"}
 """Every change, kv-sizing too."""
 #: What such a process calls for each server, as ``examine`` does.
-EXAMINE = "common.examined:examine"
+EXAMINE = "common.doctor_answers:examine"
 
 
-def each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def ask_each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Each server with what ``function`` says of it.
 
     :param servers: with ``model``, ``config``, ``gpu`` (doctor's name for it), ``flags`` and ``env``.
@@ -43,7 +43,7 @@ def each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator[tup
         with tempfile.TemporaryFile("w+") as asked:
             asked.writelines(json.dumps(server) + "\n" for server in mine)
             asked.seek(0)
-            command = [sys.executable, "-m", "common.examined", gpu, function]
+            command = [sys.executable, "-m", "common.doctor_answers", gpu, function]
             with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, env=environ, text=True) as process:
                 assert process.stdout is not None
                 for server, line in zip(mine, process.stdout, strict=True):
