@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from releases import ROOT
 from sglang_moe_patches import cli
-from sglang_moe_patches.core import patch
+from sglang_moe_patches.core import log, patch
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Patcher, Plan
 from sglang_moe_patches.lab import kv_records
@@ -1783,10 +1783,10 @@ def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", s
         with suppress(Told):
             run(rank, agree or first_ask)
     caplog.clear()
-    with caplog.at_level("INFO", logger=hooks.logger.name):
+    with caplog.at_level("INFO", logger=log.logger.name):
         found = [run(rank, agree or (lambda told: everybody)) for rank in range(len(ranks))]
     states, fractions = zip(*found, strict=True)
-    return states, set(fractions), [each.message.removeprefix(hooks.SAYS) for each in caplog.records]
+    return states, set(fractions), [each.message.removeprefix(log.of("kv-sizing", "")) for each in caplog.records]
 
 
 @pytest.fixture
@@ -1864,7 +1864,7 @@ def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, ca
     monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
     monkeypatch.setattr(hooks, "_size", sized)
     runner = SimpleNamespace(max_total_num_tokens=5, pre_model_load_memory=1, server_args=SimpleNamespace())
-    with caplog.at_level("INFO", logger=hooks.logger.name):
+    with caplog.at_level("INFO", logger=log.logger.name):
         hooks._make_init_memory_pool(lambda runner: None, hooks.State(Path("x")), False)(runner)
     assert f"2,000 MB of {part}" in caplog.text
 
@@ -1983,7 +1983,7 @@ def serving(tmp_path, monkeypatch, caplog):
     scheduler = Scheduler(monkeypatch)
     vars(scheduler).update(server_args=SimpleNamespace())
     caplog.clear()
-    caplog.set_level("INFO", logger=hooks.logger.name)
+    caplog.set_level("INFO", logger=log.logger.name)
     monkeypatch.setattr(hooks.coordination, "RankResults", Notes)
     state.rank_reserve = 28 * GB
     return hooks.Serving(state, scheduler)
@@ -2199,7 +2199,7 @@ def test_where_one_rank_fails_nothing_is_recorded(serving, monkeypatch, caplog):
     serving._results = Notes(rehearsal.RankResult(failure="no answer"))
     serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))
     assert [each.message for each in caplog.records] == [
-        f"{hooks.SAYS}the rehearsal failed, and nothing is recorded: rank 1: no answer"
+        f"{log.of('kv-sizing', '')}the rehearsal failed, and nothing is recorded: rank 1: no answer"
     ]
     assert not serving.state.path.exists()
 
@@ -2216,7 +2216,7 @@ def test_where_nothing_can_be_written_no_rank_rehearses_and_all_serve(serving, r
     monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told, ""])
     serving.begin()
     (said,) = [each.message for each in caplog.records]
-    assert said.startswith(f"{hooks.SAYS}no rehearsal: {serving.state.path} cannot be written (")
+    assert said.startswith(f"{log.of('kv-sizing', '')}no rehearsal: {serving.state.path} cannot be written (")
     assert state_of(serving.scheduler) == before
 
 
@@ -2226,7 +2226,7 @@ def test_a_rehearsal_that_cannot_begin_is_not_counted(serving, monkeypatch, capl
     monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told, told])
     serving.begin()
     assert [each.message for each in caplog.records] == [
-        f"{hooks.SAYS}no rehearsal: pools of the kind UnifiedSWAKVPool are not rehearsed yet"
+        f"{log.of('kv-sizing', '')}no rehearsal: pools of the kind UnifiedSWAKVPool are not rehearsed yet"
     ]
     assert not serving.state.path.exists()
     assert state_of(serving.scheduler) == before

@@ -50,8 +50,9 @@ def has_hooks(layer: Any) -> bool:
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
         return False
-    message = f"sglang-moe-patches: {type(layer).__name__} does not offer its dead input: it has forward hooks"
-    log.once(logging.INFO, message, "%s", message)
+    name = type(layer).__name__
+    message = log.PREFIX + "%s does not offer its dead input: it has forward hooks"
+    log.once(logging.INFO, f"forward hooks {name}", message, name)
     return True
 
 

@@ -123,7 +123,7 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
             offer.mark(layer, experts)
         if dead.skip_reasons:
             name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
-            message = f"sglang-moe-patches: layers of {name} do not offer their dead input: {reasons}"
+            message = f"{log.PREFIX}layers of {name} do not offer their dead input: {reasons}"
             log.once(logging.INFO, message, "%s", message)
 
 

@@ -318,10 +318,7 @@ def _aliases_after(statement: ast.stmt, aliases: set[str], layer: _Layer) -> set
 
 
 def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], layer: _Layer) -> set[str] | None:
-    after: set[str] | None = aliases
-    for statement in statements:
-        after = None if after is None else _aliases_after(statement, after, layer)
-    return after
+    return _after_all(statements, aliases, lambda statement, before: _aliases_after(statement, before, layer))
 
 
 def _memory(value: ast.AST, returns_its_own: Callable[[ast.Call], object] | None = None) -> set[str]:
@@ -379,7 +376,7 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
     """
     definition = _definition(forward)
     parameters = _parameters(definition, places)
-    return parameters is not None and _unreturned_after_all(definition.body, parameters) is not None
+    return parameters is not None and _after_all(definition.body, parameters, _unreturned_after) is not None
 
 
 def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None:
@@ -407,16 +404,9 @@ def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None
             branches = [[*body, *rest], *([*body, *handler.body, *finalbody] for handler in handlers)]
         case _:
             return aliases
-    after = [_unreturned_after_all(branch, aliases) for branch in branches]
+    after = [_after_all(branch, aliases, _unreturned_after) for branch in branches]
     known = [branch for branch in after if branch is not None]
     return set().union(*known) if len(known) == len(after) else None
-
-
-def _unreturned_after_all(statements: list[ast.stmt], aliases: set[str]) -> set[str] | None:
-    after: set[str] | None = aliases
-    for statement in statements:
-        after = None if after is None else _unreturned_after(statement, after)
-    return after
 
 
 def _is_of_self(call: ast.Call) -> bool:
@@ -560,6 +550,19 @@ def _reads_only(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
 
 def _adds_in_place(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in _IN_PLACE_ADDITIONS
+
+
+# --- Statements ------------------------------------------------------------------------------------------------------
+
+
+def _after_all(
+    statements: list[ast.stmt], aliases: set[str], after_one: Callable[[ast.stmt, set[str]], set[str] | None]
+) -> set[str] | None:
+    """The aliases once all statements have run; ``None`` as soon as one of them has none to give."""
+    after: set[str] | None = aliases
+    for statement in statements:
+        after = None if after is None else after_one(statement, after)
+    return after
 
 
 # --- Syntax trees ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.activation_segments.eligibility import Allocator
 
@@ -74,7 +73,7 @@ class Switch:
             self._set(setting or (OFF if self._holding else ON))
         except Exception as error:
             self._on = False
-            logger.warning("sglang-moe-patches: activation-segments: the allocator cannot be set: %s", error)
+            log.logger.warning(log.of("activation-segments", "the allocator cannot be set: %s"), error)
 
 
 # --- The allocator ---------------------------------------------------------------------------------------------------
@@ -158,10 +157,10 @@ def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
     except Exception as error:
         works, failed = False, f"the ranks cannot agree, {type(error).__name__}: {error}"
     if works:
-        logger.info("sglang-moe-patches: activation-segments: on from here")
+        log.logger.info(log.of("activation-segments", "on from here"))
         return
     switch.turn_off()
-    logger.warning("sglang-moe-patches: activation-segments: off: %s", failed)
+    log.logger.warning(log.of("activation-segments", "off: %s"), failed)
 
 
 # --- Where it is turned ----------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.core import engine, gpu_memory, patch
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import engine, gpu_memory, log, patch
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.kv_sizing import (
     coordination,
@@ -33,7 +32,6 @@ from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
-SAYS = "sglang-moe-patches: kv-sizing: "
 RECORD_LOCK_TIMEOUT_S = 5.0
 """While a server starts; in a turn of the serving loop nothing is waited for."""
 
@@ -82,7 +80,8 @@ class State:
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the leader alone."""
         if self.leader:
-            logger.log(logging.WARNING if warn else logging.INFO, SAYS + message, *arguments)
+            level = logging.WARNING if warn else logging.INFO
+            log.logger.log(level, log.of("kv-sizing", message), *arguments)
 
     def update(self, change: Callable[[Record], Record | None], *, wait_s: float = 0.0) -> Record | None:
         """Change this configuration's record; see :func:`record.update`."""
@@ -214,7 +213,8 @@ def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.Siz
         monitor_only = _machines_apart() or ""
         # The leader may not be there to log it.
         if monitor_only and state.elsewhere and state.gpu == int(arguments.get("base_gpu_id") or 0):
-            logger.warning("%susing the engine's default fraction %.4f because %s", SAYS, fraction, monitor_only)
+            message = log.of("kv-sizing", "using the engine's default fraction %.4f because %s")
+            log.logger.warning(message, fraction, monitor_only)
     try:
         report = _report(state, runner, free_before_load_gib, fraction, arguments)
     except Exception as error:
@@ -442,7 +442,7 @@ class Serving:
         try:
             self._results.publish(replace(result, reserve=self.state.rank_reserve))
         except Exception as error:
-            logger.warning("%swhat a rank has measured is lost: %s", SAYS, error)
+            log.logger.warning(log.of("kv-sizing", "what a rank has measured is lost: %s"), error)
         self._begin_monitor()
         if self.state.leader:
             self._wait_for_all(time.monotonic() + rehearsal.ABANDON_AFTER_S)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import log
 
 PREFIX = "sglang_moe_patches:"
 LOWEST_FREE, FRACTION, SUGGESTED, STATE = (
@@ -52,7 +52,7 @@ class Metrics:
                 names = (*self._labels, *labels)
                 self._gauges[name] = Gauge(name, says, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
-            logger.warning("sglang-moe-patches: kv-sizing: no metrics: %s", error)
+            log.logger.warning(log.of("kv-sizing", "no metrics: %s"), error)
             self._gauges = {}
 
     def show_lowest_free(self, lowest: int) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from sglang_moe_patches.core import log
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.core.log import logger
 
 SAMPLE_INTERVAL_S = 1.0
 """Between two readings. What a forward takes the allocator keeps, so that it is there to be seen."""
@@ -51,7 +51,7 @@ class FreeMemoryMonitor:
             self._show(self._lowest)
         except Exception as error:
             self._failed = True
-            logger.warning("sglang-moe-patches: kv-sizing: free memory is not monitored any more: %s", error)
+            log.logger.warning(log.of("kv-sizing", "free memory is not monitored any more: %s"), error)
             return
         if now >= self._next_save:
             self._next_save = now + SAVE_INTERVAL_S
@@ -59,7 +59,7 @@ class FreeMemoryMonitor:
                 self._keep()
             except Exception as error:  # it is tried again; the metric goes on
                 if not self._unsaved:
-                    logger.warning("sglang-moe-patches: kv-sizing: free memory is not recorded: %s", error)
+                    log.logger.warning(log.of("kv-sizing", "free memory is not recorded: %s"), error)
                 self._unsaved = True
 
     def _take(self) -> None:
@@ -79,7 +79,7 @@ class FreeMemoryMonitor:
         try:
             self._keep(ran_out, worth=0)
         except Exception as error:
-            logger.warning("sglang-moe-patches: kv-sizing: what was seen while serving is lost: %s", error)
+            log.logger.warning(log.of("kv-sizing", "what was seen while serving is lost: %s"), error)
 
     def _keep(self, ran_out: bool = False, worth: int = MIN_FALL_BYTES) -> None:
         ran_out = ran_out or self._ooms > self._saved_ooms

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from sglang_moe_patches.core import gpu_memory
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
@@ -280,7 +279,7 @@ class Rehearsal:
             try:
                 self._undo.pop()()
             except Exception as error:
-                logger.warning("sglang-moe-patches: kv-sizing: not all is what it was: %s", error)
+                log.logger.warning(log.of("kv-sizing", "not all is what it was: %s"), error)
 
     def _meanwhile(self, owner: Any, name: str, value: Any) -> None:
         """An attribute of one object, until the end."""
@@ -442,4 +441,4 @@ def _set(owner: Any, values: Mapping[str, Any]) -> None:
         try:
             setattr(owner, name, value)
         except Exception as error:
-            logger.warning("sglang-moe-patches: kv-sizing: %s is not what it was: %s", name, error)
+            log.logger.warning(log.of("kv-sizing", "%s is not what it was: %s"), name, error)
