@@ -1,4 +1,4 @@
-"""Servers of tests: started the way a user starts them, asked, and looked at."""
+"""Servers of tests: started the way a user starts them, asked, and examined."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import httpx
 import pages
 from releases import ROOT
 from sglang_moe_patches.core.dead_input import counts
+from sglang_moe_patches.core.patch import Plan
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.observers.acted import of_count
@@ -148,4 +149,5 @@ def expected_statuses(backend: str) -> dict[str, str]:
     """What becomes of each change in a server on the CPU: what docs/compatibility.json says, where it is needed."""
     recorded = json.loads(pages.FOUND.read_text())[metadata.version("sglang")]["changes"]
     asked = _Arguments(device="cpu", moe_runner_backend=backend, moe_a2a_backend="none")
-    return {c.name: "not needed here" if c.skip_reason(asked) else recorded[c.name][0] for c in CHANGES}
+    reasons = {change.name: change.skip_reason(asked) for change in CHANGES}
+    return {name: Plan.skipped(reason).status if reason else recorded[name][0] for name, reason in reasons.items()}

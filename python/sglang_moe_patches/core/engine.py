@@ -1,6 +1,6 @@
-"""One language for looking at the installed engine: at its code, never at its version number.
+"""One language for probing the installed engine: by its code, never at its version number.
 
-A change looks with :func:`own`, :func:`get` and :func:`require`. What is not as expected raises :class:`Unsupported`,
+A change probes with :func:`own`, :func:`get` and :func:`require`. What is not as expected raises :class:`Unsupported`,
 whose message becomes the change's reason.
 """
 
@@ -35,7 +35,7 @@ class Unsupported(Exception):
 
 
 def version() -> str | None:
-    """The installed SGLang release, or ``None``. For display only: decisions look at the code."""
+    """The installed SGLang release, or ``None``. For display only: decisions ask the code."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -174,7 +174,7 @@ def require_parameters(function: Callable[..., Any], expected: Sequence[str], *,
     )
 
 
-@functools.cache  # several changes look at the same functions, and reading a file's lines takes milliseconds
+@functools.cache  # several changes probe the same functions, and reading a file's lines takes milliseconds
 def source(function: Callable[..., Any]) -> str:
     """The source of ``function``, starting at column 0."""
     return textwrap.dedent(inspect.getsource(function))

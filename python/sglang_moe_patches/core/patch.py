@@ -1,8 +1,8 @@
 """What a change is, how it is put in place, and how it is taken back.
 
 A *change* is one module or package in ``changes`` or ``memory``. It states one :class:`Change`. Asked for its
-:class:`Plan`, it looks at the installed engine and answers with a status and, where it has something to install, with
-the function that does: the branch taken while looking *is* the installer, so nothing is looked at twice. Looking never
+:class:`Plan`, it probes the installed engine and answers with a status and, where it has something to install, with
+the function that does: the branch taken while probing *is* the installer, so nothing is probed twice. Probing never
 changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
 """
 
@@ -28,7 +28,7 @@ _OURS = "SGLANG_MOE_PATCH"
 
 
 class Status(StrEnum):
-    """What a change says about the engine it looked at."""
+    """What becomes of a change."""
 
     APPLIED = "applied"
     """This package does it."""
@@ -38,6 +38,8 @@ class Status(StrEnum):
     """The engine has the change built in and we close a hole in it."""
     NOT_NEEDED = "not needed here"
     """Nothing in this configuration reaches the code that the change is about."""
+    OFF = "off"
+    """A variable of ours turns it on here, and does not."""
     UNSUPPORTED = "unsupported"
     """The engine is not what the change expects, or not the engine's own any more; nothing is patched."""
     NOT_SELECTED = "not selected"
@@ -99,8 +101,8 @@ def _unused(module: ModuleType, name: str) -> str:
 def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
     """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
 
-    The replacements get names of their own in the module, and the function's code is made to ask for those: looking
-    a name up costs what it did.
+    The replacements get names of their own in the module, and the function's code is made to ask for those: finding
+    a name costs what it did.
     """
     new = {name: _unused(module, f"_moe_patches_{name}") for name in replaced}
     code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
@@ -114,9 +116,13 @@ def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, *
 Install = Callable[[Patcher], None]
 
 
+class Off(str):
+    """A skip reason that a variable of ours takes away: the change is off, and may be of use here."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a change has to say of the engine that it looked at.
+    """What becomes of a change on an engine, by what its probe found.
 
     :param install: puts the wrappers in place; exactly where the status is *applied* or *hardened*.
     """
@@ -140,6 +146,11 @@ class Plan:
     @classmethod
     def not_needed(cls, reason: str) -> Plan:
         return cls(Status.NOT_NEEDED, reason)
+
+    @classmethod
+    def skipped(cls, skip_reason: str) -> Plan:
+        """Off or not needed, by the kind of the reason."""
+        return cls(Status.OFF if isinstance(skip_reason, Off) else Status.NOT_NEEDED, str(skip_reason))
 
     @classmethod
     def unsupported(cls, reason: str) -> Plan:
@@ -186,11 +197,12 @@ class Change:
 
     :param name: as users write it in ``SGLANG_MOE_PATCHES``.
     :param summary: one line for ``doctor``.
-    :param plan: looks at the installed engine, importing what it needs of it.
+    :param plan: probes the installed engine, importing what it needs of it.
 
         :raises engine.Unsupported: the engine is not what the change expects.
     :param skip_reason: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
-        Asked before ``plan``, so that a server imports nothing for a change that it does not need.
+        An :class:`Off` where a variable turns it on. Asked before ``plan``, so that a server imports nothing for a
+        change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
@@ -280,7 +292,7 @@ def probe(change: Change) -> Plan:
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"looking at the engine failed: {one_line_error(error)}")
+        return Plan.unsupported(f"probing the engine failed: {one_line_error(error)}")
 
 
 def one_line_error(error: Exception) -> str:
@@ -330,7 +342,7 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
     except Exception as error:
         return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
     if skip_reason:
-        return Plan.not_needed(skip_reason)
+        return Plan.skipped(skip_reason)
     plan = probe(change)
     if plan.install is None:
         return plan

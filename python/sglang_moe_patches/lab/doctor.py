@@ -19,7 +19,7 @@ class EngineUnusable(RuntimeError):
 
 
 def examine() -> dict[str, Any]:
-    """Look at the engine in a fresh process, so that looking leaves nothing behind in this one.
+    """Probe the engine in a fresh process, so that probing leaves nothing behind in this one.
 
     Where no CUDA driver is installed the engine's kernels cannot be imported; a stub driver helps over that.
 
@@ -44,7 +44,7 @@ def examine() -> dict[str, Any]:
     )
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
-        raise EngineUnusable(f"looking at SGLang {engine.version()} failed: {last}")
+        raise EngineUnusable(f"probing SGLang {engine.version()} failed: {last}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -16,7 +16,7 @@ from sglang_moe_patches.core.patch import Status
 INSTALLED = (Status.APPLIED, Status.HARDENED)
 """The statuses with which a change wraps something of the engine's."""
 ANY_OTHER = "any other"
-"""Part of a :class:`Layer`: routed experts with a runner that :mod:`.runners` does not name."""
+"""Part of a :class:`Layer`: routed experts with a runner that :mod:`sglang_moe_patches.core.runners` does not name."""
 ATTENTION = "attention inputs"
 """Part of a :class:`Layer`."""
 

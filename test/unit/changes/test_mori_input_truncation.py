@@ -28,7 +28,7 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.patch import check_environment
+from sglang_moe_patches.core.patch import Plan, Status, check_environment
 from share import cases
 
 HIDDEN, CASES = 3, cases(5_000)
@@ -97,7 +97,9 @@ def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
         SimpleNamespace(moe_a2a_backend="deepep")
     )
     server = SimpleNamespace(moe_a2a_backend="mori")
-    assert "neither" in mori_input_truncation.CHANGE.skip_reason(server)
+    reason = mori_input_truncation.CHANGE.skip_reason(server)
+    assert Plan.skipped(reason).status is Status.OFF
+    assert "neither" in reason
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.setenv(name, "1")
         assert mori_input_truncation.CHANGE.skip_reason(server) is None

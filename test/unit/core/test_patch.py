@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_moe_patches.core import engine, log, patch, runners
-from sglang_moe_patches.core.patch import Change, Patcher, PatchError, Plan, Status
+from sglang_moe_patches.core.patch import Change, Off, Patcher, PatchError, Plan, Status
 from sglang_moe_patches.core.variables import STRICT, Variable, zero_or_one
 from sglang_moe_patches.registry import CHANGES
 
@@ -60,27 +60,30 @@ def test_what_has_nothing_to_install_is_reported_as_it_is(plan):
 
 
 def test_what_is_not_as_expected_is_unsupported_with_its_own_words():
-    def look():
+    def probe():
         engine.get(Owner, "no_seam")
 
-    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    plan = patch.apply([Change("a", "", probe)], {"a"})["a"]
     assert plan == Plan.unsupported("Owner has no no_seam")
 
 
-def test_an_engine_that_cannot_be_looked_at_is_unsupported():
-    def look():
+def test_an_engine_that_cannot_be_probed_is_unsupported():
+    def probe():
         raise AttributeError("no seam")
 
-    plan = patch.apply([Change("a", "", look)], {"a"})["a"]
+    plan = patch.apply([Change("a", "", probe)], {"a"})["a"]
     assert plan.status is Status.UNSUPPORTED
     assert "AttributeError: no seam" in plan.reason
 
 
-def test_not_selected_and_not_needed_are_told_apart_before_anything_is_looked_at():
+def test_not_selected_not_needed_and_off_are_told_apart_before_anything_is_probed():
     needless = Change("a", "", pytest.fail, skip_reason=lambda server_args: f"backend is {server_args.backend}")
     assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
     plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
     assert plan == Plan.not_needed("backend is triton")
+    unasked = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off("A_VARIABLE is unset"))
+    plan = patch.apply([unasked], {"a"}, SimpleNamespace())["a"]
+    assert plan == Plan(Status.OFF, "A_VARIABLE is unset")
 
 
 def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change():

@@ -168,7 +168,7 @@ def environ(monkeypatch):
     return monkeypatch
 
 
-def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ):
+def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
     assert activation_segments.CHANGE.skip_reason(arguments()) is None
     assert "--dcp-size was not seen" in str(activation_segments.CHANGE.skip_reason(arguments(dcp_size=2)))
     environ.setenv(eligibility.SEGMENTS.name, "on")
@@ -181,21 +181,26 @@ def test_a_server_that_stands_back_says_so_before_anything_is_looked_at(environ)
     ("variables", "pytorch", "told"),
     [
         ({}, SEEN, "applied"),
-        ({}, "2.14.1", "PyTorch 2.14 was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on"),
+        (
+            *({}, "2.14.1"),
+            "off, because PyTorch 2.14 was not seen with it on a GPU; SGLANG_MOE_PATCHES_SEGMENTS=on turns it on",
+        ),
         ({eligibility.SEGMENTS.name: "on"}, "2.14.1", "applied"),
-        ({eligibility.SEGMENTS.name: "off"}, SEEN, "SGLANG_MOE_PATCHES_SEGMENTS is off"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, SEEN, "PYTORCH_ALLOC_CONF is set, and the switch would undo it"),
+        ({eligibility.SEGMENTS.name: "off"}, SEEN, "off, because SGLANG_MOE_PATCHES_SEGMENTS is off"),
+        (
+            *({"PYTORCH_ALLOC_CONF": "backend:native"}, SEEN),
+            "not needed here, because PYTORCH_ALLOC_CONF is set, and the switch would undo it",
+        ),
     ],
 )
 def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, variables, pytorch, told):
     environ.setattr(activation_segments, "_pytorch", lambda: pytorch)
     environ.setattr(switch, "allocator", Allocator)
-    environ.setattr(switch, "look", lambda: lambda patcher: None)
+    environ.setattr(switch, "probe", lambda: lambda patcher: None)
     for name, value in variables.items():
         environ.setenv(name, value)
     plan = activation_segments.CHANGE.plan()
-    assert (plan.reason or plan.status) == told
-    assert (plan.status == "applied") is (told == "applied")
+    assert str(plan) == told
 
 
 def test_without_a_server_an_allocator_that_cannot_is_said_first(environ):

@@ -61,12 +61,12 @@ def _plan() -> Plan:
     if max_tokens is None and not has_columns:
         return triton_plan
     offer, note = _offer_dead_input() if has_columns else (None, "")
-    notes = [note]
+    reasons = [note]
     if triton_plan.install is None:
         without = "no columns in the Triton runner" if marlin_plan.install else "token slices alone"
-        notes.append(f"{without}: {triton_plan.reason}")
+        reasons.append(f"{without}: {triton_plan.reason}")
     if marlin_plan.status is Status.UNSUPPORTED:
-        notes.append(f"no columns in Marlin: {marlin_plan.reason}")
+        reasons.append(f"no columns in Marlin: {marlin_plan.reason}")
     parts = [offer, triton_plan.install, marlin_plan.install, streams.probe() if has_columns else None]
     if max_tokens is not None:
         parts.append(token_slices.plan(max_tokens).install)
@@ -75,7 +75,7 @@ def _plan() -> Plan:
         for part in filter(None, parts):
             part(patcher)
 
-    return Plan(Status.APPLIED, "; ".join(filter(None, notes)), install)
+    return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), install)
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:

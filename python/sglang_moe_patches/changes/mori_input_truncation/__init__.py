@@ -36,14 +36,14 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.core.patch import Change, Count, Plan
+from sglang_moe_patches.core.patch import Change, Count, Off, Plan
 
 
 def _skip_reason(server_args: Any) -> str | None:
     if server_args.moe_a2a_backend != "mori":
         return f"--moe-a2a-backend is {server_args.moe_a2a_backend}"
     if not (LIMIT.read() or BOUND.read()):
-        return f"neither {LIMIT.name} nor {BOUND.name} is set"
+        return Off(f"neither {LIMIT.name} nor {BOUND.name} is set")
     return None
 
 

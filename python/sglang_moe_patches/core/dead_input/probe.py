@@ -52,7 +52,7 @@ class LayerFacts:
 class Offers:
     """The dead inputs that can be offered on this engine.
 
-    :param families: those that were looked at before a model is built: DeepSeek's, if it is as expected.
+    :param families: those that were probed before a model is built: DeepSeek's, if it is as expected.
     :param note: what ``doctor`` says if it is not.
     :param channel: the engine's own channel, where it has one.
     """
@@ -183,7 +183,7 @@ def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts
             dead.skip_reasons.append(reason)
 
     @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
-    def looked_at(kind: type) -> LayerFacts | str:
+    def probed(kind: type) -> LayerFacts | str:
         try:
             return probe_layer(kind)
         except Exception as error:
@@ -199,7 +199,7 @@ def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts
             kind: Any = type(layer)
             name = kind.__name__
             engine.require(len(experts) == 1, proofs.TOO_MANY_EXPERTS.format(name, len(experts)))
-            found = looked_at(kind)
+            found = probed(kind)
             if isinstance(found, str):
                 without(found)
                 continue

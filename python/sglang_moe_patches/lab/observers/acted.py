@@ -1,8 +1,8 @@
 """Did it act? What each change did, in which MoE layers, and how often.
 
-Each change declares what it counts (:class:`patch.Count`). Our own functions are wrapped for it, by attribute, in a
-process that is observed and in no other: a server that nobody observes runs none of this. Which layer it is, is noted
-around the engine's ``FusedMoE.run_moe_core``, behind which every runner is.
+Each change declares what it counts (:class:`sglang_moe_patches.core.patch.Count`). Our own functions are wrapped for
+it, by attribute, in a process that is observed and in no other: a server that nobody observes runs none of this. Which
+layer it is, is noted around the engine's ``FusedMoE.run_moe_core``, behind which every runner is.
 
 Under CUDA graphs Python runs at the capture alone, and counts what is captured; what a replayed graph does is not seen.
 """

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class ChangeStatus(NamedTuple):
-    """What became of a change in this process; see :class:`patch.Plan`."""
+    """What became of a change in this process; see :class:`sglang_moe_patches.core.patch.Plan`."""
 
     change: str
     status: str
@@ -107,7 +107,7 @@ class MoeInput(NamedTuple):
 
 
 class Act(NamedTuple):
-    """How often a change did something in one MoE layer; see :class:`patch.Count`.
+    """How often a change did something in one MoE layer; see :class:`sglang_moe_patches.core.patch.Count`.
 
     :param name: of what is counted.
     :param layer: ``None``: it was done outside of any, when the model was built above all.

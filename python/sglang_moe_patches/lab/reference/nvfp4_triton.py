@@ -1,8 +1,9 @@
 """The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, within bounded memory.
 
-The counterpart of the plain PyTorch in :mod:`nvfp4` and :mod:`flashinfer_kernels`, for real sizes. Weights stay packed:
-each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout. Its rows are permuted alike
-for every expert of a tensor, so an index table finds them, and its interleaved block scales have a closed address.
+The counterpart of the plain PyTorch in :mod:`.nvfp4` and :mod:`.flashinfer_kernels`, for real sizes. Weights stay
+packed: each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout. Its rows are permuted
+alike for every expert of a tensor, so an index table finds them, and its interleaved block scales have a closed
+address.
 
 * Can be captured in a CUDA graph: no host synchronization, and shapes depend on the shapes of the arguments alone.
 * Deterministic, and a token's result does not depend on the rest of the batch: tiles have one size whatever the batch,

@@ -55,8 +55,8 @@ def _plan() -> Plan:
         return Plan.not_needed(reason)
     # Without a server too, as for doctor.
     if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), eligibility.of_process(os.environ, _pytorch())):
-        return Plan.not_needed(reason)
-    return Plan.applied(switch.look())
+        return Plan.skipped(reason)
+    return Plan.applied(switch.probe())
 
 
 CHANGE = Change(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_moe_patches.core.patch import Off
 from sglang_moe_patches.core.variables import Variable
 
 _ASKED = {"": None, "on": True, "off": False}
@@ -144,7 +145,7 @@ def skip_reason(asked: bool | None, server: Situation) -> str | None:
     :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
     """
     if asked is False:
-        return f"{SEGMENTS.name} is off"
+        return Off(f"{SEGMENTS.name} is off")
     if server.device != "cuda":
         return f"--device is {server.device}"
     if server.configured:
@@ -152,7 +153,7 @@ def skip_reason(asked: bool | None, server: Situation) -> str | None:
     if server.never:
         return server.never[0]
     if server.unseen and not asked:
-        return f"{server.unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on"
+        return Off(f"{server.unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on")
     return None
 
 

@@ -166,7 +166,7 @@ def switch_over(switch: Switch, agreed: Callable[[bool], bool] = bool) -> None:
 # --- Where it is turned ----------------------------------------------------------------------------------------------
 
 
-def look() -> Install:
+def probe() -> Install:
     """How the hook points are wrapped.
 
     :raises engine.Unsupported: the engine, or PyTorch, is not as expected.

@@ -1,0 +1,137 @@
+"""What docstrings and pages refer to: each module, function and file exists under that name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pages
+import pytest
+
+ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
+PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
+ROOTS = (pages.ROOT / "python", pages.ROOT / "benchmark", pages.ROOT / "test")
+TRACKED = subprocess.run(
+    ["git", "-C", pages.ROOT, "ls-files"], capture_output=True, text=True, check=True
+).stdout.splitlines()
+OUR_FOLDERS = {path.split("/")[0] for path in TRACKED if "/" in path} | {
+    folder for path in TRACKED if path.startswith("python/") for folder in Path(path).parts[:-1]
+}
+ENGINES = {"test/registered", "benchmark/one_batch.py"}
+"""Paths of the engine's that begin like ours."""
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def source(module: str) -> Path | None:
+    """The file of a module of ours; ``None``: there is none."""
+    paths = [root.joinpath(*module.split(".")) for root in ROOTS]
+    return next(
+        (file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None
+    )
+
+
+def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """What the statements of a module or a class bind, in branches and by ``self`` in methods, too."""
+    found: dict[str, ast.stmt] = {}
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name, body=inner) | ast.ClassDef(name=name, body=inner):
+                if isinstance(statement, ast.FunctionDef):
+                    text = ast.unparse(statement)
+                    found |= dict.fromkeys(re.findall(r"\bself\.(\w+)[^=\n]* = ", text), statement)
+                found[name] = statement
+            case ast.If(body=inner, orelse=otherwise):
+                found |= members([*inner, *otherwise])
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {name.asname or name.name: statement for name in names}
+            case ast.Assign(targets=targets):
+                found |= {
+                    node.id: statement for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+                }
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found[name] = statement
+    return found
+
+
+def has(body: list[ast.stmt], names: list[str]) -> bool:
+    """Whether a dotted name leads somewhere from the statements of a module or a class."""
+    found = members(body).get(names[0])
+    if found is None or len(names) == 1:
+        return found is not None
+    return isinstance(found, ast.ImportFrom) or has(getattr(found, "body", []), names[1:])
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one; other packages' modules are looked for where they are."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if path := source(".".join(parts[:end])):
+            return end == len(parts) or has(tree(path).body, parts[end:])
+    owner, _, attribute = name.rpartition(".")
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not a package: a module, perhaps, that has something of that name
+        return bool(owner) and importlib.util.find_spec(owner) is not None and hasattr(import_module(owner), attribute)
+
+
+def unknown_names(path: Path) -> list[str]:
+    """What a module refers to that does not exist, as seen from its classes, itself, its package, or anywhere."""
+    root = next(root for root in ROOTS if path.is_relative_to(root))
+    module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    classes = [node.name for node in tree(path).body if isinstance(node, ast.ClassDef)]
+
+    def is_known(reference: str) -> bool:
+        name = reference.lstrip(".")
+        near = [name, *(f"{kind}.{name}" for kind in classes)]
+        anywhere = exists(f"{package}.{name}") if name != reference else exists(name)
+        return anywhere or any(has(tree(path).body, each.split(".")) for each in near)
+
+    return [reference for reference in ROLE.findall(path.read_text()) if not is_known(reference)]
+
+
+def unknown_paths(path: Path) -> list[str]:
+    """The paths in backticks, in folders that are called like ours, that no file or folder of ours ends with."""
+    ours = [reference for reference in PATH.findall(path.read_text()) if reference.split("/")[0] in OUR_FOLDERS]
+    return [name for name in ours if name not in ENGINES and not any(f"/{name}/" in f"/{file}/" for file in TRACKED)]
+
+
+@pytest.mark.parametrize(("suffixes", "unknown"), [((".py",), unknown_names), ((".md", ".py"), unknown_paths)])
+def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
+    found = {name: unknown(pages.ROOT / name) for name in TRACKED if name.endswith(suffixes)}
+    assert {name: references for name, references in found.items() if references} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("sglang_moe_patches.core.patch", True),
+        ("sglang_moe_patches.core.patch.Plan.not_needed", True),
+        ("sglang_moe_patches.core.patch.Plan.install", True),
+        ("sglang_moe_patches.core.patch.Plan.missing", False),
+        ("sglang_moe_patches.core.patches", False),
+        ("importlib.util", True),
+        ("importlib.missing", False),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_found(name: str, known: bool):
+    assert exists(name) is known
+
+
+def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = tmp_path / "module.py"
+    quoted = [f":func:`{name}`" for name in ("here", "gone")] + [f"`core/{name}.py`" for name in ("patch", "gone")]
+    module.write_text(f"{' '.join(quoted)!r}\nhere = 1\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOTS", (tmp_path, *ROOTS))
+    assert (unknown_names(module), unknown_paths(module)) == (["gone"], ["core/gone.py"])
