@@ -9,7 +9,7 @@ import second_start
 from sglang_moe_patches.lab.reference import environment
 
 RECORDED = "[2026-11-23 07:11:25 TP0] sglang-moe-patches: kv-sizing: 0.9009 instead of 0.9000: 9 tokens"
-RULE = "[2026-11-23 07:11:25] sglang-moe-patches: kv-sizing: the engine's rule, 0.9000: nothing is recorded"
+RULE = "[2026-11-23 07:11:25] sglang-moe-patches: kv-sizing: using the engine's default fraction 0.9000: no record"
 
 
 @pytest.mark.parametrize(

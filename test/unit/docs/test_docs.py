@@ -98,6 +98,15 @@ def test_every_change_and_every_variable_has_its_line():
             assert f"| `{variable.name}` | {default} | {change.name} |" in stated
 
 
+def test_the_readmes_second_start_logs_what_a_server_logs_today():
+    """Its numbers are measured, its words are the code's."""
+    hooks = pages.ROOT / "python" / "sglang_moe_patches" / "memory" / "kv_sizing" / "hooks.py"
+    (line,) = re.findall(r'"(%\.4f instead of .*)",', hooks.read_text())
+    pattern = re.escape(line).replace(r"%\.4f", r"\d\.\d{4}").replace("%s", ".*")
+    readme = (pages.ROOT / "README.md").read_text()
+    assert re.search(f"^sglang-moe-patches: kv-sizing: {pattern}$", readme, re.MULTILINE)
+
+
 def test_the_changelog_ends_with_this_version_and_what_comes_next():
     headings = re.findall(r"^## (.*)$", (pages.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
