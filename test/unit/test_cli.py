@@ -140,6 +140,12 @@ def test_a_drop_is_a_number_of_points(regress_of, points):
     assert regress_of({"--max-drop": points}).exit_code == 2
 
 
+@pytest.mark.parametrize("server", [[], ["--tp", "2"]])
+def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch, server):
+    monkeypatch.setattr(regress, "has_gpu", lambda: False)
+    refused(regress_of({"--max-drop": "90"}, *server), "no NVIDIA GPU", "--reference-kernels", "--device")
+
+
 def test_a_port_in_use(regress_of):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_moe_patches.core import engine, patch
+from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.regress import bound, duration, gsm8k, report
@@ -120,6 +121,11 @@ def check(
             f"{evaluation.questions} questions cannot show a drop in accuracy to be below --max-drop "
             f"{criterion.max_drop:g} at --alpha {criterion.alpha:g}, however alike the answers; ask at least "
             f"{criterion.fewest} (--num-questions), or compare answers one by one (--require-identical)"
+        )
+    if isinstance(subject, ServerSpec) and not subject.names_device and not has_gpu():
+        raise CannotRun(
+            "this machine has no NVIDIA GPU; add --reference-kernels to serve on the CPU, or name another device "
+            "(-- --device ...)"
         )
 
 

@@ -42,6 +42,11 @@ class ServerSpec:
         path = Path(self.model).expanduser()
         return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 
+    @property
+    def names_device(self) -> bool:
+        """Whether the arguments say what to run on, or lead to a file that may."""
+        return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
+
     def check(self, refused: Mapping[str, Refusal], environment: Mapping[str, str]) -> None:
         """Find out what is wrong before a minute is spent on starting a server.
 

@@ -12,13 +12,15 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from command import Command
 from releases import ROOT
+from sglang_moe_patches import cli
 from sglang_moe_patches.lab.regress import regress, report
 from sglang_moe_patches.lab.servers import gpu, supervisor
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
@@ -31,24 +33,61 @@ QUESTIONS = 100
 """All answered alike, they show a drop to be below three points, and are enough for a few to be asked first."""
 
 
-class Given(Command):
-    """Its questions, too."""
+class Given:
+    """A command with a model, questions, a place for its report, and a stand-in for the engine on PYTHONPATH.
+
+    The stand-in notes what happens in ``folder``.
+    """
 
     def __init__(self, tmp_path: Path) -> None:
-        events, data = tmp_path / "events", tmp_path / "test.jsonl"
-        events.mkdir()
-        super().__init__("regress", STANDIN, tmp_path, events)
+        self.folder, self.output = tmp_path / "events", tmp_path / "report"
+        self.marker = uuid.uuid4().hex
+        model, data = tmp_path / "model", tmp_path / "test.jsonl"
+        for folder in (self.folder, model):
+            folder.mkdir()
+        (model / "config.json").write_text("{}")
         data.write_text(
             "".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(QUESTIONS))
         )
+        self.arguments = ["regress", "--model", str(model), "--output", str(self.output)]
         self.arguments += ["--data-path", str(data), "--num-questions", str(QUESTIONS)]
         # Not in tmp_path: sockets have short paths.
         self.temporary = Path(tempfile.mkdtemp(prefix="t"))
 
+    def command(self, *more: str) -> list[str]:
+        return [*self.arguments, *more, "--", "--device", "cpu"]
+
     def environment(self, *wrong: str) -> dict[str, str]:
-        # Where nobody listens: the proxy is not for this machine's own servers.
-        proxy = {"HTTP_PROXY": "http://127.0.0.1:9"}
-        return {**super().environment(*wrong), **proxy, "TMPDIR": str(self.temporary)}
+        """:param wrong: what is to go wrong in the stand-in."""
+        return {
+            "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "STANDIN_FOLDER": str(self.folder),
+            "STANDIN": ",".join(wrong),
+            "MARKER": self.marker,
+            # Where nobody listens: the proxy is not for this machine's own servers.
+            "HTTP_PROXY": "http://127.0.0.1:9",
+            "TMPDIR": str(self.temporary),
+        }
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that the command has started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARKER") == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess):
+                continue
+        return [process for process in found if process.pid != os.getpid()]
+
+    @contextmanager
+    def nothing_left(self) -> Iterator[None]:
+        """Of the processes that it starts within the block."""
+        yield
+        left = self.processes()
+        for process in left:
+            process.kill()
+        assert left == []
 
     def had(self) -> list[Path]:
         """What its servers had in shared memory and of temporary files."""
@@ -56,7 +95,7 @@ class Given(Command):
 
     def start(self, *wrong: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "sglang_moe_patches.cli", *self.arguments],
+            [sys.executable, "-m", "sglang_moe_patches.cli", *self.command()],
             env={**os.environ, **self.environment(*wrong)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -65,7 +104,13 @@ class Given(Command):
 
     def here(self, monkeypatch, *wrong: str, more: tuple[str, ...] = ()) -> int:
         """The exit code of the command in this process."""
-        return self.run_here(monkeypatch, *more, wrong=wrong)
+        for name, value in self.environment(*wrong).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["sglang-moe-patches", *self.command(*more)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
 
     def happened(self, name: str) -> bool:
         return (self.folder / name).exists()
