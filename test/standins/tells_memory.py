@@ -8,6 +8,8 @@ the folder ``STEPS``.
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import wrapt
@@ -33,6 +35,8 @@ def register():
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
         hooks["sglang.srt." + module] = telling(lambda: (BEFORE * (1 - rule[0]) + CACHE) / GIB)
+    if "KILLED" in os.environ:
+        wrapt.register_post_import_hook(be_killed_in_capture, "sglang.srt.model_executor.model_runner")
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
 
@@ -46,6 +50,18 @@ def be_patient(rehearsal):
     rehearsal.MIN_FREE_BYTES = FREE // 2
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
+    if "SLOW_S" in os.environ:
+        be_slow(rehearsal)
+
+
+def be_slow(rehearsal):
+    poll = rehearsal.Rehearsal._poll
+
+    def poll_late(rehearsal):
+        time.sleep(float(os.environ["SLOW_S"]))  # in each turn
+        return poll(rehearsal)
+
+    rehearsal.Rehearsal._poll = poll_late
 
 
 def keep_steps(rehearsal):
@@ -74,7 +90,13 @@ def be_quick(coordination):
 
 
 def be_content(sizing):
-    sizing.MARGIN_BYTES = 200_000_000
+    sizing.MARGIN_BYTES = int(os.environ.get("MARGIN", "200000000"))
+
+
+def be_killed_in_capture(module):
+    """As by an orchestrator, or by the kernel for want of memory."""
+    name = "init_device_graphs" if hasattr(module.ModelRunner, "init_device_graphs") else "init_cuda_graphs"
+    setattr(module.ModelRunner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def tell_the_rule(module):

@@ -20,7 +20,7 @@ from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches.core import engine as seen
-from sglang_moe_patches.lab.servers.server import free_port
+from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
 from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
     facts,
@@ -203,6 +203,64 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert proven.proven
     assert proven.need == measured.need
     assert proven.lowest_free_serving == FREE
+
+
+def watched(running: Server) -> list[tuple[str, str]]:
+    """While the server starts, what ``/health`` answers within five seconds, and the log's text thereafter."""
+    answered: list[tuple[str, str]] = []
+
+    def ask(seconds: float, line: str) -> None:
+        try:
+            answer = str(httpx.get(f"{running.url}/health", timeout=5).status_code)
+        except httpx.HTTPError as error:
+            answer = type(error).__name__
+        answered.append((answer, running.log_text()))
+
+    running.progress = ask
+    return answered
+
+
+@pytest.mark.every_release
+def test_a_server_that_rehearses_is_starting_by_its_health_and_ends_within_the_engines_limit(folder, checkpoint):
+    place, other, limit_s = folder / "skips", folder / "limited", 40
+    place.mkdir()
+    other.mkdir()
+    skips = sized("skips", checkpoint(), place, "--skip-server-warmup")
+    limited = sized("limited", checkpoint(), other, SGLANG_WARMUP_TIMEOUT=str(limit_s), SLOW_S="1")
+    answered = watched(skips)
+    with started(skips, limited):
+        assert answers(skips, prompts=PROMPTS) == answers(limited, prompts=PROMPTS)
+    log = skips.log_text()
+    assert log.index("rehearsed in") < log.index("The server is fired up")
+    before = [(answer, text) for answer, text in answered if "rehearsed in" not in text]
+    assert "503" in {answer for answer, text in before if "rehearses the largest" in text}
+    assert {answer for answer, _ in before} <= {"503", "ConnectError"}  # the engine's own, at once; or no port yet
+    ended = re.search(r"rehearsed in (\d+) s: .*; not reached: ", said(limited)[-1])
+    assert ended is not None
+    assert limit_s / 2 <= int(ended[1]) <= limit_s * 3 / 4
+
+
+@DEFAULT_ENGINE_ONLY
+def test_a_sized_server_that_is_killed_while_it_captures_does_not_try_the_same_again(folder: Path, checkpoint):
+    """As an orchestrator starts it again and again."""
+    place = folder / "crashes"
+    place.mkdir()
+
+    def start(name: str, **variables: str) -> str:
+        running = sized(name, checkpoint(), place, MARGIN="50000000", **variables)
+        with started(running):
+            answers(running, prompts=PROMPTS)
+        return said(running)[0]
+
+    start("first")
+    fractions = []
+    for name in ("second", "third"):
+        with pytest.raises(ServerFailed):
+            start(name, KILLED="1")
+        told = said(Server("", [], {}, place / f"{name}.log"))[0]
+        fractions.append(float(told.split()[0]))
+    assert fractions[0] > fractions[1] > the_record(place).rule_fraction
+    assert "2 starts with the record's fraction ended before they served" in start("fourth")
 
 
 @pytest.mark.every_release

@@ -1685,11 +1685,11 @@ def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again():
     assert count() == (5, 3, 1)
 
 
-@pytest.mark.parametrize(("warmup_s", "limit_s"), [(-1, 300), (60, 30), (3600, 300)])
-def test_a_rehearsal_ends_within_the_engines_own_warm_up(warmup_s, limit_s, monkeypatch):
+@pytest.mark.parametrize(("warmup_s", "limits_s"), [(-1, (300, 60)), (60, (30, 15)), (3600, (300, 60))])
+def test_a_rehearsal_ends_within_the_engines_own_warm_up(warmup_s, limits_s, monkeypatch):
     envs = SimpleNamespace(SGLANG_WARMUP_TIMEOUT=SimpleNamespace(get=lambda: warmup_s))
     monkeypatch.setitem(sys.modules, "sglang.srt.environ", SimpleNamespace(envs=envs))
-    assert rehearsal.timeout_s() == limit_s
+    assert (rehearsal.timeout_s(), rehearsal.abandon_after_s()) == limits_s
 
 
 def test_what_hardly_fell_is_not_written_again():
@@ -2287,6 +2287,26 @@ def test_what_a_rehearsal_that_ended_early_did_not_run_is_kept_free_and_what_ima
     (written,) = record.read(serving.state.path).values()
     kept = rehearsal.MIN_FREE_BYTES
     assert (written.need, written.parts.not_run, written.images) == (19 * GB + kept, kept, GB)
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_sized_start_is_crossed_off_when_requests_are_read(rehearses, serving, monkeypatch):
+    """Not while it rehearses: its largest forwards come then."""
+    state = serving.state
+    state.fraction, state.decision = 0.9, replace(state.decision, rehearse=rehearses)
+    monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
+    monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told])
+    monkeypatch.setattr(rehearsal.Rehearsal, "begin", lambda rehearsal: None)
+    record.update(state.path, state.key, lambda old: replace(MEASURED, unserved=(A,)))
+
+    def unserved():
+        return record.read(state.path)[state.key].unserved
+
+    serving.begin()
+    assert unserved() == (A,) * rehearses
+    if rehearses:
+        serving._rehearsed(rehearsal.RankResult(lowest=9 * GB))
+        assert unserved() == ()
 
 
 def test_the_first_rank_does_not_wait_for_ever(serving, monkeypatch, caplog):

@@ -30,7 +30,7 @@ from typing import Any
 
 from sglang_moe_patches.core.patch import Change, Plan
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args
+from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args, hook_warmup
 
 
 def _skip_reason(server_args: Any) -> str | None:
@@ -51,5 +51,8 @@ CHANGE = Change(
     plan=_plan,
     skip_reason=_skip_reason,
     variables=(eligibility.KV_SIZING, eligibility.KV_RECORD),
-    launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
+    launcher_hooks=(
+        ("sglang.srt.server_args", hook_server_args),
+        ("sglang.srt.entrypoints.http_server", hook_warmup),
+    ),
 )

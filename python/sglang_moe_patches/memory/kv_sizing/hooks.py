@@ -403,10 +403,8 @@ class Serving:
     def begin(self) -> None:
         """Called on every rank, before the loop."""
         state = self.state
-        if state.leader and state.fraction is not None:
-            with suppress(OSError):
-                state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
         if not state.decision.rehearse:
+            self._note_served_start()
             self._begin_monitor()
             return
         run, problem = None, ""
@@ -422,6 +420,7 @@ class Serving:
         if problem:
             if run is not None:
                 run.end()
+            self._note_served_start()
             state.log("no rehearsal: %s", problem, warn=True)
             if state.record is None:
                 _show_sizing(state, self._metrics)
@@ -431,6 +430,12 @@ class Serving:
         self._rehearsing = True
         state.log("rehearses the largest forwards before the first request, at most %.0f s", rehearsal.timeout_s())
 
+    def _note_served_start(self) -> None:
+        """From here on requests are read: what ends this server now is no matter of its start."""
+        if self.state.leader and self.state.fraction is not None:
+            with suppress(OSError):
+                self.state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
+
     def _with_rehearsal_begun(self, old: Record) -> Record:
         old = replace(old, fingerprint_inputs=self.state.fingerprint_inputs)
         return record.with_rehearsal_begun(old, self.state.gpu, self.state.process)
@@ -438,6 +443,7 @@ class Serving:
     def _rehearsed(self, result: rehearsal.RankResult) -> None:
         """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""
         self._rehearsing = False
+        self._note_served_start()
         assert self._results is not None
         try:
             self._results.publish(replace(result, reserve=self.state.rank_reserve))

@@ -1,18 +1,24 @@
-"""Whether ``--mem-fraction-static`` is the user's: asked where arguments are made, before the engine fills it in."""
+"""What is done in the launcher: before it fills in ``--mem-fraction-static``, and before it says that it is ready."""
 
 from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_SIZING
 
 MARK = "_moe_patches_fraction_by_rule"
 """Attribute of a ``ServerArgs`` that came without a fraction; it goes with it to the schedulers."""
+ENGINE_WARMUP_LIMIT_S = 600.0
+"""How long the engine's first request may take where nothing else is set."""
+RETRY_S = 0.5
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
@@ -40,3 +46,60 @@ def given_by_the_user(server_args: Any) -> bool:
     if isinstance(raw, dict):
         return raw.get("mem_fraction_static") is not None
     return not getattr(server_args, MARK, False)
+
+
+def warmup_limit_s() -> float | None:
+    """``SGLANG_WARMUP_TIMEOUT``: without an answer to its first request by then, the engine ends the server."""
+    try:
+        from sglang.srt.environ import envs
+
+        given = float(envs.SGLANG_WARMUP_TIMEOUT.get())
+    except Exception:
+        return None
+    return given if given > 0 else None
+
+
+def hook_warmup(module: ModuleType, patcher: Patcher) -> None:
+    """Have a server that skips its warm-up say that it is ready when its scheduler reads requests, and not before."""
+    original = module._wait_and_warmup
+    if KV_SIZING.read(os.environ):
+        patcher.replace(module, "_wait_and_warmup", _make_wait_and_warmup(original))
+
+
+def _make_wait_and_warmup(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def wait_and_warmup(server_args: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            arguments = eligibility.arguments_of(server_args)
+            skip_reason = eligibility.skip_reason(KV_SIZING.read(), arguments, os.environ)
+            if arguments.get("skip_server_warmup") and skip_reason is None:
+                _wait_for_scheduler(server_args.url(), arguments.get("api_key"))
+        except Exception as error:
+            logger.warning("sglang-moe-patches: kv-sizing: the server may say too early that it is ready: %s", error)
+        original(server_args, *args, **kwargs)
+
+    return wait_and_warmup
+
+
+def _wait_for_scheduler(url: str, api_key: str | None) -> None:
+    """Ask for what every scheduler answers in its loop; while it rehearses, it reads no message."""
+    import ssl
+    import urllib.request
+    from urllib.error import URLError
+
+    # It is this server's own address: no proxy, and its certificate may be for another name.
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{url}/server_info", headers=headers)
+    until = time.monotonic() + (warmup_limit_s() or ENGINE_WARMUP_LIMIT_S)
+    while (left := until - time.monotonic()) > 0:
+        try:
+            with urllib.request.build_opener(*handlers).open(request, timeout=left):
+                return
+        except URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):  # it listens a moment later
+                raise
+        time.sleep(RETRY_S)
+    raise TimeoutError("its scheduler does not answer")

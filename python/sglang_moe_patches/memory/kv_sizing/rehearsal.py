@@ -14,6 +14,7 @@ pipeline take their turns one after another: what is put comes to the next stage
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.memory.kv_sizing import launcher
 from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
@@ -100,14 +102,13 @@ class RankResult:
 
 def timeout_s() -> float:
     """Seconds after which no further phase begins: within the time that the engine gives its own warm-up."""
-    try:
-        from sglang.srt.environ import envs
-
-        warmup_s = float(envs.SGLANG_WARMUP_TIMEOUT.get())
-    except Exception:
-        return REHEARSAL_TIMEOUT_S
     # The warm-up request waits for the rehearsal, and takes a while itself.
-    return min(REHEARSAL_TIMEOUT_S, warmup_s / 2) if warmup_s > 0 else REHEARSAL_TIMEOUT_S
+    return min(REHEARSAL_TIMEOUT_S, (launcher.warmup_limit_s() or math.inf) / 2)
+
+
+def abandon_after_s() -> float:
+    """Seconds more, after which what still runs is left to itself: within the same time."""
+    return min(ABANDON_AFTER_S, (launcher.warmup_limit_s() or math.inf) / 4)
 
 
 def mute_metrics(patcher: Patcher) -> None:
@@ -235,7 +236,7 @@ class Rehearsal:
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self.reads = channels.recv_from_tokenizer is not None
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        self._timeout_s = REHEARSAL_TIMEOUT_S
+        self._timeout_s, self._abandon_after_s = REHEARSAL_TIMEOUT_S, ABANDON_AFTER_S
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
@@ -258,7 +259,7 @@ class Rehearsal:
                 f"sliding windows of {limits.window_tokens} tokens have no room for {limits.largest} more"
             )
         self._keep_random_state()
-        self._timeout_s = timeout_s()
+        self._timeout_s, self._abandon_after_s = timeout_s(), abandon_after_s()
         self._keep_counters()
         if self.leads:
             load = derive_phases(limits)
@@ -391,7 +392,7 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
-        given_up = self._late(ABANDON_AFTER_S)
+        given_up = self._late(self._abandon_after_s)
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True
