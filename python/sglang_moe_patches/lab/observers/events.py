@@ -55,6 +55,8 @@ class Memory:
     """CUDA: what PyTorch's allocator took from the driver since the first forward began, at the most."""
     slack_bytes: int | None = None
     """Of those, what was never a tensor: less the most that was allocated at once since then."""
+    gpu: str = ""
+    """CUDA: what its maker calls the device."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Observer(Observing):
         import torch
 
         self.memory.device = "cuda" if cuda else "cpu"
+        if cuda and not self.memory.gpu:
+            self.memory.gpu = torch.cuda.get_device_name()
         self.memory.forwards += 1
         self.tokens, self.kernels, self.buffers, self.unseen, self.live = tokens, 0, 0, 0, 0
         if cuda:

@@ -80,13 +80,15 @@ def _largest_drop(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The headline."""
+    """The headline: the most that is true."""
     if comparison.worse:
         return "Patched is WORSE than stock"
+    if comparison.conclusive and not comparison.differing:
+        saved = _saved(comparison)
+        less = "" if saved is None else f", {saved.percent:.0f} % less activation memory"
+        return f"All {_count(comparison.questions, 'answer')} are identical{less}"
     if comparison.within:
         return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
-    if comparison.require_identical:
-        return "Patched answers exactly as stock does"
     if not comparison.accuracy_can_tell:
         return "INCONCLUSIVE: no drop could have been detected"
     return f"INCONCLUSIVE: patched may be worse than stock by more than {points(comparison.max_drop)}"
@@ -134,11 +136,70 @@ def summary(comparison: Comparison) -> tuple[str, ...]:
         why = inconclusive(comparison)
         return (f"{why[0].upper()}{why[1:]}.",)
     if not comparison.differing:
-        return (f"All {_count(comparison.questions, 'answer')} are identical, token for token.",)
+        within = f"; accuracy is no worse by more than {points(comparison.max_drop)}" if comparison.within else ""
+        return (f"Every answer of the patched server is that of the stock one, token for token{within}.",)
     return (
         f"{len(comparison.differing)} of {_count(comparison.questions, 'answer')} differ; accuracy is "
         f"{100 * comparison.stock.accuracy:.1f} % stock and {100 * comparison.patched.accuracy:.1f} % patched.",
     )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Activation memory of the largest forward, of which patched needs less."""
+
+    what: str
+    stock: int
+    patched: int
+
+    @property
+    def percent(self) -> float:
+        return 100 * (1 - self.patched / self.stock)
+
+
+def _saved(comparison: Comparison) -> Saved | None:
+    """``None``: nothing, or it was not measured, or the two largest forwards differ in their tokens."""
+    stock, patched = comparison.stock.memory, comparison.patched.memory
+    if stock is None or patched is None or stock.tokens != patched.tokens:
+        return None
+    for what, before, after in (
+        ("at the peak of one forward", stock.peak_forward_bytes, patched.peak_forward_bytes),
+        ("live when the MoE kernel starts", stock.live_at_kernel_bytes, patched.live_at_kernel_bytes),
+    ):
+        if before and after is not None and 200 * (before - after) >= before:  # a per cent, rounded
+            return Saved(what, before, after)
+    return None
+
+
+def compared(comparison: Comparison) -> list[tuple[str, str]]:
+    """What was compared, and what came out, in four lines: for who reads no further."""
+    stock, patched = comparison.stock, comparison.patched
+    command = patched.command
+    model = command[command.index("--model-path") + 1] if "--model-path" in command else ""
+    seen = next((run.memory for run in (patched, stock) if run.memory is not None and run.memory.device), None)
+    if seen is None:
+        machine = "not known"
+    else:
+        machine = "CPU: its speed says nothing of a GPU's" if seen.device == "cpu" else seen.gpu or "GPU"
+    releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
+    saved = _saved(comparison)
+    differing = len(comparison.differing)
+    answers = f"{differing} differ" if differing else "all identical"
+    return [
+        ("Model", model or f"that of {stock.command[0]} and {patched.command[0]}"),
+        ("Machine", f"{machine}; SGLang {releases}"),
+        (
+            "Memory",
+            NOT_MEASURED + ", or no less"
+            if saved is None
+            else f"{_bytes(saved.stock)} stock, {_bytes(saved.patched)} patched, {saved.what}",
+        ),
+        (
+            "Answers",
+            f"{_count(comparison.questions, 'question')}, {answers}; right: {stock.correct} stock, "
+            f"{patched.correct} patched",
+        ),
+    ]
 
 
 def rows(comparison: Comparison) -> list[Row]:
@@ -349,7 +410,7 @@ def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[fl
 
 
 def _plots(comparison: Comparison) -> list[tuple[str, str]]:
-    """(title, SVG) of each plot that there are figures for."""
+    """(title, SVG) of each plot that there are figures for; not throughput, of which one run each is no comparison."""
     stock, patched = comparison.stock, comparison.patched
     plots = [
         (
@@ -361,17 +422,6 @@ def _plots(comparison: Comparison) -> list[tuple[str, str]]:
                 intervals=[_interval(stock), _interval(patched)],
                 limit=1.25,
             ),
-        ),
-        *(
-            (
-                f"{kind} throughput, tokens per second",
-                _bars(
-                    f"{kind} throughput",
-                    [("", getattr(stock, name), getattr(patched, name))],
-                    lambda value: f"{value:,.1f}",
-                ),
-            )
-            for kind, name in (("Input", "input_throughput"), ("Output", "output_throughput"))
         ),
     ]
     if stock.memory is None or patched.memory is None:
@@ -433,6 +483,7 @@ def render_html(comparison: Comparison) -> str:
         summary=summary(comparison),
         kind=STYLES[comparison.exit_code][1],
         comparison=comparison,
+        compared=compared(comparison),
         rows=rows(comparison),
         did=did(comparison),
         notes=notes(comparison),
