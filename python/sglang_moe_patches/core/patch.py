@@ -46,6 +46,10 @@ class Status(StrEnum):
     """``SGLANG_MOE_PATCHES`` leaves it out."""
 
 
+ACTIVE = (Status.APPLIED, Status.HARDENED)
+"""With these a change has patched the engine."""
+
+
 class PatchError(RuntimeError):
     """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
 

@@ -27,7 +27,7 @@ from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.core import log, patch
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.core.patch import Patcher, Plan
+from sglang_moe_patches.core.patch import Patcher, Plan, Status
 from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.memory.kv_sizing import (
     coordination,
@@ -375,6 +375,11 @@ def test_the_nearest_record_is_named_by_what_differs():
     assert fingerprint.nearest(inputs, known) == "the nearest record differs in torch"
     assert fingerprint.nearest(inputs, {"x": known["x"]}).endswith("arguments.page_size, arguments.tp_size")
     assert fingerprint.nearest(inputs, {}) == ""
+
+
+def test_the_changes_that_patch_the_engine_count_and_why_others_do_not_is_no_matter():
+    plans = {status.value: Plan(status) for status in Status}
+    assert set(fingerprint.changes_of(plans)) == {"applied", "hardened"}
 
 
 def test_variables_of_changes_count_and_those_of_this_one_and_of_commands_do_not():
@@ -1897,7 +1902,9 @@ OF_ANOTHER = {
     "engine": lambda monkeypatch: monkeypatch.setattr(hooks.engine, "version", lambda: "another"),
     "torch": lambda monkeypatch: monkeypatch.setattr("torch.__version__", "another"),
     "package": lambda monkeypatch: monkeypatch.setattr("sglang_moe_patches.__version__", "another"),
-    "status of a change": lambda monkeypatch: monkeypatch.setattr(hooks.patch, "_in_force", {"a": Plan.native()}),
+    "status of a change": lambda monkeypatch: monkeypatch.setattr(
+        hooks.patch, "_in_force", {"a": Plan(Status.APPLIED)}
+    ),
 }
 
 

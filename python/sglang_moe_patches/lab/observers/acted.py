@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sglang_moe_patches.core.patch import Count, Patcher, Status
+from sglang_moe_patches.core.patch import ACTIVE, Count, Patcher
 from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput
 from sglang_moe_patches.registry import CHANGES
 
 LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_core")
 """Module, class and method."""
-ACTIVE = (Status.APPLIED, Status.HARDENED)
 
 
 def declared(changes: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:

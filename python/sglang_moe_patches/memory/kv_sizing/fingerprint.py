@@ -10,7 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.core.patch import ACTIVE, SELECT_VARIABLE, Plan
 from sglang_moe_patches.core.variables import OWN
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
 from sglang_moe_patches.memory.kv_sizing.record import NOT_IDENTIFYING, Record
@@ -95,6 +95,11 @@ def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
         return name in ALLOCATOR or (name.startswith("SGLANG_") and name not in PROCESS)
 
     return {name: value for name, value in sorted(environ.items()) if value and counts(name)}
+
+
+def changes_of(plans: Mapping[str, Plan]) -> dict[str, str]:
+    """The changes that have patched the engine. Why another one has not is nothing to the memory that is needed."""
+    return {name: str(plan.status) for name, plan in sorted(plans.items()) if plan.status in ACTIVE}
 
 
 def model_configuration(config_json: str) -> dict[str, Any]:

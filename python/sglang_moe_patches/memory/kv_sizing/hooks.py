@@ -326,7 +326,7 @@ def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -
         "config": record.fingerprint(fingerprint.model_configuration(config.to_json_string(use_diff=False))),
         "arguments": fingerprint.lasting_arguments(arguments, fingerprint.defaults_of(runner.server_args)),
         "variables": fingerprint.variables_of(os.environ),
-        "changes": {name: str(plan.status) for name, plan in patch.in_force().items()},
+        "changes": fingerprint.changes_of(patch.in_force()),
     }
 
 

@@ -309,6 +309,7 @@ def on_gpu(process, monkeypatch):
     :returns: takes what each forward's peak is, and what is reserved after it.
     """
     peaks, reserved = [0], [100]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
@@ -328,6 +329,7 @@ def test_on_a_gpu_slack_is_what_was_reserved_and_never_a_tensor(process, on_gpu)
     on_gpu([700, 500, 900], kept=[1000, 1000, 1400])
     seen = [process.forward(10).memory for _ in range(3)]
     assert [(figures.reserved_bytes, figures.slack_bytes) for figures in seen] == [(900, 250), (900, 250), (1300, 450)]
+    assert seen[-1].gpu == "NVIDIA H200"
 
 
 def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, on_gpu):
