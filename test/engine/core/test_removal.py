@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def install_all(patcher: patch.Patcher) -> list[str]:
     plans = {change.name: patch.probe(change) for change in CHANGES}
     for change in CHANGES:
         for module, hook in change.launcher_hooks:
-            hook(sys.modules[module], patcher)
+            hook(importlib.import_module(module), patcher)
         if plans[change.name].install is not None:
             plans[change.name].install(patcher)
     return [name for name, plan in plans.items() if plan.install is not None]
@@ -33,6 +34,8 @@ def test_all_changes_taken_back_leave_every_module_and_class_as_it_was():
     """Not only what the patcher remembers: everything that the engine and FlashInfer hold, name by name."""
     for change in CHANGES:
         patch.probe(change)  # imports what it looks at
+        for module, _ in change.launcher_hooks:
+            importlib.import_module(module)
     before = contents()
     patcher = patch.Patcher()
     assert install_all(patcher)
