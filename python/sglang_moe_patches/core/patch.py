@@ -39,7 +39,7 @@ class Status(StrEnum):
     NOT_NEEDED = "not needed here"
     """Nothing in this configuration reaches the code that the change is about."""
     OFF = "off"
-    """A variable of ours turns it on here, and does not."""
+    """A variable of ours could turn it on here, and does not."""
     UNSUPPORTED = "unsupported"
     """The engine is not what the change expects, or not the engine's own any more; nothing is patched."""
     NOT_SELECTED = "not selected"

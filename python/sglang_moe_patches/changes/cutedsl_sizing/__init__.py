@@ -12,6 +12,7 @@ How
     output does not go into its own buffer, which the next layer would overwrite, but into the buffer that output-buffer
     offers, or a fresh tensor. A forward that is larger all the same runs in slices. The engine's
     ``ensure_cutedsl_wrapper`` does the work: for its duration, the class it constructs is replaced.
+
 Upstream
     The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case and paid in every layer.
     FlashInfer 0.6.14, which releases from 0.5.16 bring, keeps no buffers and refuses no forward.

@@ -84,7 +84,7 @@ def verdict(comparison: Comparison) -> str:
     if comparison.worse:
         return "Patched is WORSE than stock"
     if comparison.conclusive and not comparison.differing:
-        saved = _saved(comparison)
+        saved = _find_saving(comparison)
         less = "" if saved is None else f", {saved.percent:.0f} % less activation memory"
         return f"All {_count(comparison.questions, 'answer')} are identical{less}"
     if comparison.within:
@@ -145,8 +145,11 @@ def summary(comparison: Comparison) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Activation memory of the largest forward, of which patched needs less."""
+class Saving:
+    """Activation memory of the largest forward, in bytes, where patched needs less.
+
+    :param what: at which moment of the forward it was measured.
+    """
 
     what: str
     stock: int
@@ -157,8 +160,8 @@ class Saved:
         return 100 * (1 - self.patched / self.stock)
 
 
-def _saved(comparison: Comparison) -> Saved | None:
-    """``None``: nothing, or it was not measured, or the two largest forwards differ in their tokens."""
+def _find_saving(comparison: Comparison) -> Saving | None:
+    """What patched saves; ``None``: less than half a per cent, or not measured, or forwards of different tokens."""
     stock, patched = comparison.stock.memory, comparison.patched.memory
     if stock is None or patched is None or stock.tokens != patched.tokens:
         return None
@@ -166,23 +169,23 @@ def _saved(comparison: Comparison) -> Saved | None:
         ("at the peak of one forward", stock.peak_forward_bytes, patched.peak_forward_bytes),
         ("live when the MoE kernel starts", stock.live_at_kernel_bytes, patched.live_at_kernel_bytes),
     ):
-        if before and after is not None and 200 * (before - after) >= before:  # a per cent, rounded
-            return Saved(what, before, after)
+        if before and after is not None and 200 * (before - after) >= before:
+            return Saving(what, before, after)
     return None
 
 
-def compared(comparison: Comparison) -> list[tuple[str, str]]:
-    """What was compared, and what came out, in four lines: for who reads no further."""
+def overview(comparison: Comparison) -> list[tuple[str, str]]:
+    """(name, value) of what was compared, and what came out: for who reads no further."""
     stock, patched = comparison.stock, comparison.patched
     command = patched.command
     model = command[command.index("--model-path") + 1] if "--model-path" in command else ""
-    seen = next((run.memory for run in (patched, stock) if run.memory is not None and run.memory.device), None)
-    if seen is None:
+    memory = next((run.memory for run in (patched, stock) if run.memory is not None and run.memory.device), None)
+    if memory is None:
         machine = "not known"
     else:
-        machine = "CPU: its speed says nothing of a GPU's" if seen.device == "cpu" else seen.gpu or "GPU"
+        machine = "CPU: its speed says nothing of a GPU's" if memory.device == "cpu" else memory.gpu or "GPU"
     releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
-    saved = _saved(comparison)
+    saved = _find_saving(comparison)
     differing = len(comparison.differing)
     answers = f"{differing} differ" if differing else "all identical"
     return [
@@ -483,7 +486,7 @@ def render_html(comparison: Comparison) -> str:
         summary=summary(comparison),
         kind=STYLES[comparison.exit_code][1],
         comparison=comparison,
-        compared=compared(comparison),
+        overview=overview(comparison),
         rows=rows(comparison),
         did=did(comparison),
         notes=notes(comparison),

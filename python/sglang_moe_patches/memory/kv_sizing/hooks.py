@@ -431,7 +431,7 @@ class Serving:
         state.log("rehearses the largest forwards before the first request, at most %.0f s", rehearsal.timeout_s())
 
     def _note_served_start(self) -> None:
-        """From here on requests are read: what ends this server now is no matter of its start."""
+        """Cross the start off in the record: requests are read now, and what ends this server was not its size."""
         if self.state.leader and self.state.fraction is not None:
             with suppress(OSError):
                 self.state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What is done in the launcher: before it fills in ``--mem-fraction-static``, and before it says that it is ready."""
+"""Hooks in the launcher: before the engine fills in ``--mem-fraction-static``, and before it says that it is ready."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import log
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_SIZING
@@ -17,8 +17,9 @@ from sglang_moe_patches.memory.kv_sizing.eligibility import KV_SIZING
 MARK = "_moe_patches_fraction_by_rule"
 """Attribute of a ``ServerArgs`` that came without a fraction; it goes with it to the schedulers."""
 ENGINE_WARMUP_LIMIT_S = 600.0
-"""How long the engine's first request may take where nothing else is set."""
+"""What the engine gives its first request where ``SGLANG_WARMUP_TIMEOUT`` is not set."""
 RETRY_S = 0.5
+"""Between two attempts to connect to a server that does not listen yet."""
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
@@ -49,7 +50,7 @@ def given_by_the_user(server_args: Any) -> bool:
 
 
 def warmup_limit_s() -> float | None:
-    """``SGLANG_WARMUP_TIMEOUT``: without an answer to its first request by then, the engine ends the server."""
+    """``SGLANG_WARMUP_TIMEOUT``, after which the engine ends a server without a first answer; ``None``: not set."""
     try:
         from sglang.srt.environ import envs
 
@@ -75,14 +76,18 @@ def _make_wait_and_warmup(original: Callable[..., None]) -> Callable[..., None]:
             if arguments.get("skip_server_warmup") and skip_reason is None:
                 _wait_for_scheduler(server_args.url(), arguments.get("api_key"))
         except Exception as error:
-            logger.warning("sglang-moe-patches: kv-sizing: the server may say too early that it is ready: %s", error)
+            message = log.of("kv-sizing", "the server may say too early that it is ready: %s")
+            log.logger.warning(message, error)
         original(server_args, *args, **kwargs)
 
     return wait_and_warmup
 
 
 def _wait_for_scheduler(url: str, api_key: str | None) -> None:
-    """Ask for what every scheduler answers in its loop; while it rehearses, it reads no message."""
+    """Wait for an answer that every scheduler gives in its loop; while it rehearses, it reads no message.
+
+    :raises Exception: there is none within the engine's limit, or it is an error.
+    """
     import ssl
     import urllib.request
     from urllib.error import URLError
@@ -90,13 +95,13 @@ def _wait_for_scheduler(url: str, api_key: str | None) -> None:
     # It is this server's own address: no proxy, and its certificate may be for another name.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(f"{url}/server_info", headers=headers)
     until = time.monotonic() + (warmup_limit_s() or ENGINE_WARMUP_LIMIT_S)
     while (left := until - time.monotonic()) > 0:
         try:
-            with urllib.request.build_opener(*handlers).open(request, timeout=left):
+            with opener.open(request, timeout=left):
                 return
         except URLError as error:
             if not isinstance(error.reason, ConnectionRefusedError):  # it listens a moment later

@@ -204,7 +204,7 @@ def memories(**changes) -> Comparison:
 )
 def test_the_first_screen_says_what_was_compared_and_the_most_that_is_true(found, headline, memory):
     assert report.verdict(found) == headline
-    told = dict(report.compared(found))
+    told = dict(report.overview(found))
     assert list(told) == ["Model", "Machine", "Memory", "Answers"]
     assert (told["Model"], told["Memory"]) == ("a b", memory)
     assert "SGLang 0.5.12.post1" in told["Machine"]
