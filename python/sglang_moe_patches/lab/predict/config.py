@@ -12,9 +12,21 @@ from sglang_moe_patches.lab.predict.shapes import Latent, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
+    *("moe_router_topk", "top_k_experts"),
+)
+_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_DENSE_SIZES = (
+    *("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size"),
+    *("intermediate_size", "ffn_hidden_size"),
+)
 _SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
-_SHARED_SIZES = ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size")
+_SHARED_SIZES = (
+    *("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"),
+    "moe_shared_expert_intermediate_size",
+)
+_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "dense_mlp_idx")
 _TEXT = ("text_config", "language_config", "llm_config")
 _FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
 
@@ -130,36 +142,39 @@ def read(config: Mapping[str, Any], source: str) -> Read:
     def first(*names: str) -> Any:
         return next((text[name] for name in names if text.get(name) is not None), None)
 
-    def one_of(value: Any) -> Any:
-        """The largest of a list with a value for each layer, as Hunyuan has; else the value itself."""
-        return max(value) if isinstance(value, list) and value and all(type(each) is int for each in value) else value
+    def largest(value: Any) -> Any:
+        """Of values for each layer, as Hunyuan has, or for each kind of experts, as ERNIE VL; or the only one."""
+        return max(value) if isinstance(value, list) and value and all(type(item) is int for item in value) else value
 
     def size(*names: str) -> int:
-        found = one_of(first(*names))
-        if not isinstance(found, int) or isinstance(found, bool):
-            raise NoConfig(f"{source}: config.json has no {names[0]}")
-        return found
+        number = largest(first(*names))
+        if not isinstance(number, int) or isinstance(number, bool):
+            others = f", nor {', '.join(names[1:])}" if names[1:] else ""
+            raise NoConfig(f"{source}: config.json has no {names[0]}{others}{_not_understood(text)}")
+        return number
 
+    if first(*_EXPERTS) is None and (others := _not_understood(text)):
+        raise NoConfig(f"{source}: config.json has the number of its experts in none of {', '.join(_EXPERTS)}{others}")
     if first(*_EXPERTS) is None:
         raise NoConfig(f"{source} has no routed experts: config.json has none of {', '.join(_EXPERTS)}")
+    if (experts := size(*_EXPERTS)) < 2:
+        raise NoConfig(f"{source} has no routed experts: config.json has {experts} of them")
     architectures = [*(config.get("architectures") or []), *(text.get("architectures") or [])]
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    moe_intermediate = size("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-    dense = _dense_layers(text)
+    dense = dense_layers(text)
     latent = Latent()
     if first("kv_lora_rank"):
         latent = Latent(size("kv_lora_rank"), size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim"))
-    own = one_of(first(*_SHARED)) or int(any(first(name) for name in _SHARED_SIZES))
     model = Model(
         source,
-        layers=size("num_hidden_layers"),
+        layers=size("num_hidden_layers", "num_layers"),
         dense_layers=dense,
         hidden=hidden,
-        experts=size(*_EXPERTS),
+        experts=experts,
         top_k=size(*_TOP_K),
-        moe_intermediate=moe_intermediate,
-        shared_experts=own,
-        intermediate=size("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size") if dense else 0,
+        moe_intermediate=size(*_SIZES),
+        shared_experts=largest(first(*_SHARED)) or int(any(first(name) for name in _SHARED_SIZES)),
+        intermediate=size(*_DENSE_SIZES) if dense else 0,
         heads=heads,
         kv_heads=first("num_key_value_heads", "num_attention_groups") or heads,
         q_lora_rank=first("q_lora_rank") if first("kv_lora_rank") else None,
@@ -167,17 +182,51 @@ def read(config: Mapping[str, Any], source: str) -> Read:
         head_dim=first("head_dim") or hidden // heads,
         latent=latent,
     )
-    residual = "its residual is several streams (hc_mult)" if first("hc_mult") else ""
-    return Read(model, _attention(first), residual)
+    return Read(model, _attention(first), _residual(first))
 
 
-def _dense_layers(text: Mapping[str, Any]) -> int:
+def _not_understood(text: Mapping[str, Any]) -> str:
+    """The keys of experts that are read by no name here, to end a refusal with; "": there are none."""
+    known = {*_EXPERTS, *_TOP_K, *_SIZES, *_SHARED, *_SHARED_SIZES, *_FIRST_LAYERS}
+    sections = ("", text), *((f"{name}.", part) for name, part in text.items() if isinstance(part, Mapping))
+    keys = [
+        prefix + name
+        for prefix, part in sections
+        for name, value in part.items()
+        if ("expert" in name or "moe" in name) and not (prefix == "" and name in known) and value not in (None, False)
+    ]
+    return f"; not understood: {', '.join(keys)}" if keys else ""
+
+
+def dense_layers(text: Mapping[str, Any]) -> int:
     """Layers without experts that come first."""
-    if isinstance(frequency := text.get("moe_layer_freq"), list):
-        return frequency.index(1) if 1 in frequency else len(frequency)
-    if (step := text.get("interleave_moe_layer_step")) is not None:
-        return max(0, step - 1)
-    return text.get("first_k_dense_replace") or text.get("moe_layer_start_index") or 0
+    for name in ("moe_layer_freq", "mlp_layer_types", "is_moe_layer"):  # one value for each layer
+        if isinstance(kinds := text.get(name), list):
+            sparse = [kind in (1, "sparse") for kind in kinds]
+            return sparse.index(True) if True in sparse else len(sparse)
+    if numbers := text.get("moe_layers_enum"):  # Step's: "4,5,6"
+        return min(int(number) for number in (numbers.split(",") if isinstance(numbers, str) else numbers))
+    if without := text.get("mlp_only_layers"):
+        return next(layer for layer in range(len(without) + 1) if layer not in without)
+    for name in ("interleave_moe_layer_step", "decoder_sparse_step"):
+        if (step := text.get(name)) is not None:
+            return max(0, step - 1)
+    number = next((text[name] for name in _FIRST_LAYERS if text.get(name)), 0)
+    return min(number) if isinstance(number, list) else number
+
+
+def _residual(first: Any) -> str:
+    """Why the layers' tensors are not those of the formulas; "": they are."""
+    for name, why in (
+        ("hc_mult", "its residual is several streams"),
+        ("zero_expert_num", "its experts run beside an attention and dense layers"),
+        ("moe_latent_size", "its experts have another hidden size"),
+        ("routed_expert_hidden_size", "its experts have another hidden size"),
+        ("moe_hidden_size", "its experts have another hidden size"),
+    ):
+        if first(name):
+            return f"{why} ({name})"
+    return ""
 
 
 def _attention(first: Any) -> str:

@@ -62,6 +62,95 @@ def test_a_model_whose_layers_alternate_has_a_dense_one_first():
     assert (model.dense_layers, model.intermediate, model.moe_intermediate) == (1, 16384, 8192)
 
 
+#: Of transformers' configuration classes, whose defaults are the published models'.
+ERNIE = {
+    **{"hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4},
+    **{"intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64},
+    **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1},
+}
+ERNIE_VL = ERNIE | {"moe_num_experts": [64, 64], "moe_intermediate_size": [1536, 512], "moe_layer_start_index": [1, 1]}
+HUNYUAN = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"intermediate_size": 3072, "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_experts": 64},
+    **{"num_shared_expert": [1] * 32, "use_mixed_mlp_moe": True},
+}
+LONGCAT = {
+    **{"hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64, "ffn_hidden_size": 12288},
+    **{"expert_ffn_hidden_size": 2048, "moe_topk": 12, "n_routed_experts": 512, "zero_expert_num": 256},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
+PLAIN = {
+    **{"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "sizes"),
+    [
+        pytest.param(ERNIE, (28, 1, 2560, 64, 6, 1536, 2, 20), id="ERNIE"),
+        pytest.param(ERNIE_VL, (28, 1, 2560, 64, 6, 1536, 2, 20), id="ERNIE VL, with experts of two kinds"),
+        pytest.param(HUNYUAN, (32, 0, 4096, 64, 8, 3072, 1, 32), id="Hunyuan, with a value for each layer"),
+        pytest.param(LONGCAT, (28, 0, 6144, 512, 12, 2048, 0, 64), id="LongCat"),
+    ],
+)
+def test_sizes_by_other_names_are_read(content, sizes):
+    model = config.read(content, "this").model
+    assert tuple(getattr(model, size) for size in SIZES) == sizes
+
+
+@pytest.mark.parametrize(
+    ("keys", "dense"),
+    [
+        ({}, 0),
+        ({"first_k_dense_replace": 3}, 3),
+        ({"num_dense_layers": 2}, 2),
+        ({"dense_mlp_idx": 2}, 2),
+        ({"moe_layer_freq": [0, 1, 1]}, 1),
+        ({"moe_layer_freq": 1, "first_k_dense_replace": 1}, 1),
+        ({"mlp_layer_types": ["dense", "dense", "sparse"]}, 2),
+        ({"is_moe_layer": [False, True]}, 1),
+        ({"moe_layers_enum": "4,5"}, 4),
+        ({"mlp_only_layers": [0, 1, 5]}, 2),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 2}, 1),
+        ({"interleave_moe_layer_step": 2}, 1),
+    ],
+    ids=str,
+)
+def test_the_first_layers_without_experts_are_counted(keys, dense):
+    assert config.read(PLAIN | keys, "this").model.dense_layers == dense
+
+
+@pytest.mark.parametrize("key", ["zero_expert_num", "moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"])
+def test_layers_of_another_kind_are_named_by_their_key(key):
+    assert config.read(PLAIN | {key: 64}, "this").residual.endswith(f"({key})")
+
+
+def without(*names):
+    return {name: value for name, value in PLAIN.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        pytest.param(
+            without("num_experts") | {"ffn_config": {"moe_num_experts": 16}},
+            "in none of n_routed_experts, .*; not understood: ffn_config.moe_num_experts$",
+            id="the experts of a section",
+        ),
+        pytest.param(
+            without("num_experts_per_tok") | {"experts_chosen": 2},
+            "no num_experts_per_tok, nor .*; not understood: experts_chosen$",
+            id="another name for top-k",
+        ),
+        pytest.param(PLAIN | {"num_experts": 1}, "has no routed experts: config.json has 1 of them", id="one expert"),
+    ],
+)
+def test_what_is_not_understood_is_named_by_its_key(content, reason):
+    with pytest.raises(NoConfig, match=reason):
+        config.read(content, "this")
+
+
 def test_a_folder_and_its_file_are_the_same(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{}")
