@@ -32,6 +32,8 @@ from typing import Any
 
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
+from sglang_moe_patches.lab.predict import unused_imports
+from sglang_moe_patches.lab.predict.config import dense_layers
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Refused(CannotAsk):
     """The engine would not start this server on such a GPU either; the message has its own words."""
 
 
+class ModelRefused(Refused):
+    """It refuses the model with these arguments, not the arguments by themselves."""
+
+
 # --- From outside ----------------------------------------------------------------------------------------------------
 
 
@@ -92,16 +98,33 @@ def ask(
     """
     asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu, "language_model": language_model}
     try:
-        done = run_query(json.dumps(asked), environ)
+        return _query(asked, environ)
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
+
+
+def _query(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    """The engine's answer without the packages that a query does not use; if it has no layer, with them."""
+    try:
+        answer = _query_once(asked | {"leave_out_unused": True}, environ)
+        if answer["layer"]:
+            return answer
+    except CannotAsk as error:
+        if type(error) is Refused:
+            raise
+    return _query_once(asked | {"leave_out_unused": False}, environ)
+
+
+def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    done = run_query(json.dumps(asked), environ)
     if done.returncode or not done.stdout:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise CannotAsk(said[-1] if said else "it ended without a word")
-    found: dict[str, Any] = json.loads(done.stdout)
-    if "refused" in found:
-        raise Refused(found["refused"])
-    return found
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise CannotAsk(lines[-1] if lines else "it ended without a word")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    for key, error in (("refused", Refused), ("model_refused", ModelRefused)):
+        if key in answer:
+            raise error(answer[key])
+    return answer
 
 
 def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -118,8 +141,12 @@ def main() -> None:
     os.dup2(2, 1)  # whatever the engine prints
     gc.disable()  # thousands of modules are imported, and nothing is thrown away
     asked = json.load(sys.stdin)
+    if asked["leave_out_unused"]:
+        unused_imports.leave_out()
     try:
         answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"])
+    except ModelRefused as error:
+        answer = {"model_refused": str(error)}
     except Refused as error:
         answer = {"refused": str(error)}
     except Exception as error:
@@ -212,8 +239,8 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
         # That the engine has no class for a part of a model says nothing of the model.
         with _refusing(but_by=(_MODEL_CLASSES,) if language_model else ()):
             layer = _layer(server_args, view, gpu)
-    except Refused:
-        raise
+    except Refused as error:
+        raise ModelRefused(str(error)) from error
     except Exception as error:
         unknown = _said(error)
     if layer is not None and layer["runner"]:
@@ -364,8 +391,7 @@ _MOE_LAYERS = 4
 
 def _shorten(config: Any) -> None:
     """Leave the first layers with experts."""
-    dense = getattr(config, "first_k_dense_replace", None) or 0
-    config.num_hidden_layers = min(config.num_hidden_layers, dense + _MOE_LAYERS)
+    config.num_hidden_layers = min(config.num_hidden_layers, dense_layers(vars(config)) + _MOE_LAYERS)
 
 
 def _groups(server_args: Any, resolved: Any, config: Any) -> None:
@@ -416,6 +442,10 @@ def _alone(distributed: Any, parallel_state: Any) -> Iterator[None]:
         distributed.new_group, parallel_state.GroupCoordinator.__init__ = new_group, init
 
 
+_SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
+"""What the engine's blocks call them."""
+
+
 def _found(model: Any, tokens: int) -> dict[str, Any] | None:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
@@ -442,9 +472,7 @@ def _found(model: Any, tokens: int) -> dict[str, Any] | None:
             "hidden": config.hidden_size,
             "intermediate": config.intermediate_size_per_partition,
             "fused_shared_experts": config.num_fused_shared_experts or 0,
-            "shared_experts": any(
-                getattr(block, each, None) is not None for each in ("shared_experts", "shared_expert")
-            ),
+            "shared_experts": any(getattr(block, name, None) is not None for name in _SHARED_EXPERTS),
             "family": family,
             "layer": type(above[1]).__name__ if len(above) > 1 else "",
             "inplace": bool(config.inplace),
