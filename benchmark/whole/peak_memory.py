@@ -29,7 +29,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,18 @@ def by_sizes(
     :param at_any_cost: columns as up to 0.2.0, by memory alone.
     """
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
-    return prediction.predicted(
-        model,
-        Layout(tp=tp),
-        served.runner,
-        tokens,
-        prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock(),
-        workspace=workspace_mb * 2**20 + REFERENCE_SCRATCH,
-        quantization=served.quantization,
-        at_any_cost=at_any_cost,
-    )
+    acting = prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock()
+    layout = Layout(tp=tp)
+    workspace = workspace_mb * 2**20 + REFERENCE_SCRATCH
+    runner = prediction.Runner(served.runner, served.quantization, workspace=workspace)
+    if at_any_cost and served.runner == "triton":
+        scratch = acting.dead_input and not acting.shared_last
+        rank = model.per_rank(layout)
+        width = prediction.columns_width(rank, tokens, scratch=scratch, quantization=served.quantization)
+        runner = replace(runner, width=width)
+    elif at_any_cost:
+        runner = replace(runner, width=model.hidden)
+    return prediction.predicted(model, layout, runner, tokens, acting)
 
 
 def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:

@@ -125,20 +125,33 @@ def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Mod
     return model.fused() if fusion and fusible and runner == "triton" else model
 
 
+@dataclass(frozen=True)
+class Runner:
+    """The routed experts' runner.
+
+    :param name: one of ``RUNNERS``.
+    :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
+    :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
+    :param width: columns of a slice where it runs in columns; ``None``: as moe-workspace decides.
+    :param workspace: bytes that an NVFP4 kernel takes while it runs.
+    """
+
+    name: str
+    quantization: str | None = None
+    tiles: Mapping[str, int] | None = None
+    width: int | None = None
+    workspace: int = 0
+
+
 def predicted(
     model: Model,
     layout: Layout,
-    runner: str,
+    runner: Runner,
     tokens: int,
     acting: Acting,
     *,
-    workspace: int = 0,
-    quantization: str | None = None,
-    width: int | None = None,
-    at_any_cost: bool = False,
     graphs: bool = False,
     float_logits: bool = False,
-    tiles: Mapping[str, int] | None = None,
 ) -> Prediction:
     """A forward of a first chunk: nothing of its prompts is in the KV cache.
 
@@ -149,22 +162,15 @@ def predicted(
 
     :param model: with its shared experts as the engine runs them: ``fused()`` where it makes them routed ones.
     :param layout: of tensor parallelism, and expert parallelism without all-to-all; not of data-parallel attention.
-    :param runner: one of ``RUNNERS``.
     :param tokens: of the chunk.
-    :param workspace: bytes that an NVFP4 kernel takes while it runs.
-    :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
-    :param width: columns of a range where the runner runs in columns; ``None``: as moe-workspace decides.
-    :param at_any_cost: as it decided up to 0.2.0, by memory alone, and nothing of Marlin's.
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given
         back.
     :param float_logits: DeepSeek's router puts out float32 (releases from 0.5.15).
-    :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
-    rank, share = model.per_rank(layout), _outside_the_experts(model, layout.tp)
-    rows, size = tokens * model.top_k, model.hidden
-    hidden = 2 * tokens * size
+    share = _outside_the_experts(model, layout.tp)
+    hidden = 2 * tokens * model.hidden
     count = 3 + (bool(model.shared_experts) and not acting.shared_last)
     in_float = model.family in ROUTES_IN_FLOAT
     logits = (4 if in_float or float_logits else 2) * tokens * model.experts
@@ -174,45 +180,44 @@ def predicted(
     released = -4 * share.heads * DECODE_SPLITS * model.latent.kv_rank if mla and not graphs else 0
 
     inputs = 0
-    if runner == "triton":
+    if runner.name == "triton":
         count += acting.shared_last and not acting.dead_input  # not in place, so its output
-        scratch = acting.dead_input and not acting.shared_last
-        if not acting.columns:
-            width = size
-        elif width is None:
-            width = columns_width(
-                rank,
-                tokens,
-                scratch=scratch,
-                quantization=quantization,
-                share=1 / layout.ep,
-                tiles=None if at_any_cost else tiles or TILES[quantization],
-            )
-        held = triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
-    elif runner == "marlin":
-        if not acting.columns or at_any_cost:
-            width = size
-        elif width is None:
-            width = marlin_width(rank, tokens, output_elsewhere=acting.dead_input, share=1 / layout.ep)
-        held = marlin_workspace(rank, tokens, width=width, output_elsewhere=acting.dead_input)
-    else:
-        held = workspace
-        inputs = tokens * size // 2 + tokens * size // 16
+    elif runner.name != "marlin":
+        inputs = tokens * model.hidden // 2 + tokens * model.hidden // 16
         count += not acting.dead_input  # its output
     parts = {
         "hidden": count * hidden,
         "attention": held_latents,
-        "routing": logits + 8 * rows,
+        "routing": logits + 8 * tokens * model.top_k,
         "inputs": inputs,
         "released": released,
-        "workspace": held,
+        "workspace": _workspace(model.per_rank(layout), runner, tokens, acting, 1 / layout.ep),
     }
     elsewhere = {"attention": released + latents + attention(share, tokens)}
     if in_float:
-        elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * size + logits
+        elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * model.hidden + logits
     if model.dense_layers:
         elsewhere["the first layer's MLP"] = released + held_latents + 3 * hidden + 6 * tokens * share.intermediate
     return Prediction(count, parts, elsewhere)
+
+
+def _workspace(rank: Rank, runner: Runner, tokens: int, acting: Acting, share: float) -> int:
+    """What the runner holds while it works.
+
+    :param share: of the rows, those whose expert is on this rank.
+    """
+    if runner.name not in ("triton", "marlin"):
+        return runner.workspace
+    width = runner.width if acting.columns else rank.hidden
+    if runner.name == "marlin":
+        if width is None:
+            width = marlin_width(rank, tokens, output_elsewhere=acting.dead_input, share=share)
+        return marlin_workspace(rank, tokens, width=width, output_elsewhere=acting.dead_input)
+    scratch, quantization = acting.dead_input and not acting.shared_last, runner.quantization
+    if width is None:
+        tiles = runner.tiles or TILES[quantization]
+        width = columns_width(rank, tokens, scratch=scratch, quantization=quantization, share=share, tiles=tiles)
+    return triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
 
 
 def _outside_the_experts(model: Model, ranks: int) -> Model:

@@ -270,21 +270,10 @@ def predict(
         return None, [f"not predicted: what {server.format} quantizes"]
     if server.layout.dp > 1:
         return None, ["not predicted: data-parallel attention"]
+    runner = forward.Runner(server.runner, server.quantization, server.tiles)
+    flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
-        both = [
-            forward.predicted(
-                model,
-                server.layout,
-                server.runner,
-                server.tokens,
-                one,
-                quantization=server.quantization,
-                graphs=server.graphs,
-                float_logits=server.float_logits,
-                tiles=server.tiles,
-            )
-            for one in acts
-        ]
+        both = [forward.predicted(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
     except ValueError as error:
         return None, [f"not predicted: {error}"]
     if server.runner in runners.TRTLLM:
