@@ -7,6 +7,8 @@ import json as json_module
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -55,13 +57,22 @@ def fail(message: str, code: int = 2) -> NoReturn:
 def require_engine() -> None:
     from sglang_moe_patches.core import engine
 
-    found = engine.version()
-    if found is None:
+    version = engine.version()
+    if version is None:
         fail("SGLang is not installed in this environment; pip install sglang")
     if not engine.has_plugin_framework():
-        fail(f"SGLang {found} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
+        fail(f"SGLang {version} has no plugin framework ({engine.PLUGIN_MODULE}); install SGLang 0.5.11 or newer")
     if not engine.loads_us():
         fail("the engine does not find this package; pip install it into the engine's environment")
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Show what is being done. Nothing is shown where standard error is no terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def require_extra(command: str) -> None:
@@ -195,22 +206,21 @@ def doctor(
 
     require_engine()
     try:
-        found = doctor.examine()
+        with progress("importing the engine and probing what each change wraps: about 10 s"):
+            report = doctor.examine()
     except ValueError as error:
         fail(str(error))
     except doctor.EngineUnusable as error:
         fail(str(error), 1)
     if json:
-        typer.echo(json_module.dumps(found, indent=2))
+        typer.echo(json_module.dumps(report, indent=2))
     else:
-        doctor.show(found)
-    raise typer.Exit(1 if doctor.unsupported(found) else 0)
+        doctor.show(report)
+    raise typer.Exit(1 if doctor.unsupported(report) else 0)
 
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
-    from rich.console import Console
-
     from sglang_moe_patches.core import engine, patch
     from sglang_moe_patches.lab.predict import engine_query, model_report
     from sglang_moe_patches.registry import CHANGES
@@ -218,8 +228,8 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
-        with Console(stderr=True).status(doing):  # nothing is shown where that is no terminal
-            found = model_report.examine(model, server_args, gpu)
+        with progress(doing):
+            report = model_report.examine(model, server_args, gpu)
     except engine_query.Refused as error:
         fail(f"the engine refuses this server: {error}")
     except engine_query.CannotAsk as error:
@@ -227,9 +237,9 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     except ValueError as error:  # no config.json, arguments or variables
         fail(str(error))
     if json:
-        typer.echo(json_module.dumps(found, indent=2))
+        typer.echo(json_module.dumps(report, indent=2))
     else:
-        model_report.show(found)
+        model_report.show(report)
 
 
 @app.command("make-model")

@@ -75,12 +75,12 @@ def _examine_here() -> dict[str, Any]:
     }
 
 
-def unsupported(found: dict[str, Any]) -> list[str]:
+def unsupported(report: dict[str, Any]) -> list[str]:
     """The selected changes that cannot be applied."""
-    return [change["name"] for change in found["changes"] if change["status"] == patch.Status.UNSUPPORTED]
+    return [change["name"] for change in report["changes"] if change["status"] == patch.Status.UNSUPPORTED]
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the facts as a table."""
     from rich.console import Console
     from rich.markup import escape
@@ -88,25 +88,25 @@ def show(found: dict[str, Any]) -> None:
 
     console = Console()
     console.print(
-        f"[bold]SGLang {found['engine']}[/], torch {found['torch']}, Python {found['python']}, "
-        f"sglang-moe-patches {found['package']}"
+        f"[bold]SGLang {report['engine']}[/], torch {report['torch']}, Python {report['python']}, "
+        f"sglang-moe-patches {report['package']}"
     )
-    console.print(f"GPU: {', '.join(found['gpus']) or 'none'}", markup=False)
+    console.print(f"GPU: {', '.join(report['gpus']) or 'none'}", markup=False)
     table = Table("change", "status", "what it does, and why, or why it does not apply")
     colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
-    for change in found["changes"]:
+    for change in report["changes"]:
         colour = colours.get(change["status"], "dim")
         does = change["summary"] if change["status"] in ("applied", "hardened") else ""
-        told = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
-        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", escape(told))
+        words = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
+        table.add_row(change["name"], f"[{colour}]{change['status']}[/]", escape(words))
     console.print(table)
-    if found["variables"]:
+    if report["variables"]:
         console.print("Variables in force:")
-        for name, value in found["variables"].items():
+        for name, value in report["variables"].items():
             console.print(f"  {name}={value}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
-    for line in found["unread"]:
+    for line in report["unread"]:
         console.print(f"[bold yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 
 
