@@ -7,27 +7,69 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from common import doctor_answers
 from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.memory.kv_sizing import coordination, hooks
+from sglang_moe_patches.registry import CHANGES
 
 
 def compare(recipe: dict[str, Any]) -> dict[str, Any]:
     """``doctor``: its answer; ``engine``: chunk, ranks, runner and quantization, as the engine resolves them."""
+    return {"doctor": doctor_answers.examine(recipe), "engine": _in_a_fork(_resolve, recipe)}
+
+
+def compare_kv_sizing(server: dict[str, Any]) -> dict[str, Any]:
+    """``doctor``: its answer; ``engine``: what kv-sizing would do there, as a server's own process decides it."""
+    return {"doctor": doctor_answers.examine(server), "engine": _in_a_fork(_decide, server)}
+
+
+def _in_a_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
+    """What the engine resolves it publishes in its globals."""
     with tempfile.TemporaryFile("w+") as out:
-        if not (child := os.fork()):  # what the engine resolves it publishes in its globals
+        if not (child := os.fork()):
             try:
-                json.dump(_resolve(recipe), out)
+                json.dump(call(server), out)
                 out.flush()
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
         out.seek(0)
-        resolved = json.load(out)
-    return {"doctor": doctor_answers.examine(recipe), "engine": resolved}
+        answer: dict[str, Any] = json.load(out)
+    return answer
+
+
+def _decide(server: dict[str, Any]) -> dict[str, Any]:
+    """By the functions that plugin and hooks call: whether the change is installed, and what its hook gathers."""
+    from sglang.srt.server_args import prepare_server_args
+
+    change = next(change for change in CHANGES if change.name == "kv-sizing")
+    for module, hook in change.launcher_hooks:
+        if module in sys.modules:
+            hook(sys.modules[module], Patcher())
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(server["config"]), encoding="utf-8")
+        try:
+            server_args = prepare_server_args(["--model-path", folder, *server["flags"]])
+            if hasattr(server_args, "resolve_once"):
+                server_args.resolve_once()
+            server_args.check_server_args()
+        except (SystemExit, Exception) as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
+    if reason := change.skip_reason(server_args):
+        return {"skipped": reason}
+    runner = SimpleNamespace(server_args=server_args, mem_fraction_static=0.8, gpu_id=0)
+    hooks._is_leader = lambda runner: True  # there are no process groups
+    coordination.all_gather = lambda told: [told]
+    inputs = hooks.gather(hooks.State(Path(os.devnull)), runner, 100.0)
+    return {"monitored": inputs.monitor_only} if inputs.monitor_only else {"kept": inputs.keep}
 
 
 def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:
