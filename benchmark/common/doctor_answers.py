@@ -65,7 +65,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints
     if gpu in engine_query.GPUS:
-        engine_query._claim(engine_query.GPUS[gpu])
+        engine_query.claim_gpu(engine_query.GPUS[gpu])
         for name in PRELOADED:
             importlib.import_module(name)
     module, name = function.split(":")

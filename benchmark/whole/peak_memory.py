@@ -92,7 +92,7 @@ def by_sizes(
         runner = replace(runner, width=width)
     elif at_any_cost:
         runner = replace(runner, width=model.hidden)
-    return prediction.predicted(model, layout, runner, tokens, acting)
+    return prediction.predict(model, layout, runner, tokens, acting)
 
 
 def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:

@@ -51,6 +51,17 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
     assert "qwen3_moe" not in left_out
 
 
+@pytest.mark.every_release
+def test_what_a_query_leaves_out_changes_no_answer(folder_of):
+    """A model with eyes, whose classes name most of what is left out."""
+    asked = {"gpu": "h200", "language_model": False}
+    asked["arguments"] = ["--model-path", folder_of("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8"), "--random-seed", "1"]
+    environ = model_report.query_environment()
+    lean, whole = (engine_query._query_once(asked | {"leave_out_unused": out}, environ) for out in (True, False))
+    assert lean["layer"]
+    assert lean == whole
+
+
 @pytest.mark.product
 def test_deepseeks_shared_expert_is_a_routed_one_there(folder_of):
     found = model_report.examine(folder_of("deepseek-ai/DeepSeek-R1"), ["--tp", "8"], "h200")

@@ -28,7 +28,7 @@ FLAGS = {
     f"{EAGLE} --speculative-adaptive": "--speculative-adaptive",
     f"{EAGLE} --speculative-skip-dp-mlp-sync": "--speculative-skip-dp-mlp-sync",
     f"{NGRAM} --speculative-ngram-external-corpus-path x --speculative-ngram-external-sam-budget 1": "a corpus",
-    "--speculative-algorithm DFLASH --speculative-draft-model-path x": "--speculative-algorithm",
+    "--speculative-algorithm DFLASH": "--speculative-algorithm",
     "--disaggregation-mode prefill": "--disaggregation-mode",
     "--attn-cp-size 2 --tp 2": "--attn-cp-size",
     "--moe-a2a-backend deepep --tp 2": "--moe-a2a-backend",

@@ -36,7 +36,7 @@ class NoConfig(ValueError):
 
 
 @dataclass(frozen=True)
-class Read:
+class ModelSizes:
     """What ``config.json`` says.
 
     :param attention: why attention's own tensors are not known; "": they are.
@@ -131,7 +131,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **model_type, **{name: config[name] for name in beside if name in config}}
 
 
-def read(config: Mapping[str, Any], source: str) -> Read:
+def read(config: Mapping[str, Any], source: str) -> ModelSizes:
     """The sizes, by the names that the public models use.
 
     :param source: what they are of.
@@ -182,7 +182,7 @@ def read(config: Mapping[str, Any], source: str) -> Read:
         head_dim=first("head_dim") or hidden // heads,
         latent=latent,
     )
-    return Read(model, _attention(first), _residual(first))
+    return ModelSizes(model, _attention(first), _residual(first))
 
 
 def _not_understood(text: Mapping[str, Any]) -> str:

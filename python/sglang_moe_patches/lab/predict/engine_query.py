@@ -63,7 +63,7 @@ GPUS = {
 """By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it."""
 
 
-LONGEST_S = 600
+QUERY_TIMEOUT_S = 600
 """Seconds that the engine may take: ten or twenty on an idle machine."""
 
 
@@ -100,7 +100,7 @@ def ask(
     try:
         return _query(asked, environ)
     except subprocess.TimeoutExpired:
-        raise CannotAsk(f"it gave no answer in {LONGEST_S} s") from None
+        raise CannotAsk(f"it gave no answer in {QUERY_TIMEOUT_S} s") from None
 
 
 def _query(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any
 def run_query(asked: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """One query in a process of its own: the engine publishes what it resolves in its globals."""
     command = [sys.executable, "-m", __name__]
-    return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=LONGEST_S)
+    return subprocess.run(command, input=asked, env=environ, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
 
 
 # --- In the engine's process -----------------------------------------------------------------------------------------
@@ -150,26 +150,26 @@ def main() -> None:
     except Refused as error:
         answer = {"refused": str(error)}
     except Exception as error:
-        sys.exit(_said(error))
+        sys.exit(_one_line(error))
     json.dump(answer, out)
     out.close()
     os._exit(0)  # taking thousands of modules apart takes a second
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """An error in one line; one without words says what was required, or where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split())
-    if not said and isinstance(error, AssertionError):
+    words = " ".join(str(error).split())
+    if not words and isinstance(error, AssertionError):
         nodes = ast.walk(ast.parse(Path(place.filename).read_text(encoding="utf-8")))
         lines = {node.lineno: node for node in nodes if isinstance(node, ast.Assert)}
         before = [line for line in lines if line <= (place.lineno or 0)]
-        said = ast.unparse(lines[max(before)]) if before else ""
-    return f"{type(error).__name__}: {said or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
+        words = ast.unparse(lines[max(before)]) if before else ""
+    return f"{type(error).__name__}: {words or f'in {place.name}, {Path(place.filename).name}:{place.lineno}'}"
 
 
 @contextmanager
-def _refusing(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
+def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
     """What the engine refuses for what it was given is :class:`Refused`; other errors come from the missing GPU.
 
     :param but_by: modules of which it is no refusal, beside those that meet the hardware.
@@ -181,32 +181,32 @@ def _refusing(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
         module = frame.f_globals["__name__"]
         if module.startswith(but_by) or module.split(".")[0] in _ON_HARDWARE:
             raise
-        raise Refused(_said(error)) from error
+        raise Refused(_one_line(error)) from error
 
 
 _ON_HARDWARE = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sglang_moe_patches")
 _MODEL_CLASSES = "sglang.srt.models.registry"
 
 
-def _server_args(arguments: list[str]) -> Any:
+def _resolve_arguments(arguments: list[str]) -> Any:
     """The server's arguments, resolved and checked as at a server's start."""
     from sglang.srt.server_args import prepare_server_args
 
     words = io.StringIO()
     try:
-        with _refusing(), contextlib.redirect_stderr(words):
+        with _translate_refusals(), contextlib.redirect_stderr(words):
             server_args = prepare_server_args(arguments)
     except SystemExit:
         lines = words.getvalue().strip().splitlines() or ["it ended without a word"]
-        raise Refused(_with_near_options(lines[-1].split("error: ")[-1])) from None
-    with _refusing():
+        raise Refused(_add_near_options(lines[-1].split("error: ")[-1])) from None
+    with _translate_refusals():
         if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
             server_args.resolve_once()
         server_args.check_server_args()
     return server_args
 
 
-def _with_near_options(refusal: str) -> str:
+def _add_near_options(refusal: str) -> str:
     """What the parser of the command line says, and for each option that it does not know, one that is near."""
     if "unrecognized arguments" not in refusal:
         return refusal
@@ -217,19 +217,19 @@ def _with_near_options(refusal: str) -> str:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     options = sorted(set(re.findall(r"--[a-z][\w-]*", parser.format_help())))
-    for given in re.findall(r"--[\w-]+", refusal):
+    for unknown in re.findall(r"--[\w-]+", refusal):
         # A release that splits an option appends to its name.
-        near = [option for option in options if option.startswith(given)]
-        near = near or difflib.get_close_matches(given, options, n=1, cutoff=0.8)
+        near = [option for option in options if option.startswith(unknown)]
+        near = near or difflib.get_close_matches(unknown, options, n=1, cutoff=0.8)
         refusal += f"; this release has {', '.join(near)}" if near else ""
     return refusal
 
 
 def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, Any]:
-    _claim(gpu)
+    claim_gpu(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
-    server_args = _server_args(arguments)
+    server_args = _resolve_arguments(arguments)
     view = engine.resolved(server_args)
     # A copy: some releases resolve into an object that is read-only.
     resolved = dict(vars(view))
@@ -237,22 +237,22 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
     layer, unknown = None, ""
     try:
         # That the engine has no class for a part of a model says nothing of the model.
-        with _refusing(but_by=(_MODEL_CLASSES,) if language_model else ()):
-            layer = _layer(server_args, view, gpu)
+        with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
+            layer = _build_layer(server_args, view, gpu)
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
-        unknown = _said(error)
+        unknown = _one_line(error)
     if layer is not None and layer["runner"]:
         resolved["moe_runner_backend"] = layer["runner"]
     return {
         "resolved": plain,
         "layer": layer,
         "unknown": unknown,
-        "changes": _changes(SimpleNamespace(**resolved)),
-        "kv_sizing": _kv_sizing(resolved),
+        "changes": _plan_changes(SimpleNamespace(**resolved)),
+        "kv_sizing": _decide_kv_sizing(resolved),
         "engine_drops": probe.engine_offers(),
-        "float_logits": _float_logits(),
+        "float_logits": _has_float_logits(),
     }
 
 
@@ -269,7 +269,7 @@ class _Nothing:
         pass
 
 
-def _claim(gpu: Gpu) -> None:
+def claim_gpu(gpu: Gpu) -> None:
     """Let PyTorch answer as if there were GPUs of a kind."""
     # DeepGEMM asks where CUDA is when it is imported, and uses it when it compiles.
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
@@ -316,7 +316,7 @@ def _claim(gpu: Gpu) -> None:
             setattr(common, name, lambda *args, **kwargs: mib)
 
 
-def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
+def _build_layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
     """What a MoE layer of the model is on one rank; ``None``: it has none."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
@@ -332,7 +332,7 @@ def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
     layers = config.hf_text_config.num_hidden_layers
     _shorten(config.hf_text_config)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _groups(server_args, resolved, config)
+        _make_groups(server_args, resolved, config)
         quantization = loader._get_quantization_config(config, LoadConfig())
         before = torch.get_default_dtype()
         torch.set_default_dtype(config.dtype)
@@ -341,11 +341,11 @@ def _layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
-    found = _found(model, chunk_tokens(vars(resolved)))
-    return found and found | {"weight_bytes": _weight_bytes(model, layers)}
+    layer = _describe_layer(model, chunk_tokens(vars(resolved)))
+    return layer and layer | {"weight_bytes": _count_weight_bytes(model, layers)}
 
 
-def _weight_bytes(model: Any, layers: int) -> int:
+def _count_weight_bytes(model: Any, layers: int) -> int:
     """Of the whole model on one rank: layers that were left out are as those that were built last."""
     by_layer: dict[int, int] = {}
     outside = 0
@@ -394,7 +394,7 @@ def _shorten(config: Any) -> None:
     config.num_hidden_layers = min(config.num_hidden_layers, dense_layers(vars(config)) + _MOE_LAYERS)
 
 
-def _groups(server_args: Any, resolved: Any, config: Any) -> None:
+def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
     """Process groups in which nobody talks."""
     import torch
     from sglang.srt.distributed import parallel_state
@@ -403,7 +403,7 @@ def _groups(server_args: Any, resolved: Any, config: Any) -> None:
 
     world = resolved.tp_size * resolved.pp_size
     torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    with _alone(torch.distributed, parallel_state):
+    with _fake_groups(torch.distributed, parallel_state):
         parallel_state.init_distributed_environment(world_size=world, rank=0, local_rank=0, backend="fake")
         sizes = {
             "tensor_model_parallel_size": resolved.tp_size,
@@ -420,7 +420,7 @@ def _groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 
 @contextmanager
-def _alone(distributed: Any, parallel_state: Any) -> Iterator[None]:
+def _fake_groups(distributed: Any, parallel_state: Any) -> Iterator[None]:
     """Every group that is made is a fake one, without the links between GPUs."""
     new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(init)
@@ -446,15 +446,16 @@ _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_exper
 """What the engine's blocks call them."""
 
 
-def _found(model: Any, tokens: int) -> dict[str, Any] | None:
+def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
+    """The first layer that has experts; ``None``: there is none."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     from sglang_moe_patches.core import runners
     from sglang_moe_patches.core.dead_input import probe
 
     modules = dict(model.named_modules())
-    found = (known.family for _, dead in probe.probe_stacks(model) for _, known, _ in dead.layers)
-    family = next(found, "")
+    families = (facts.family for _, dead in probe.probe_stacks(model) for _, facts, _ in dead.layers)
+    family = next(families, "")
     for name, experts in modules.items():
         if not isinstance(experts, FusedMoE):
             continue
@@ -476,12 +477,12 @@ def _found(model: Any, tokens: int) -> dict[str, Any] | None:
             "family": family,
             "layer": type(above[1]).__name__ if len(above) > 1 else "",
             "inplace": bool(config.inplace),
-            "tiles": _tiles(experts, holder, tokens),
+            "tiles": _read_tiles(experts, holder, tokens),
         }
     return None
 
 
-def _tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
+def _read_tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
     """Of Triton's second GEMM, by the file that the engine would load on this GPU; ``None``: not known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
@@ -504,7 +505,7 @@ def _tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
     return {name: size for name, size in (down_config or config).items() if type(size) is int}
 
 
-def _float_logits() -> bool:
+def _has_float_logits() -> bool:
     """Whether DeepSeek's router puts out float32 for a prefill: what the last of its ways does."""
     gate = engine.module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.calls(gate, name)]
@@ -512,7 +513,7 @@ def _float_logits() -> bool:
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
 
 
-def _kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
+def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
     """What the server would decide: why kv-sizing leaves it alone ("": it does not), and why it only monitors it."""
     from sglang_moe_patches.memory.kv_sizing import eligibility
 
@@ -524,13 +525,13 @@ def _kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _changes(server_args: Any) -> list[dict[str, Any]]:
+def _plan_changes(server_args: Any) -> list[dict[str, Any]]:
     """What becomes of each change on this server: status, reason, and whether it installs anything."""
     from sglang_moe_patches.core import patch
     from sglang_moe_patches.registry import CHANGES
 
     selected = patch.selected(CHANGES)
-    told = []
+    plans = []
     for change in CHANGES:
         if change.name not in selected:
             plan = patch.Plan(patch.Status.NOT_SELECTED)
@@ -538,8 +539,8 @@ def _changes(server_args: Any) -> list[dict[str, Any]]:
             plan = patch.Plan.not_needed(reason)
         else:
             plan = patch.probe(change)
-        told.append({"name": change.name, "status": str(plan.status), "reason": plan.reason})
-    return told
+        plans.append({"name": change.name, "status": str(plan.status), "reason": plan.reason})
+    return plans
 
 
 if __name__ == "__main__":

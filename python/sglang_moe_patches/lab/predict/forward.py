@@ -143,7 +143,7 @@ class Runner:
     workspace: int = 0
 
 
-def predicted(
+def predict(
     model: Model,
     layout: Layout,
     runner: Runner,

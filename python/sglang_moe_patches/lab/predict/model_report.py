@@ -20,7 +20,7 @@ from sglang_moe_patches.core.patch import Change, unread
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
-from sglang_moe_patches.lab.predict.config import Read
+from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
@@ -45,12 +45,12 @@ class Server:
     """What decides the memory of a forward, as the engine or the arguments say it.
 
     :param runner: by its ``--moe-runner-backend``; ``None``: not known.
-    :param quantization: of what the routed experts are given, as :func:`.forward.predicted` takes it.
+    :param quantization: of what the routed experts are given, as :func:`.forward.predict` takes it.
     :param format: the weights of the routed experts, for people.
     :param family: of its layers, by the engine's module; "": none that offers.
     :param graphs: decodes are captured.
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
-    :param float_logits: as :func:`.forward.predicted` takes it.
+    :param float_logits: as :func:`.forward.predict` takes it.
     :param tiles: of Triton's second GEMM, as the engine has them for this GPU; ``None``: not known.
     """
 
@@ -66,7 +66,7 @@ class Server:
     tiles: Mapping[str, int] | None = None
 
 
-def acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
+def derive_acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
     """What acts in a stock server, and in a patched one.
 
     :param shared_experts: its layers have some that run by themselves.
@@ -92,42 +92,46 @@ def acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) ->
     return stock, patched
 
 
-def what_acts(server: Server, model: Model, told: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def describe_changes(server: Server, model: Model, answers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each change with what it does here, or why it does nothing.
 
-    :param told: status and reason of each change.
+    :param answers: status and reason of each change.
     """
-    found = []
-    known = {change.name: change for change in CHANGES}
-    for one in told:
-        if one["name"] not in known:  # an answer that was kept from before a change had another name
-            continue
-        change, status, reason = known[one["name"]], one["status"], one["reason"]
-        does = ""
-        if status in INSTALLED:
-            words = {
-                part: effect(change.name, Layer(server.family, bool(model.shared_experts), part), status)
-                for part in (server.runner or "", ATTENTION)
-            }
-            told_of = [f"{ATTENTION} {said}" if part == ATTENTION else said for part, said in words.items() if said]
-            does = "; ".join(told_of) if change.name in EFFECTS else change.summary
-            if not does:
-                own = "" if model.shared_experts else " without shared experts of their own"
-                reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
-        advice = None
-        if change.name == "moe-workspace" and does:
-            advice = workspace_advice(server, model)
-            if whole := _whole(server, model, advice):
-                does, reason = "", whole
-        if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
-            does, reason = "", f"the experts' weights are {server.format}"
-        found.append({"name": change.name, "status": status, "acts": bool(does), "does": does, "reason": reason})
-        if advice:
-            found[-1]["advice"] = asdict(advice) | {"variable": MOE_WORKSPACE_MB.name}
-    return found
+    changes = {change.name: change for change in CHANGES}
+    # An answer that was kept from before a change had another name is left out.
+    return [_row(server, model, changes[answer["name"]], answer) for answer in answers if answer["name"] in changes]
 
 
-def kv_sizing_row(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[str, Any]:
+def _row(server: Server, model: Model, change: Change, answer: Mapping[str, Any]) -> dict[str, Any]:
+    does, reason = "", answer["reason"]
+    if answer["status"] in INSTALLED:
+        does = _effects(server, model, change, answer["status"])
+        if not does:
+            own = "" if model.shared_experts else " without shared experts of their own"
+            reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
+    advice = None
+    if change.name == "moe-workspace" and does:
+        advice = advise_workspace(server, model)
+        if whole := _whole_reason(server, model, advice):
+            does, reason = "", whole
+    if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
+        does, reason = "", f"the experts' weights are {server.format}"
+    row = {"name": change.name, "status": answer["status"], "acts": bool(does), "does": does, "reason": reason}
+    return row | {"advice": asdict(advice) | {"variable": MOE_WORKSPACE_MB.name}} if advice else row
+
+
+def _effects(server: Server, model: Model, change: Change, status: str) -> str:
+    """What an installed change does in this server's layers, in words; "": nothing."""
+    if change.name not in EFFECTS:
+        return change.summary
+    shared = bool(model.shared_experts)
+    experts, attention = (
+        effect(change.name, Layer(server.family, shared, part), status) for part in (server.runner or "", ATTENTION)
+    )
+    return "; ".join(filter(None, (experts, attention and f"{ATTENTION} {attention}")))
+
+
+def describe_kv_sizing(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[str, Any]:
     """kv-sizing's row, by what the server itself would decide.
 
     :param answer: as the engine query has it under ``kv_sizing``.
@@ -224,7 +228,7 @@ class _Columns:
         return forward.triton_slowdown(layer, slices, self.tiles, quantized=bool(self.server.quantization))
 
 
-def workspace_advice(server: Server, model: Model) -> WorkspaceAdvice | None:
+def advise_workspace(server: Server, model: Model) -> WorkspaceAdvice | None:
     """``None``: the tensor is cut, or nothing is saved at any cost."""
     columns = _Columns(server, model)
     if server.quantization not in forward.TILES or columns.width() < model.hidden:
@@ -237,10 +241,10 @@ def workspace_advice(server: Server, model: Model) -> WorkspaceAdvice | None:
     return WorkspaceAdvice(megabytes, saved, columns.slowdown(-(-model.hidden // width)))
 
 
-def _whole(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
+def _whole_reason(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
     """Why the runner's tensor stays whole; "": it does not.
 
-    :param advice: what :func:`workspace_advice` returned.
+    :param advice: what :func:`advise_workspace` returned.
     """
     if server.quantization not in forward.TILES or _Columns(server, model).width() < model.hidden:
         return ""
@@ -253,19 +257,19 @@ def _whole(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
 
 
 def predict(
-    read: Read, server: Server, acts: tuple[Acting, Acting]
+    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
     """The memory of a chunk, stock and patched; and in words what is not known of it.
 
     ``None`` where the runner has no formula, or the layers are not what the formulas are of.
     """
     unknown = []
-    model = read.model
+    model = sizes.model
     if server.runner not in forward.RUNNERS:
         why = f"what {server.runner} holds while it works" if server.runner else "the runner"
         return None, [f"not predicted: {why}"]
-    if read.residual:
-        return None, [f"not predicted: {read.residual}"]
+    if sizes.residual:
+        return None, [f"not predicted: {sizes.residual}"]
     if server.quantization not in (None, *forward.SCALED):
         return None, [f"not predicted: what {server.format} quantizes"]
     if server.layout.dp > 1:
@@ -273,14 +277,14 @@ def predict(
     runner = forward.Runner(server.runner, server.quantization, server.tiles)
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
-        both = [forward.predicted(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
+        both = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
     except ValueError as error:
         return None, [f"not predicted: {error}"]
     if server.runner in runners.TRTLLM:
         unknown.append(f"{OWN_WORKSPACE} comes on top of the routed experts' sum")
-    if read.attention:
-        unknown.append(f"attention, which {read.attention}: the peak is {AT_LEAST}")
-        both = [replace(one, elsewhere=_without(one.elsewhere, "attention")) for one in both]
+    if sizes.attention:
+        unknown.append(f"attention, which {sizes.attention}: the peak is {AT_LEAST}")
+        both = [replace(one, elsewhere=_without_attention(one.elsewhere)) for one in both]
     if not model.family:
         unknown.append(f"{UNMEASURED}: the formulas are those of the families that were")
     if server.quantization == "rows":
@@ -288,8 +292,8 @@ def predict(
     return (both[0], both[1]), unknown
 
 
-def _without(places: dict[str, int], name: str) -> dict[str, int]:
-    return {place: size for place, size in places.items() if place != name}
+def _without_attention(places: dict[str, int]) -> dict[str, int]:
+    return {place: size for place, size in places.items() if place != "attention"}
 
 
 AT_LEAST = "at least what is shown"
@@ -305,17 +309,17 @@ ALWAYS_UNKNOWN = (
 # --- The KV cache ----------------------------------------------------------------------------------------------------
 
 
-def kv_cache(
-    read: Read, resolved: Mapping[str, Any], weight_bytes: int, gpu: str, recorded: tuple[str, Record] | None
+def count_kv_tokens(
+    sizes: ModelSizes, resolved: Mapping[str, Any], weight_bytes: int, gpu: str, recorded: tuple[str, Record] | None
 ) -> dict[str, Any] | str:
     """The tokens that the engine's rule gives and, where a record knows what was needed, those of a measured reserve.
 
     :param recorded: a record of this model on this kind of GPU, with its name.
     :returns: why it is not known, as text.
     """
-    model = read.model
-    if read.attention:
-        return f"attention {read.attention}"
+    model = sizes.model
+    if sizes.attention:
+        return f"attention {sizes.attention}"
     if resolved.get("speculative_algorithm"):
         return "a draft has weights and a KV cache, too"
     if resolved.get("pp_size", 1) > 1:
@@ -330,7 +334,7 @@ def kv_cache(
         columns = 2 * max(1, model.kv_heads // ranks) * model.head_dim
     token_bytes = columns * model.layers * itemsize
     memory, fraction = GPUS[gpu].memory, resolved["mem_fraction_static"]
-    found = {
+    tokens: dict[str, Any] = {
         "weight_bytes": weight_bytes,
         "token_bytes": token_bytes,
         "fraction": fraction,
@@ -340,11 +344,11 @@ def kv_cache(
         name, record = recorded
         launch = sizing.LaunchMemory.of_record(record)
         decision = sizing.decide(launch, record)
-        found |= {"record": name, "record_rule_tokens": record.rule_tokens, "record_reason": decision.reason}
+        tokens |= {"record": name, "record_rule_tokens": record.rule_tokens, "record_reason": decision.reason}
         if decision.fraction is not None:
-            tokens = sizing.limited(launch, sizing.tokens_beside(record, decision.reserve))
-            found |= {"record_fraction": decision.fraction, "record_tokens": tokens}
-    return found
+            fitting = sizing.limited(launch, sizing.tokens_beside(record, decision.reserve))
+            tokens |= {"record_fraction": decision.fraction, "record_tokens": fitting}
+    return tokens
 
 
 def find_record(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str, Record] | None:
@@ -362,8 +366,8 @@ def find_record(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str,
         records = read_records(record_path(os.environ))
     except Unreadable:  # `doctor --kv` says so
         return None
-    found = [(name, each) for name, each in records.items() if each.rule_tokens and matches(each.fingerprint_inputs)]
-    return max(found, key=lambda pair: pair[1].measured, default=None)
+    fitting = [(name, one) for name, one in records.items() if one.rule_tokens and matches(one.fingerprint_inputs)]
+    return max(fitting, key=lambda pair: pair[1].measured, default=None)
 
 
 # --- From a model and arguments --------------------------------------------------------------------------------------
@@ -386,21 +390,21 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     if misspelt := unread(CHANGES):
         raise CannotAdvise("; ".join(misspelt))
     content, path = config.load_model(model)
-    read = config.read(content, model)
-    found: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": engine.version()}
-    asked = ask_engine(content, arguments, gpu, path) if found["engine"] else None
-    found |= advise(read, asked, arguments)
+    sizes = config.read(content, model)
+    report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": engine.version()}
+    asked = ask_engine(content, arguments, gpu, path) if report["engine"] else None
+    report |= advise(sizes, asked, arguments)
     layer = asked and asked["layer"]
     if asked is None or layer is None:
-        return found
+        return report
     tokens: dict[str, Any] | str = "a part of the model is beside the language model"
     if not asked["is_part"]:
-        known = find_record(model, gpu, asked["resolved"])
-        tokens = kv_cache(read, asked["resolved"], layer["weight_bytes"], gpu, known)
+        recorded = find_record(model, gpu, asked["resolved"])
+        tokens = count_kv_tokens(sizes, asked["resolved"], layer["weight_bytes"], gpu, recorded)
     if isinstance(tokens, str):
-        found["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
-        return found
-    return found | {"kv_cache": tokens}
+        report["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
+        return report
+    return report | {"kv_cache": tokens}
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
@@ -417,7 +421,7 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
         # How ModelOpt's checkpoints are quantized.
         if path is not None and (beside := path.with_name("hf_quant_config.json")).is_file():
             shutil.copy(beside, folder)
-        arguments, missing_draft = _with_draft(arguments, language_model, Path(folder) / "draft")
+        arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
         is_part = language_model is not content
         asked = ask(folder, arguments, gpu, environ, language_model=is_part)
     return asked | {"missing_draft": missing_draft, "is_part": is_part}
@@ -441,7 +445,7 @@ def query_environment() -> dict[str, str]:
     return environ | {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
 
 
-def _with_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
+def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
     """The arguments, and the draft model among them whose ``config.json`` is not at hand; "": there is none.
 
     The engine reads that file when it resolves arguments. In its place goes a layer of the target's sizes.
@@ -467,52 +471,51 @@ def _with_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -
     return arguments, ""
 
 
-def advise(read: Read, asked: Mapping[str, Any] | None, arguments: list[str]) -> dict[str, Any]:
+def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[str]) -> dict[str, Any]:
     """What follows from the sizes and from what the engine said.
 
     :param asked: as :func:`.engine_query.ask` returns it; ``None``: there is no engine.
     """
     unknown = []
     if asked is None:
-        resolved, layer, told = _by_arguments(arguments), None, [_not_asked(change) for change in CHANGES]
+        resolved, layer = _parse_arguments(arguments), None
+        answers = [{"name": change.name, "status": "not asked", "reason": ""} for change in CHANGES]
         unknown.append("SGLang is not installed here: what it would choose, and what the changes say of it")
     else:
-        resolved, layer, told = asked["resolved"], asked["layer"], asked["changes"]
+        resolved, layer, answers = asked["resolved"], asked["layer"], asked["changes"]
         if layer is None:
             unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
         if draft := asked.get("missing_draft"):
             unknown.append(f"the draft model {draft}: its config.json is not at hand")
-    server, model = _server(read.model, resolved, layer, asked or {})
-    read = replace(read, model=model)
+    server, model = _describe_server(sizes.model, resolved, layer, asked or {})
+    sizes = replace(sizes, model=model)
     if resolved.get("moe_a2a_backend", "none") != "none":
         both, why = None, [f"not predicted: all-to-all by {resolved['moe_a2a_backend']}"]
         acts = (Acting.stock(), Acting.stock())
     else:
-        acts = acting(server, bool(model.shared_experts), {one["name"]: one["status"] for one in told})
-        both, why = predict(read, server, acts)
+        acts = derive_acting(
+            server, bool(model.shared_experts), {answer["name"]: answer["status"] for answer in answers}
+        )
+        both, why = predict(sizes, server, acts)
     sizing = (asked or {}).get("kv_sizing")
     return {
         "sizes": asdict(model),
         "server": asdict(server),
         "changes": [
-            kv_sizing_row(sizing, arguments) if sizing and one["name"] == "kv-sizing" else one
-            for one in what_acts(server, model, told)
+            describe_kv_sizing(sizing, arguments) if sizing and row["name"] == "kv-sizing" else row
+            for row in describe_changes(server, model, answers)
         ],
-        "stock": _in_plain(both[0]) if both else None,
-        "patched": _in_plain(both[1]) if both else None,
+        "stock": _to_plain(both[0]) if both else None,
+        "patched": _to_plain(both[1]) if both else None,
         "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
     }
 
 
-def _in_plain(prediction: Prediction) -> dict[str, Any]:
+def _to_plain(prediction: Prediction) -> dict[str, Any]:
     return asdict(prediction) | {"peak": prediction.peak, "where": prediction.where}
 
 
-def _not_asked(change: Change) -> dict[str, str]:
-    return {"name": change.name, "status": "not asked", "reason": ""}
-
-
-def _by_arguments(arguments: list[str]) -> dict[str, Any]:
+def _parse_arguments(arguments: list[str]) -> dict[str, Any]:
     """The few of the engine's arguments that the formulas read, where there is no engine to resolve them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flags, default in (
@@ -532,7 +535,7 @@ def _by_arguments(arguments: list[str]) -> dict[str, Any]:
         raise CannotAdvise(str(error)) from None
 
 
-def _server(
+def _describe_server(
     model: Model, resolved: Mapping[str, Any], layer: Mapping[str, Any] | None, asked: Mapping[str, Any]
 ) -> tuple[Server, Model]:
     """The server, and the model with its experts as the engine runs them."""
@@ -540,7 +543,7 @@ def _server(
     dp = attention_ranks(resolved)
     backend = resolved["moe_runner_backend"]
     runner = layer["runner"] if layer else None
-    quantization, format_ = _format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
+    quantization, format_ = _name_format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
     if runner is None and backend != "auto":
         runner = backend
     if layer:
@@ -569,7 +572,7 @@ def _server(
     )
 
 
-def _format(method: str, blocks: bool) -> tuple[str | None, str]:
+def _name_format(method: str, blocks: bool) -> tuple[str | None, str]:
     """How the runner's inputs are quantized, and the weights' format for people, by the engine's class for them."""
     name = method.lower()
     if "unquant" in name:
@@ -587,19 +590,19 @@ def _format(method: str, blocks: bool) -> tuple[str | None, str]:
 # --- On a terminal ---------------------------------------------------------------------------------------------------
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(report: Mapping[str, Any]) -> None:
     """Print it: what runs, what acts, the peak term by term, and what is not known."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    server, sizes = found["server"], found["sizes"]
+    server, sizes = report["server"], report["sizes"]
     layout = server["layout"]
     ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
-    asked = f"asked of SGLang {found['engine']}" if found["engine"] else "SGLang is not installed"
-    gpu, chunk = GPUS[found["gpu"]].name, f"{server['tokens']:,}"
-    console.print(f"[bold]{escape(found['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
+    asked = f"asked of SGLang {report['engine']}" if report["engine"] else "SGLang is not installed"
+    gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
+    console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
     experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'} ({asked})"
     console.print(experts, markup=False)
     console.print(
@@ -608,19 +611,19 @@ def show(found: Mapping[str, Any]) -> None:
         highlight=False,
     )
     table = Table("change", "acts", "what it does here, or why it does nothing")
-    for change in found["changes"]:
+    for change in report["changes"]:
         mark = "[green]yes[/]" if change["acts"] else "[dim]no[/]"
         table.add_row(change["name"], mark, escape(change["does"] or change["reason"] or change["status"]))
     console.print(table)
-    if found["stock"]:
+    if report["stock"]:
         terms = Table("MB, one rank", "stock", "patched")
-        for row in terms_of(found):
+        for row in list_terms(report):
             terms.add_row(*row)
         console.print(terms)
-    if tokens := found.get("kv_cache"):
+    if tokens := report.get("kv_cache"):
         console.print(_describe_kv_cache(tokens), highlight=False, markup=False)
     console.print("Not known:")
-    for line in found["unknown"]:
+    for line in report["unknown"]:
         console.print(f"  - {line}", highlight=False, markup=False)
 
 
@@ -641,9 +644,9 @@ def _describe_kv_cache(tokens: Mapping[str, Any]) -> str:
     return words
 
 
-def terms_of(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """A row for each term of both predictions, and for each other place that can be the peak."""
-    both = (found["stock"], found["patched"])
+    both = (report["stock"], report["patched"])
 
     def row(title: str, sizes: Iterable[int]) -> tuple[str, str, str]:
         stock, patched = (f"{size / 1e6:,.1f}" for size in sizes)

@@ -89,7 +89,7 @@ def test_whole_servers_needed_what_their_sizes_say(name):
         if patched and name in EXCEPT:
             continue
         slices = figures["slices"][0] if figures["slices"] else 1
-        predicted = forward.predicted(
+        predicted = forward.predict(
             model,
             Layout(tp=int(option.get("--tp", 1))),
             Runner(
@@ -158,7 +158,7 @@ def test_what_the_triton_runner_held_was_as_its_sizes_say(name):
 def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
     whole = forward.as_the_engine_runs(MODELS[model], runner)
     workspace = 1536 * 2**20 + peak_memory.REFERENCE_SCRATCH
-    predicted = forward.predicted(
+    predicted = forward.predict(
         whole, Layout(tp=tp), Runner(runner, width=1024, workspace=workspace), 16384, Acting.patched(whole)
     )
     assert predicted.where == where
@@ -168,7 +168,7 @@ def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
 def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
     whole = MODELS["kimi-k2.5"]
     acting = Acting.patched(whole)
-    assert forward.predicted(whole, Layout(tp=4), Runner("triton"), 16384, acting) == forward.predicted(
+    assert forward.predict(whole, Layout(tp=4), Runner("triton"), 16384, acting) == forward.predict(
         whole.shard(4), Layout(), Runner("triton"), 16384, acting
     )
 
@@ -176,7 +176,7 @@ def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
 def test_expert_parallel_ranks_share_attention_and_not_their_experts():
     model = MODELS["kimi-k2.5"]
     tensor, expert = (
-        forward.predicted(model, layout, Runner("triton"), 16384, Acting.stock())
+        forward.predict(model, layout, Runner("triton"), 16384, Acting.stock())
         for layout in (Layout(8), Layout(8, ep=8))
     )
     assert expert.elsewhere == tensor.elsewhere
@@ -186,7 +186,7 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
     """Qwen3-235B at TP=4: a byte for each element, and a float32 scale for every 128 of them; or one for a row."""
     plain, blocks, by_rows = (
-        forward.predicted(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting.stock())
+        forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting.stock())
         for quantization in (None, forward.BLOCKS, "rows")
     )
     assert blocks.peak - plain.peak == 16384 * 8 * (384 + 4 * 3)
@@ -198,7 +198,7 @@ def test_an_output_of_its_own_is_one_more_where_shared_experts_run_last_without_
     model = MODELS["kimi-k2.5"]
     last = Acting(shared_last=True)
     alone, both = (
-        forward.predicted(model, Layout(tp=4), Runner("triton"), 16384, acting)
+        forward.predict(model, Layout(tp=4), Runner("triton"), 16384, acting)
         for acting in (last, replace(last, dead_input=True))
     )
     assert alone.hidden_tensors == both.hidden_tensors + 1
@@ -207,7 +207,7 @@ def test_an_output_of_its_own_is_one_more_where_shared_experts_run_last_without_
 def test_the_table_of_a_prediction_has_every_part_and_every_place():
     model = MODELS["glm-4.5"].fused()
     both = {
-        name: forward.predicted(model, Layout(tp=4), Runner("triton"), 16384, acting)
+        name: forward.predict(model, Layout(tp=4), Runner("triton"), 16384, acting)
         for name, acting in (("stock", Acting.stock()), ("patched", Acting.patched(model)))
     }
     table = peak_memory.prediction_table({name: json.loads(json.dumps(vars(one))) for name, one in both.items()})

@@ -13,9 +13,9 @@ from sglang_moe_patches import cli
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
-from sglang_moe_patches.lab.predict.config import Read
+from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.forward import Acting
-from sglang_moe_patches.lab.predict.model_report import Server, acting
+from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
 from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.registry import CHANGES
@@ -40,12 +40,12 @@ def asked(layer: dict[str, Any] | None = LAYER, changes: dict[str, str] = ALL, *
 
 
 def advise(**facts: Any) -> dict[str, Any]:
-    return model_report.advise(Read(MODELS["kimi-k2.5"]), asked(**facts), [])
+    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts), [])
 
 
 def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     model = MODELS["kimi-k2.5"]
-    assert acting(KIMI, True, ALL) == (Acting.stock(), Acting.patched(model))
+    assert derive_acting(KIMI, True, ALL) == (Acting.stock(), Acting.patched(model))
     found = advise()
     assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
     assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
@@ -67,26 +67,26 @@ def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
 )
 def test_what_acts_follows_from_the_runner_and_the_family(runner, family, shared, expected):
     server = replace(KIMI, runner=runner, family=family)
-    assert acting(server, shared, ALL) == (Acting.stock(), expected)
+    assert derive_acting(server, shared, ALL) == (Acting.stock(), expected)
 
 
 def test_a_change_that_is_not_installed_does_not_act():
-    assert acting(KIMI, True, dict.fromkeys(ALL, "not selected")) == (Acting.stock(), Acting.stock())
+    assert derive_acting(KIMI, True, dict.fromkeys(ALL, "not selected")) == (Acting.stock(), Acting.stock())
     without = ALL | {"moe-workspace": "unsupported"}
-    assert acting(KIMI, True, without)[1] == Acting(True, True, True, False)
+    assert derive_acting(KIMI, True, without)[1] == Acting(True, True, True, False)
 
 
 def test_what_the_engine_does_by_itself_is_stock():
     newer = replace(KIMI, engine_drops=True)
     hardened = ALL | {"output-buffer": "hardened"}
-    assert acting(newer, True, hardened) == (Acting(inputs_dropped=True), Acting(True, True, True, True))
+    assert derive_acting(newer, True, hardened) == (Acting(inputs_dropped=True), Acting(True, True, True, True))
     nvfp4 = replace(newer, runner=runners.TRTLLM[1])
-    assert acting(nvfp4, True, hardened)[0] == Acting(True, True, True, False)
+    assert derive_acting(nvfp4, True, hardened)[0] == Acting(True, True, True, False)
 
 
 def test_a_router_in_float32_is_deepseeks_alone():
     newer = asked() | {"float_logits": True}
-    read = Read(MODELS["kimi-k2.5"])
+    read = ModelSizes(MODELS["kimi-k2.5"])
     assert model_report.advise(read, newer, [])["server"]["float_logits"]
     newer["layer"] = LAYER | {"family": "qwen3_moe"}
     assert not model_report.advise(read, newer, [])["server"]["float_logits"]
@@ -174,7 +174,7 @@ def test_fp8_tiles_in_the_slow_order_cost_more():
 
 def cache_of(recorded: Any = None, **resolved: Any) -> Any:
     read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
-    return model_report.kv_cache(
+    return model_report.count_kv_tokens(
         read, RESOLVED | {"tp_size": 1, "mem_fraction_static": 0.9} | resolved, 31 * 10**9, "h200", recorded
     )
 
@@ -257,7 +257,7 @@ def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():
-    read = Read(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
+    read = ModelSizes(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
     found = model_report.advise(read, asked(), [])
     assert "attention" not in found["stock"]["elsewhere"]
     assert any(model_report.AT_LEAST in line for line in found["unknown"])
@@ -271,7 +271,7 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
 
 
 def test_without_an_engine_the_arguments_are_all_that_is_known():
-    read = Read(MODELS["kimi-k2.5"])
+    read = ModelSizes(MODELS["kimi-k2.5"])
     found = model_report.advise(read, None, ["--tp", "8", "--chunked-prefill-size=4096", "--enable-metrics"])
     assert found["server"]["layout"] == {"tp": 8, "ep": 1, "dp": 1}
     assert found["server"]["tokens"] == 4096
@@ -294,12 +294,12 @@ def test_without_an_engine_the_arguments_are_all_that_is_known():
     ],
 )
 def test_a_format_is_known_by_the_engines_class(method, blocks, quantization, words):
-    assert model_report._format(method, blocks) == (quantization, words)
+    assert model_report._name_format(method, blocks) == (quantization, words)
 
 
 def test_the_terms_add_up():
     found = json.loads(json.dumps(advise()))
-    rows = {title.strip(): (stock, patched) for title, stock, patched in model_report.terms_of(found)}
+    rows = {title.strip(): (stock, patched) for title, stock, patched in model_report.list_terms(found)}
     assert rows["peak"] == ("3,027.2", "1,168.1")
     for column, server in enumerate(("stock", "patched")):
         parts = found[server]["parts"]
@@ -330,14 +330,14 @@ def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
     sizes = {"hidden_size": 64, "vocab_size": 100}
     for given in (["--speculative-draft-model-path", "a/b"], ["--speculative-draft-model-path=a/b"]):
         folder = tmp_path / str(len(given))
-        arguments, missing = model_report._with_draft([*given, "--tp", "2"], {"text_config": sizes}, folder)
+        arguments, missing = model_report._replace_missing_draft([*given, "--tp", "2"], {"text_config": sizes}, folder)
         assert missing == "a/b"
         assert arguments == ["--tp", "2", "--speculative-draft-model-path", str(folder)]
         assert json.loads((folder / "config.json").read_text()).items() >= sizes.items()
     there = ["--speculative-draft-model-path", str(tmp_path / "1"), "--tp", "2"]
     for kept in (there, ["--tp", "2"], ["--speculative-draft-model-path"]):
-        assert model_report._with_draft(kept, sizes, tmp_path / "x") == (kept, "")
-    read = Read(MODELS["kimi-k2.5"])
+        assert model_report._replace_missing_draft(kept, sizes, tmp_path / "x") == (kept, "")
+    read = ModelSizes(MODELS["kimi-k2.5"])
     found = model_report.advise(read, asked() | {"missing_draft": "a/b"}, [])
     assert "the draft model a/b: its config.json is not at hand" in found["unknown"]
 
@@ -393,7 +393,7 @@ def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
-    row = model_report.kv_sizing_row({"skip_reason": "", "monitor_only": "", **answer}, arguments)
+    row = model_report.describe_kv_sizing({"skip_reason": "", "monitor_only": "", **answer}, arguments)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])
 
