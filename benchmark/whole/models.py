@@ -1,7 +1,7 @@
 """What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
 
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
-    python benchmark whole/models --only gpt-oss-120b
+    python benchmark whole/models --json benchmark/results/models/0.5.23.json --missing
 
 Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with its own models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from common import output
+from common import doctor_answers, output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
@@ -160,11 +160,11 @@ def at_least(found: dict[str, Any]) -> bool:
 
 
 def _said(found: dict[str, Any]) -> str:
-    """Why nothing acts, where nothing does; and what is not known of this model in particular, in few words."""
+    """In few words: that nothing acts in its layers, where nothing does, and what is not known of this model alone."""
     said = []
     if any(MOE_WORKSPACE_MB.name in (change["reason"] or "") for change in found["changes"]):
         said.append("on request")
-    elif not any(change["acts"] for change in found["changes"]):
+    elif not any(change["acts"] for change in found["changes"] if change["name"] != "kv-sizing"):
         said.append("nothing acts")
     for line in found["unknown"]:
         if line not in model_report.ALWAYS_UNKNOWN:
@@ -174,24 +174,22 @@ def _said(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__)
-    parser.add_argument("--only", help="ask about this model alone, and keep the others' answers in --json")
+    parser.add_argument("--missing", action="store_true", help="ask about those alone that --json does not have yet")
     options = output.parse(parser)
     asked: list[dict[str, Any]] = []
-    if options.only and options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())["figures"]["models"]
-        mine = {(model["source"], model["gpu"]) for model in served() if model["model"] == options.only}
-        asked = [each for each in kept if (each["source"], each["gpu"]) not in mine]
+    if options.missing:
+        asked = json.loads(options.json.read_text())["figures"]["models"]
+    known = {(each["source"], each["gpu"]) for each in asked}
     result = output.result("models", {"models": asked}, {"machine": "no GPU", "engine": engine.version()})
-    for model in served():
-        if options.only in (None, model["model"]):
-            answer = ask(model)
-            asked.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
-            layer = answer.get("layer")
-            said = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])
-            print(f"{model['model']} {model['format']}: {said}", flush=True)
-            if options.json:
-                output.write(options.json, result)
-    output.finish(options, result, "" if options.only else tables(result))
+    servers = [model | {"env": {}} for model in served() if (model["source"], model["gpu"]) not in known]
+    for model, answer in doctor_answers.ask_each(servers, "whole.models:ask"):
+        asked.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
+        layer = answer.get("layer")
+        said = answer.get("refused") or (f"{layer['runner']}, {layer['method']}" if layer else answer["unknown"])
+        print(f"{model['model']} {model['format']}: {said}", flush=True)
+        if options.json:
+            output.write(options.json, result)
+    output.finish(options, result, tables(result))
 
 
 if __name__ == "__main__":
