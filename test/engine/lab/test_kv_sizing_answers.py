@@ -122,6 +122,6 @@ def test_a_started_server_decides_what_doctor_said(case, tmp_path: Path, checkpo
         (reason,) = (why for name, _, why in figures(running).changes if name == "kv-sizing")
     for name, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
         monkeypatch.setenv(name, value)
-    row = row_of(model_report.examine(str(model), flags, "h200"))
+    row = row_of(model_report.examine(str(model), flags, "b200"))  # the checkpoint is NVFP4
     assert reason
     assert row["reason"] == f"the engine's fraction is used because {reason}"
