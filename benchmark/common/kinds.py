@@ -13,6 +13,8 @@ from typing import Any
 
 from sglang_moe_patches.lab.reference import model
 
+from common import weights
+
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 48,
     "hidden_act": "silu",
@@ -59,6 +61,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_nextn_predict_layers": 1, "rope_theta": 10_000.0, "vocab_size": 129_280}
     | {"quantization_config": _FP8_BLOCKS},
 }
+# moonshotai/Kimi-K2.5's language model, in INT4 as in its own checkpoint.
+CONFIGS["kimi-k2.5-int4"] = (
+    CONFIGS["deepseek-r1"]
+    | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
+    | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0}
+    | {"rope_theta": 50_000.0, "vocab_size": 163_840, "quantization_config": weights.int4_config()}
+)
 SHARED = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -70,11 +79,11 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
     own = deepcopy(CONFIGS[name])
     own |= {each: max(1, own[each] // shard) for each in SHARED if each in own}
-    if name in ("gpt-oss-120b", "deepseek-r1"):
+    if name in ("gpt-oss-120b", "deepseek-r1", "kimi-k2.5-int4"):
         own["intermediate_size"] //= shard
     if name == "gpt-oss-120b":
         own["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
-    if name == "deepseek-r1":
+    if "first_k_dense_replace" in own:
         own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)
     own |= {"num_hidden_layers": layers, "max_position_embeddings": context}
     return own
