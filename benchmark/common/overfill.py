@@ -38,6 +38,8 @@ ABORT_TIMEOUT_S = 60.0
 """Within which a server answers requests that were aborted."""
 END_TIMEOUT_S = 240.0
 """Within which it answers those that end by their own length, because nothing may be aborted."""
+MAX_NEW_TOKENS_UNABORTED = 256
+"""Of each of these requests, so that a load ends in time."""
 MIN_FILLING_REQUESTS = 256
 """Requests that fill the KV cache where it has fewer tokens than as many chunks."""
 PROMPT_FRACTION = 0.98
@@ -121,6 +123,7 @@ def random_length(draw: random.Random, longest: int) -> int:
 class _Load:
     def __init__(self, client: Client, c: Limits, may_abort: bool) -> None:
         self.client, self.c, self.may_abort = client, c, may_abort
+        self.max_new_tokens = MAX_DECODED_TOKENS if may_abort else MAX_NEW_TOKENS_UNABORTED
         self.answered = self.aborted = 0
         self.errors: list[str] = []
         half = max(1, c.input_tokens // 2)
@@ -155,6 +158,8 @@ class _Load:
     def fill(self, number: int, stop: threading.Event) -> None:
         """Growing prompts, then requests that overfill the KV cache, again and again."""
         count, prompt, new_tokens = filling(self.c)
+        if not self.may_abort:
+            new_tokens = min(new_tokens, self.max_new_tokens)
         tokens = Tokens("fill", self.c.vocabulary)
         for length in growing_lengths(self.c.largest):
             if not stop.is_set():
@@ -169,7 +174,7 @@ class _Load:
             prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
             prefix = prefix[: random_length(draw, len(prefix))]
             prompt = prefix + tokens.some(random_length(draw, self.c.input_tokens // 2 - 1))
-            new_tokens = min(random_length(draw, 1024), self.c.input_tokens - len(prompt))
+            new_tokens = min(random_length(draw, self.max_new_tokens), self.c.input_tokens - len(prompt))
             goes_away = draw.random() < ABORTED_FRACTION and self.may_abort
             patience_s = 0.05 + 2 * draw.random() if goes_away else None
             sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED
