@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, overfill, processes, served, servers, stand_ins, weights
+from common import dummy_weights, machine, output, overfill, processes, served, servers, stand_ins, weights
 from common.client import Client
 from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
@@ -247,7 +247,7 @@ def overfilled(server: Server, options: Any, info: Any, vocabulary: int) -> dict
 def variables(name: str, work: Path, mode: str) -> dict[str, str]:
     """The environment of a server; ``mode``: of kv-sizing."""
     select, recorded = SERVERS[name]
-    own = processes.variables()
+    own = processes.variables(*dummy_weights.write_plugin(work / "plugin"))
     own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select} | (POST_CAPTURE if name == "post-capture" else {})
     if recorded:
