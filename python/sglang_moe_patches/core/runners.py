@@ -94,7 +94,7 @@ def without_flashinfer() -> Plan | None:
 SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 IN_POOL = "is_tensor_in_symmetric_mempool"
 """The engine's function in that module."""
-_ADDRESSES = 4096
+_MAX_ADDRESSES = 4096
 """So many are remembered."""
 
 
@@ -138,7 +138,7 @@ def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor]
     def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         if address not in known:
-            if len(known) == _ADDRESSES:
+            if len(known) == _MAX_ADDRESSES:
                 known.clear()
             known[address] = walk(tensor)
         return known[address]

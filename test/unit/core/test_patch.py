@@ -44,16 +44,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
         patch.selected(THREE, {patch.SELECT_VARIABLE: "one,tow"})
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
-def test_strict(value, expected):
-    assert patch.strict({STRICT.name: value}) is expected
-
-
-def test_strict_refuses_other_values():
-    with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'yes'"):
-        patch.strict({STRICT.name: "yes"})
-
-
 @pytest.mark.parametrize("plan", [Plan.native("so"), Plan.not_needed("so"), Plan.unsupported("so")])
 def test_what_has_nothing_to_install_is_reported_as_it_is(plan):
     assert patch.apply([change(plan=plan)], {"a"}) == {"a": plan}
