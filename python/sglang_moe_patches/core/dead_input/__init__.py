@@ -6,8 +6,8 @@ model keeps the tensor, unread, until the layer returns. Not where the layer sta
 of a pipeline stage, whose input is somebody else's: the caller's ``input_embeds``, or the buffers in which another
 stage's output arrives.
 
-There is one offerer. Where the engine has an offer of its own, which does not ask whether the input is dead, that is
-*withheld*, in every layer, and ours go its way.
+Only this package offers. Where the engine has an offer of its own, which does not ask whether the input is dead, it is
+*withheld* in every layer, and ours go through the engine's channel.
 
 Which layers offer is proved, for the model that is built, by the code of its layers and of its loop (:mod:`.proofs`,
 :mod:`.probe`).
