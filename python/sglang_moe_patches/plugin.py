@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _make_on_import(change: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
-    """A launcher hook of a change, whose work stays for the life of the process: whole, or not at all."""
+    """What runs a change's launcher hook: its wrappers stay for the life of the process, all of them or none."""
 
     def on_import(module: ModuleType) -> None:
         patcher = patch.Patcher()

@@ -23,7 +23,7 @@ from sglang_moe_patches.core.machine import PLUGIN_NAME
 PLUGIN_MODULE = "sglang.srt.plugins"
 
 _OURS = __name__.partition(".")[0]
-# Wrappers that belong to nobody in particular: what they wrap is what counts.
+# Wrappers from these packages are neutral: what they wrap is what counts.
 _NEUTRAL = ("torch", "contextlib", "functools")
 
 
@@ -55,7 +55,7 @@ def has_plugin_framework() -> bool:
     return any((Path(place) / "srt" / "plugins" / "__init__.py").is_file() for place in spec.submodule_search_locations)
 
 
-# --- What is there ---------------------------------------------------------------------------------------------------
+# --- Modules and their members ---------------------------------------------------------------------------------------
 
 
 def require(condition: object, reason: str) -> None:
@@ -70,10 +70,10 @@ def resolved(server_args: Any) -> Any:
 
 
 def has_module(name: str) -> bool:
-    """Whether the module is there, found without importing it (its parent packages are imported)."""
+    """Whether the module exists. It is not imported; its parent packages are."""
     try:
         return util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent is not there; somebody put a module there that has no spec
+    except (ImportError, ValueError):  # a parent does not exist, or a module without a spec was put in its place
         return False
 
 
@@ -86,7 +86,7 @@ def module(*names: str) -> ModuleType:
     require(name, f"the engine has no {' or '.join(names)}")
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a module of the engine's does, and its plugins do, while it is imported
+    except Exception as error:  # importing runs code of the engine and of its plugins
         raise Unsupported(f"cannot import {name}: {type(error).__name__}: {error}") from error
 
 
@@ -107,8 +107,8 @@ def own(owner: Any, name: str, package: str = "sglang") -> Any:
     through.
 
     :param owner: a module or class, itself found by ``own`` where it is a class.
-    :param package: whose it must be.
-    :raises Unsupported: there is none, or it is somebody else's.
+    :param package: the package that it must come from.
+    :raises Unsupported: it does not exist, or comes from another package.
     """
     value = get(owner, name)
     if isinstance(value, type):
@@ -138,7 +138,7 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def _home(name: str) -> str:
-    """The package of a module, where the engine's own machinery for plugins is nobody's."""
+    """The package of a module; the engine's own plugin framework counts as a plugin."""
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
 
@@ -229,7 +229,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def sets(function: Callable[..., Any], attribute: str) -> bool:
-    """Whether a function's code assigns to an attribute of that name, of whatever object."""
+    """Whether a function's code assigns to an attribute of that name, of any object."""
     return any(
         i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
     )

@@ -205,7 +205,7 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
 
 
 def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable that is set, is called like one of ours, and that nobody reads: a typing error."""
+    """A line for each variable that is set, is called like one of ours, and that no code reads: a typing error."""
     known = [variable.name for _, variable in variables(changes)]
     lines = []
     for name in sorted(environ):
@@ -272,7 +272,7 @@ def in_force() -> Mapping[str, Plan]:
 
 
 def one_line_error(error: Exception) -> str:
-    """An exception that nobody foresaw, in one line."""
+    """An unexpected exception as one line of text."""
     return f"{type(error).__name__}: {error}"
 
 

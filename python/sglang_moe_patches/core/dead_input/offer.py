@@ -125,7 +125,7 @@ def make_layer_forward(
                 and not (batch is not None and batch.forward_mode.is_idle())
                 and not has_hooks(self)
             ):
-                # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
+                # A new tensor object: a runner may return the one that it is given, with the marks that are on it.
                 before = channel.exchange(tensor.detach())
                 try:
                     return original(self, *args, **kwargs)
@@ -168,7 +168,7 @@ def mark(layer: Any, experts: Any) -> None:
 
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine's own offer withheld, in whatever layer: it does not ask whether the input is dead. Ours does."""
+    """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
 
     @functools.wraps(original)
     def moe_output_buffer_ctx(buf: Any) -> Any:

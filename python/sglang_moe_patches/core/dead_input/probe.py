@@ -26,7 +26,7 @@ INITIALIZE = "_initialize_model"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A class of decoder layers whose inputs die, by its code.
+    """A class of decoder layers with dead inputs, by its code.
 
     :param layer: the class that has the ``forward``.
     :param takes: the names of the arguments that it takes by their place.
@@ -62,7 +62,7 @@ class Offers:
     channel: Channel | None
 
     def install(self, patcher: Patcher) -> None:
-        """Make ours the only offers, in whatever model is built from now on, unless another change has."""
+        """Make ours the only offers, in every model that is built from now on, unless another change has."""
         if _installed is not None:
             return
         patcher.add(sys.modules[__name__], "_installed", self)
@@ -100,7 +100,7 @@ def offers() -> Offers:
         require_loop(engine.own(module, "DeepseekV2Model"))
     except engine.Unsupported as error:  # without its module the engine serves none of its models either
         return Offers((), f"some models are left alone: {error}", engines_channel)
-    except Exception as error:  # whatever becomes of one family takes nothing else with it
+    except Exception as error:  # one broken family takes nothing else with it
         return Offers((), f"some models are left alone: {DEEPSEEK}: {one_line_error(error)}", engines_channel)
     return Offers((DEEPSEEK,), "", engines_channel)
 
@@ -142,7 +142,7 @@ def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[
 class StackFacts:
     """What is dead in a stack of layers.
 
-    :param layers: each layer whose input is, what is known of it, and its routed experts.
+    :param layers: each layer with a dead input, the facts of its class, and its routed experts.
     :param skip_reasons: why other layers with routed experts offer nothing.
     """
 
@@ -153,7 +153,7 @@ class StackFacts:
 def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
 
-    The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
+    The first layer of a pipeline stage does not count: its input is the caller's, or another stage's.
     """
     from torch.nn import ModuleList
 
@@ -197,7 +197,7 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
             require_attention_lets_go(layer, facts.attention, type(experts[0]))
             layers.append((layer, facts, experts[0]))
-        except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
+        except Exception as error:  # one broken class of layers takes nothing else with it
             skip_reasons[error_reason(error)] = None
     return StackFacts(layers, list(skip_reasons))
 
@@ -212,7 +212,7 @@ def probe_layer(layer: type) -> LayerFacts:
     :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
     """
     name = layer.__name__
-    for kind in layer.__mro__:  # a subclass of somebody else's may have other parts
+    for kind in layer.__mro__:  # a subclass from another package may have other parts
         home = kind.__module__.partition(".")[0]
         engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
 

@@ -86,8 +86,8 @@ FEATURES = (
 )
 """By name, with what is done about each. What is not here is left to run with it.
 
-Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): who gives one is another
-process, whose allocator is as it was.
+Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): a handle is made in
+another process, and its allocator is not switched.
 """
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
@@ -100,7 +100,7 @@ class Situation:
 
     :param device: ``--device``.
     :param configured: which of ``CONFIGURATIONS`` is set; "": none.
-    :param never: why it is left alone whatever is asked, each with its feature's name.
+    :param never: why it is left alone even with ``on``, each with its feature's name.
     :param unseen: names of what it has that was not seen on a GPU.
     """
 

@@ -112,7 +112,7 @@ def expandable() -> bool:
     """Whether what is allocated now comes from an expandable segment: tried."""
     import torch
 
-    # Of a stream that nobody else has: the allocator keeps nothing for it that would do.
+    # On a stream of its own: the allocator keeps no free block for it that would do.
     with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         address = (probe := torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")).data_ptr()
     segments = torch.cuda.memory_snapshot()
@@ -195,8 +195,8 @@ def probe() -> Install:
 
 
 def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
-    """Have it off where memory must be ordinary: while a graph is captured, whoever captures it; in the engine's whole
-    region around captures, at whose end buffers are registered with other processes; in a pool of somebody's own.
+    """Have it off where memory must be ordinary: while any code captures a graph; in the engine's whole region
+    around captures, at the end of which buffers are registered with other processes; in a memory pool of its own.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.
