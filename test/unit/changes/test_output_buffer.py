@@ -176,7 +176,7 @@ def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_a
 
 
 def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(runners, "_ADDRESSES", 2)
+    monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
     asks = runners.remembering(lambda tensor: lookups.append(tensor) or True)
     tensors = [torch.empty(1) for _ in range(3)]

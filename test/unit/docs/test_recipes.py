@@ -147,6 +147,7 @@ CHANGE: dict[str, Write] = {
     "test/unit/changes/test_<name>.py": lambda old: UNIT_TEST,
     "test/engine/changes/test_<name>.py": lambda old: ENGINE_TEST,
     "docs/development/guards.md": lambda old: old.rstrip() + "\n| Nothing | `test_nothing_changes` | |\n",
+    "docs/development/new-release.md": lambda old: old.replace("\n| families |", "\n| toy-change | | |\n| families |"),
     "docs/changes/<name-with-hyphens>.md": lambda old: "# toy-change\n\nIt does nothing.\n",
     "CHANGELOG.md": unreleased,
     "docs/compatibility.json": asked,
