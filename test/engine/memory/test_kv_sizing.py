@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +140,68 @@ def samples(metrics: str) -> list[list[str]]:
     """Name and value of each line that Prometheus reads, without its process."""
     lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
     return [line.rsplit(" ", 1) for line in lines]
+
+
+UNALIKE = re.compile(r"port$|ts_tic|created|modified_at|seconds|throughput|available_gpu_memory|endpoint=\"/health\"")
+"""What differs between two stock servers: where they listen, when and how fast something was, and of the machine's
+memory what is free; and how often a starting server was asked whether it is ready."""
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
+    """The plain values in a value of JSON, each by its path."""
+    nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if nested is None:
+        yield name, value
+    else:
+        for key, each in nested:
+            yield from leaves(f"{name} {key}", each)
+
+
+def everything(running: Server) -> dict[str, object]:
+    """What a server answers wherever it is asked by GET, and its metrics, but for what is :data:`UNALIKE`."""
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True) as client:
+        endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
+        found: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
+        for path, methods in endpoints.items():
+            # What takes POST as well does something; what has a parameter is no one page.
+            if "get" in methods and "post" not in methods and "{" not in path:
+                answer = client.get(path)
+                is_json = "json" in answer.headers.get("content-type", "")
+                found |= leaves(path, {"status": answer.status_code, "says": answer.json() if is_json else answer.text})
+        found |= samples(client.get("/metrics").raise_for_status().text)
+    return {name: value for name, value in found.items() if not UNALIKE.search(name)}
+
+
+@pytest.mark.every_release
+def test_a_server_says_and_counts_what_stock_does_without_the_variable_without_a_record_and_after_a_rehearsal(
+    folder: Path, checkpoint
+):
+    place = folder / "alike"
+    place.mkdir()
+    (place / "file").write_text("no folder")
+    alike = ["--max-total-tokens", "2000", "--random-seed", "1", "--enable-metrics"]
+    nowhere = {eligibility.KV_RECORD.name: str(place / "file" / "records.json")}
+    servers = [
+        sized("stock", checkpoint(), place, *alike, SGLANG_MOE_PATCHES="none"),
+        sized("unset", checkpoint(), place, *alike, **{eligibility.KV_SIZING.name: ""}),
+        sized("nowhere", checkpoint(), place, *alike, **nowhere),
+        sized("rehearsed", checkpoint(), place, *alike),
+    ]
+    for each in servers:  # a cache of prefixes drops some in a rehearsal, and counts them
+        each._arguments.remove("--disable-radix-cache")
+    with started(*servers):
+        stock_says, *others_say = answers(*servers)
+        assert all(said == stock_says for said in others_say)
+        stock, *others = map(everything, servers)
+    assert {"/server_info status", "/v1/models status"} <= set(stock)
+    assert any("evicted_tokens_total" in name for name in stock)
+    for running, other in zip(servers[1:], others, strict=True):
+        ours = {name for name in other if name.startswith(metrics.PREFIX)}
+        assert bool(ours) == (running.name != "unset")
+        assert {name: value for name, value in other.items() if name not in ours} == stock
+    assert [said(each) for each in servers[:2]] == [[], []]
+    assert said(servers[2])[-1].startswith(f"no rehearsal: {nowhere[eligibility.KV_RECORD.name]} cannot be written (")
+    assert "rehearsed in" in said(servers[3])[-1]
 
 
 def sure(running: Server) -> dict[str, float]:
@@ -369,7 +431,7 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
     assert len(measured.ranks) == 2
     assert measured.missed == ()
     assert said(bad)[-1] == (
-        "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+        "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     )
     failed = the_record(other)
     assert (failed.need, failed.attempts) == (0, 1)
@@ -408,7 +470,7 @@ def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record
     assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
     assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.reached)
     assert "eager decode of 10 requests" in measured.reached
-    told = "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     assert said(bad)[-1] == told
     assert (not_measured.need, not_measured.attempts) == (0, 1)
     assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
@@ -557,7 +619,7 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
         sized("half", checkpoint(), half),
         sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
         sized("given", checkpoint(), given, *by_hand, GIVEN="0.91"),
-        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="given"),
+        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="always"),
     ]
     with started(*servers):
         first, *others = answers(*servers, prompts=PROMPTS)
@@ -568,8 +630,10 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
     assert f"{half / 'records.json'} is not whole JSON; measuring during this start" in told[0][0]
     assert the_record(half).need
     assert (half / "records.json.unreadable").exists()
-    assert told[1][-1].startswith(f"no run: {nowhere} cannot be written (")
-    assert told[2] == ["--mem-fraction-static 0.9100 it is used unchanged"]
-    assert not (given / "records.json").exists()
-    assert told[3][0].startswith("--mem-fraction-static is given, 0.9100: nothing is recorded")
+    assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
+    by_the_user = "using the given --mem-fraction-static 0.9100: "
+    nothing_yet = "no record for this configuration; measuring during this start"
+    assert told[2][0] == f"{by_the_user}it is used unchanged; {nothing_yet}"
+    assert told[3][0] == f"{by_the_user}{nothing_yet}"
+    assert the_record(given).rule_fraction == 0.91
     assert the_record(begun).rule_fraction == 0.91

@@ -259,7 +259,7 @@ class Resolving:
     """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
 
     def __init__(self, fraction=None):
-        self.mem_fraction_static = fraction
+        self.mem_fraction_static, self.device = fraction, "cuda"
         self.__post_init__()
 
     def __post_init__(self):

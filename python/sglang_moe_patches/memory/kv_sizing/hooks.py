@@ -27,7 +27,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     sizing,
 )
 from sglang_moe_patches.memory.kv_sizing.facts import GIB, draft_kv_bytes, server_facts
-from sglang_moe_patches.memory.kv_sizing.launcher import given_by_the_user
+from sglang_moe_patches.memory.kv_sizing.launcher import MARK, given_by_the_user
 from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
 from sglang_moe_patches.memory.kv_sizing.record import Record
@@ -207,6 +207,7 @@ def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.Siz
     state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
     state.elsewhere = int(arguments.get("node_rank") or 0) > 0
     given = given_by_the_user(runner.server_args)
+    vars(runner.server_args).pop(MARK, None)
     keep = given and eligibility.KV_SIZING.read() != eligibility.ALWAYS
     monitor_only = eligibility.monitor_only_reason(arguments) or ""
     if int(arguments.get("nnodes") or 1) > 1 and not monitor_only:
