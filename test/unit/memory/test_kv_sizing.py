@@ -1861,7 +1861,7 @@ def test_where_nothing_is_kept_for_images_the_rule_stands(recorded, monkeypatch,
 )
 def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, caplog):
     def sized(state, runner, *given):
-        state.leader, state.record, state.fraction = True, MEASURED, 0.9
+        state.leader, state.record = True, MEASURED
         state.launch = replace(START, images=kept)
         state.decision = sizing.decide(state.launch, MEASURED)
 
@@ -2002,7 +2002,7 @@ def shown(state, metric, monkeypatch):
     vars(scheduler).update(server_args=SimpleNamespace(enable_metrics=True))
     hooks._make_run_event_loop(lambda scheduler: None, state)(scheduler)
     names = {"gpu": "0"}
-    source = metric(metrics.STATE, source=str(state.source), reason=state.reason, **names)
+    source = metric(metrics.STATE, source=str(state.source), reason=state.decision.reason, **names)
     return (metric(metrics.FRACTION, **names), metric(metrics.SUGGESTED, **names), state.source if source else None)
 
 
@@ -2027,9 +2027,9 @@ def test_a_servers_metrics_say_how_it_was_sized(name, tmp_path, monkeypatch, cap
         record.update(tmp_path / "kv.json", state.key, lambda old: known)
         (state, other), _, said = start(monkeypatch, caplog, *ranks, **arguments)
         if state.fraction is None:
-            assert state.reason in said[0]
+            assert state.decision.reason in said[0]
     state.decision = replace(state.decision, rehearse=False)
-    hooks._show_sizing(other, None)  # the leader says it
+    hooks.Serving(other, SimpleNamespace(server_args=SimpleNamespace()))._show_sizing()  # the leader says it
     assert shown(state, metric, monkeypatch) == expected
 
 
@@ -2282,7 +2282,6 @@ def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(serving,
     (written,) = record.read(serving.state.path).values()
     assert (written.ranks, written.need, written.reserve) == ((19 * GB, 25 * GB), 25 * GB, 28 * GB)
     assert written.parts == replace(parts[0], phase="mixed chunk")
-    assert serving.scheduler.process_input_requests is not turn
     assert serving._results.looks == 0
 
 
@@ -2300,7 +2299,7 @@ def test_what_a_rehearsal_that_ended_early_did_not_run_is_kept_free_and_what_ima
 def test_a_sized_start_is_crossed_off_when_requests_are_read(rehearses, serving, monkeypatch):
     """Not while it rehearses: its largest forwards come then."""
     state = serving.state
-    state.fraction, state.decision = 0.9, replace(state.decision, rehearse=rehearses)
+    state.decision = replace(state.decision, fraction=0.9, rehearse=rehearses)
     monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
     monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told])
     monkeypatch.setattr(rehearsal.Rehearsal, "begin", lambda rehearsal: None)
@@ -2333,6 +2332,7 @@ def test_a_rank_may_have_more_left_than_the_fraction_says(free, stages, limit, a
 
     def sized(state, runner, *given):
         state.launch = replace(START, max_tokens=limit)
+        state.decision = sizing.decide(state.launch, None)
 
     monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
     monkeypatch.setattr(hooks, "_size", sized)

@@ -85,7 +85,6 @@ class RankReport:
 
     failure: str = ""
     launch: LaunchMemory | None = None
-    key: str = ""
     fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
     record: Record | None = None
     unreadable: str = ""
