@@ -37,7 +37,6 @@ from sglang_moe_patches.memory.kv_sizing import (
     hooks,
     images,
     launcher,
-    launches,
     metrics,
     phases,
     record,
@@ -913,7 +912,7 @@ def test_every_request_of_a_rehearsal_is_admitted(chunk, longest, cache, request
 
 
 def batch(mode="EXTEND", tokens=0, requests=1, **more):
-    return rehearsal.ObservedForward(Batch(mode, tokens, requests, **more), graph=False)
+    return Batch(mode, tokens, requests, **more)
 
 
 class Server:
@@ -939,7 +938,7 @@ class Server:
         bounds = self.driver._phase.bound
         wide = dict.fromkeys(phases.BOUND_FIELDS, 10**9)
         if self.driver._phase.name not in self.refuses:
-            self.driver.saw(rehearsal.ObservedForward(Batch(bounds.modes[0], **wide), graph=bool(bounds.graph)))
+            self.driver.saw(Batch(bounds.modes[0], **wide, graph=bool(bounds.graph)))
         for each in requests:
             if self.driver._phase.name not in self.loses:
                 self.driver.answered(each.name)
@@ -1188,7 +1187,7 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
     scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB - forwards * 1_000_000)
     result = rehearse_it(scheduler)
     assert result.reached == tuple(phase.name for phase in phases.derive_phases(SMALL).phases)
-    assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
+    assert (result.missed, result.failure, result.stopped) == ((), "", False)
     assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
     assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
 
@@ -1779,8 +1778,8 @@ def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", s
 
     everybody: list[sizing.RankReport] = []
     monkeypatch.setenv(eligibility.KV_SIZING.name, mode)
-    monkeypatch.setattr(hooks.launches, "current", lambda is_replica: LAUNCH)
-    monkeypatch.setattr(hooks.launches, "is_alive", lambda launch: launch == LAUNCH)
+    monkeypatch.setattr(hooks.record, "current_launch", lambda is_replica: LAUNCH)
+    monkeypatch.setattr(hooks.record, "is_alive", lambda launch: launch == LAUNCH)
     monkeypatch.setattr(hooks, "_is_leader", lambda runner: runner.gpu_id == 0)
     monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: ranks[gpu].read())
     monkeypatch.setattr(hooks.gpu_memory, "device", lambda gpu: ranks[gpu].device)
@@ -1822,20 +1821,20 @@ def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(record
 
 
 def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_one_each():
-    code = "from sglang_moe_patches.memory.kv_sizing import launches; import sys\n"
-    code += "print(*(launches.current(is_replica=each) for each in (True, False)))"
+    code = "from sglang_moe_patches.memory.kv_sizing import record; import sys\n"
+    code += "print(*(record.current_launch(is_replica=each) for each in (True, False)))"
     command = [sys.executable, "-c", code]
     found = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
     (replica, alone), (another, other) = found
-    assert replica == another == launches.current(is_replica=False)
+    assert replica == another == record.current_launch(is_replica=False)
     assert f":{os.getpid()}@" in replica
     assert len({replica, alone, other}) == 3
-    assert [launches.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
+    assert [record.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
 
 
 @pytest.mark.parametrize(("age_s", "alive"), [(60, True), (3600, False)])
 def test_a_launch_on_another_machine_counts_as_ended_after_half_an_hour(age_s, alive):
-    assert launches.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive
+    assert record.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):

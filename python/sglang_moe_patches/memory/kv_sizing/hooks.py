@@ -20,7 +20,6 @@ from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
     fingerprint,
     images,
-    launches,
     metrics,
     record,
     rehearsal,
@@ -148,10 +147,9 @@ def _make_init_memory_pool(original: Callable[..., Any], state: State, in_contex
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
-        before = _free(state) if state.launch is not None and _leaves_more(self, state.launch) else 0
+        before = _free_before_pools(state, self)
         result = original(self, *args, **kwargs)
-        if state.launch is not None:
-            state.rank_reserve = _rank_reserve(state, self, before)
+        state.rank_reserve = _rank_reserve(state, self, before)
         if state.fraction is not None:
             assert state.launch is not None
             assert state.record is not None
@@ -171,16 +169,16 @@ def _make_init_memory_pool(original: Callable[..., Any], state: State, in_contex
     return init_memory_pool
 
 
-def _leaves_more(runner: Any, launch: sizing.LaunchMemory) -> bool:
-    """Whether a rank may have more beside its KV cache than the fraction sets aside."""
-    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
-    return stages > 1 or launch.max_tokens > 0
+def _free_before_pools(state: State, runner: Any) -> int:
+    """Free bytes, as the engine finds them when it sizes its pools.
 
-
-def _free(state: State) -> int:
-    """Free bytes, as the engine finds them when it sizes its pools; 0: not known."""
+    :returns: 0 where it is not known, or the rank has no more beside its KV cache than the fraction sets aside.
+    """
     import torch
 
+    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
+    if state.launch is None or (stages == 1 and not state.launch.max_tokens):
+        return 0
     try:
         torch.cuda.empty_cache()
         return gpu_memory.read(state.gpu).free
@@ -189,7 +187,7 @@ def _free(state: State) -> int:
 
 
 def _rank_reserve(state: State, runner: Any, before: int) -> int:
-    """:param before: free memory in bytes before the pools were made; 0: not known, or not asked."""
+    """:param before: free memory in bytes before the pools were made; 0: not known, or it does not matter."""
     reserve = int(state.decision.reserve)
     if before:
         # A stage with less to hold than another has more left, and so has a KV cache that the user limits.
@@ -279,7 +277,7 @@ def _report(
     state: State, runner: Any, free_before_load_gib: float, fraction: float, arguments: Mapping[str, Any]
 ) -> sizing.RankReport:
     """What this rank knows: its memory, and the record of its configuration."""
-    state.process = launches.current(is_replica=int(arguments.get("dp_size") or 1) > 1)
+    state.process = record.current_launch(is_replica=int(arguments.get("dp_size") or 1) > 1)
     kept = 0
     if getattr(runner, "is_multimodal", False):
         try:
@@ -294,7 +292,7 @@ def _report(
     try:
         known = record.read(state.path)
         if own := known.get(record.fingerprint(inputs)):
-            found = record.without_living(own, launches.is_alive)
+            found = record.without_living(own, record.is_alive)
         else:
             nearest = fingerprint.nearest(inputs, known)
     except record.Unreadable as error:

@@ -34,7 +34,6 @@ from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts, unknown_pool
 from sglang_moe_patches.memory.kv_sizing.phases import (
-    Batch,
     Limits,
     Phase,
     ServerFacts,
@@ -69,14 +68,6 @@ RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 
 
 @dataclass(frozen=True)
-class ObservedForward:
-    """A forward that has run."""
-
-    batch: Batch
-    graph: bool
-
-
-@dataclass(frozen=True)
 class RankResult:
     """What a rank has seen.
 
@@ -85,7 +76,6 @@ class RankResult:
     :param parts: of what it needed.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param flushed: its cache is empty again.
     """
 
     lowest: int = 0
@@ -93,7 +83,6 @@ class RankResult:
     parts: NeedParts = field(default_factory=NeedParts)
     failure: str = ""
     stopped: bool = False
-    flushed: bool = True
     seconds: float = 0.0
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
@@ -234,9 +223,8 @@ class Rehearsal:
         self.scheduler, self.gpu, self._over, self._notes, self.leads = scheduler, gpu, over, notes, leads
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
-        self.reads = channels.recv_from_tokenizer is not None
+        self._reads = channels.recv_from_tokenizer is not None
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        self._timeout_s, self._abandon_after_s = REHEARSAL_TIMEOUT_S, ABANDON_AFTER_S
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
@@ -265,7 +253,7 @@ class Rehearsal:
             load = derive_phases(limits)
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
             self._driver = LoadDriver(load, limits, make, make_abort, self._late)
-        if self.reads:
+        if self._reads:
             self._open_inbox()
         self._unpack()
         for sender in self._senders:
@@ -353,7 +341,7 @@ class Rehearsal:
             try:
                 self._look()
                 if self._driver is not None and facts is not None:
-                    self._driver.saw(ObservedForward(facts, bool(getattr(result, "can_run_graph", False))))
+                    self._driver.saw(replace(facts, graph=bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
                 self._fail(error)
             return result
@@ -414,7 +402,7 @@ class Rehearsal:
                 self._driver.answered(name)
 
     def _finish(self, flushed: bool) -> None:
-        result = RankResult(failure=self._failure or "it was ended by something else", flushed=flushed)
+        result = RankResult(failure=self._failure or "it was ended by something else")
         with suppress(Exception):
             result = self._result(flushed)
         self.end()
@@ -429,7 +417,6 @@ class Rehearsal:
             parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
-            flushed=flushed,
             seconds=time.monotonic() - self._began,
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
