@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,10 @@ ELSEWHERE = {
 """Arguments that only some of the tested releases have."""
 
 
+NO_STORES = {"enable_dp_attention", "enable_kv_cache_events", "enable_session_radix_cache", "enable_streaming_session"}
+"""Arguments that schedulers look at there, and that keep nothing that a flush leaves."""
+
+
 @pytest.mark.every_release
 @pytest.mark.parametrize("page", [1, 64])
 @pytest.mark.parametrize("eagle", [True, False])
@@ -89,22 +94,59 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
     assert limits.chunk >= sum(map(len, sharing)) - sum(map(found, sharing)) >= bound.tokens
 
 
-@pytest.mark.every_release
-def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """Or a server that has it would never be recognized."""
+def arguments() -> set[str]:
+    """The names of this release's server arguments."""
     from sglang.srt.server_args import ServerArgs
+
+    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+
+
+def asked(*reasons: eligibility.Reasons) -> set[str]:
+    """The arguments by which servers are recognized that a record does not size."""
 
     class Asked(dict):
         def get(self, name, default=None):
             names.add(name)
             return super().get(name, default)
 
-    names = set(fingerprint.VOLATILE)
-    for reasons in (eligibility.MONITOR_ONLY, eligibility.INELIGIBLE):
-        for applies, _ in reasons.values():
-            applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
-    fields = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
-    assert names - set(fields) <= ELSEWHERE
+    names: set[str] = set()
+    for applies, _ in (each for table in reasons for each in table.values()):
+        applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
+    return names
+
+
+@pytest.mark.every_release
+def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
+    """Or a server that has it would never be recognized."""
+    names = asked(eligibility.MONITOR_ONLY, eligibility.INELIGIBLE) | set(fingerprint.VOLATILE)
+    assert names - arguments() <= ELSEWHERE
+
+
+@pytest.mark.every_release
+def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
+    """By what its code asks when it chooses its cache of prefixes: a flush does not empty what outlives the process."""
+    if seen.has_module("sglang.srt.mem_cache.registry"):
+        registry = seen.module("sglang.srt.mem_cache.registry")
+        chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
+    else:
+        chooses = [seen.module("sglang.srt.managers.scheduler").Scheduler.init_cache_with_memory_pool]
+    names = {name for name in arguments() if any(seen.mentions(each, name) for each in chooses)}
+    stores = {name for name in names if name.startswith("enable_") or name.endswith("_backend")}
+    assert "enable_lmcache" in stores
+    assert stores - asked(eligibility.INELIGIBLE) <= NO_STORES
+
+
+@pytest.mark.every_release
+def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
+    if not seen.has_module("sglang.srt.model_executor.cuda_graph_config"):
+        assert "cuda_graph_max_bs" in arguments()
+        assert phases._asked_to_capture({"cuda_graph_max_bs": 48}) == 48
+        return
+    graphs = seen.module("sglang.srt.model_executor.cuda_graph_config")
+    for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
+        config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
+        for told in (config, asdict(config)):  # a server's own, and what it tells of itself
+            assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
 
 
 @pytest.fixture(scope="module")
