@@ -20,7 +20,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -125,11 +125,6 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
     return replace(derive_limits(told, facts), stop_token=stops)
-
-
-def is_counter(name: str, value: object) -> bool:
-    """Whether an attribute counts what has run, and is to be as before when a rehearsal has ended."""
-    return name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
@@ -283,13 +278,11 @@ class Rehearsal:
         import numpy
         import torch
 
-        cpu, python, of_numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-        self._undo.append(lambda: torch.set_rng_state(cpu))
-        self._undo.append(lambda: random.setstate(python))
-        self._undo.append(lambda: numpy.random.set_state(of_numpy))
+        self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        self._undo.append(partial(random.setstate, random.getstate()))
+        self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.cuda.get_rng_state(self.gpu)
-            self._undo.append(lambda: torch.cuda.set_rng_state(device, self.gpu))
+            self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.gpu), self.gpu))
 
     def _keep_counters(self) -> None:
         patcher = Patcher()
@@ -297,11 +290,11 @@ class Rehearsal:
         mute_metrics(patcher)
         reporter = getattr(self.scheduler, "metrics_reporter", None)
         for owner in filter(None, (self.scheduler, reporter, self.runner)):
-            kept = {name: value for name, value in vars(owner).items() if is_counter(name, value)}
-            recording = {name: vars(owner)[name] for name in RECORDING if name in vars(owner)}
-            for name in recording:
-                setattr(owner, name, False)
-            self._undo.append(lambda owner=owner, was={**kept, **recording}: _set(owner, was))  # type: ignore[misc]
+            for name, value in list(vars(owner).items()):
+                if name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float)):
+                    self._undo.append(partial(setattr, owner, name, value))
+                elif name in RECORDING:
+                    self._meanwhile(owner, name, False)
 
     def _open_inbox(self) -> None:
         scheduler = self.scheduler
@@ -422,11 +415,3 @@ class Rehearsal:
             missed=tuple(driver.missed) if driver else (),
             skipped=driver.load.skipped if driver else (),
         )
-
-
-def _set(owner: Any, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        try:
-            setattr(owner, name, value)
-        except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "%s is not what it was: %s"), name, error)
