@@ -37,7 +37,6 @@ from sglang_moe_patches.memory.kv_sizing import (
     hooks,
     images,
     launcher,
-    launches,
     metrics,
     phases,
     record,
@@ -259,7 +258,7 @@ class Resolving:
     """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
 
     def __init__(self, fraction=None):
-        self.mem_fraction_static = fraction
+        self.mem_fraction_static, self.device = fraction, "cuda"
         self.__post_init__()
 
     def __post_init__(self):
@@ -913,7 +912,7 @@ def test_every_request_of_a_rehearsal_is_admitted(chunk, longest, cache, request
 
 
 def batch(mode="EXTEND", tokens=0, requests=1, **more):
-    return rehearsal.ObservedForward(Batch(mode, tokens, requests, **more), graph=False)
+    return Batch(mode, tokens, requests, **more)
 
 
 class Server:
@@ -939,7 +938,7 @@ class Server:
         bounds = self.driver._phase.bound
         wide = dict.fromkeys(phases.BOUND_FIELDS, 10**9)
         if self.driver._phase.name not in self.refuses:
-            self.driver.saw(rehearsal.ObservedForward(Batch(bounds.modes[0], **wide), graph=bool(bounds.graph)))
+            self.driver.saw(Batch(bounds.modes[0], **wide, graph=bool(bounds.graph)))
         for each in requests:
             if self.driver._phase.name not in self.loses:
                 self.driver.answered(each.name)
@@ -1188,7 +1187,7 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(monkeypatch):
     scheduler = Scheduler(monkeypatch, free=lambda forwards: 9 * GB - forwards * 1_000_000)
     result = rehearse_it(scheduler)
     assert result.reached == tuple(phase.name for phase in phases.derive_phases(SMALL).phases)
-    assert (result.missed, result.failure, result.flushed, result.stopped) == ((), "", True, False)
+    assert (result.missed, result.failure, result.stopped) == ((), "", False)
     assert result.lowest == 9 * GB - scheduler.forwards * 1_000_000
     assert scheduler.send_to_detokenizer.sent == scheduler.send_to_tokenizer.sent == []
 
@@ -1779,8 +1778,8 @@ def start(monkeypatch, caplog, *ranks, agree=None, by_user=False, config="{}", s
 
     everybody: list[sizing.RankReport] = []
     monkeypatch.setenv(eligibility.KV_SIZING.name, mode)
-    monkeypatch.setattr(hooks.launches, "current", lambda is_replica: LAUNCH)
-    monkeypatch.setattr(hooks.launches, "is_alive", lambda launch: launch == LAUNCH)
+    monkeypatch.setattr(hooks.record, "current_launch", lambda is_replica: LAUNCH)
+    monkeypatch.setattr(hooks.record, "is_alive", lambda launch: launch == LAUNCH)
     monkeypatch.setattr(hooks, "_is_leader", lambda runner: runner.gpu_id == 0)
     monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: ranks[gpu].read())
     monkeypatch.setattr(hooks.gpu_memory, "device", lambda gpu: ranks[gpu].device)
@@ -1822,20 +1821,20 @@ def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(record
 
 
 def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_one_each():
-    code = "from sglang_moe_patches.memory.kv_sizing import launches; import sys\n"
-    code += "print(*(launches.current(is_replica=each) for each in (True, False)))"
+    code = "from sglang_moe_patches.memory.kv_sizing import record; import sys\n"
+    code += "print(*(record.current_launch(is_replica=each) for each in (True, False)))"
     command = [sys.executable, "-c", code]
     found = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
     (replica, alone), (another, other) = found
-    assert replica == another == launches.current(is_replica=False)
+    assert replica == another == record.current_launch(is_replica=False)
     assert f":{os.getpid()}@" in replica
     assert len({replica, alone, other}) == 3
-    assert [launches.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
+    assert [record.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
 
 
 @pytest.mark.parametrize(("age_s", "alive"), [(60, True), (3600, False)])
 def test_a_launch_on_another_machine_counts_as_ended_after_half_an_hour(age_s, alive):
-    assert launches.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive
+    assert record.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, monkeypatch, caplog):
@@ -1861,7 +1860,7 @@ def test_where_nothing_is_kept_for_images_the_rule_stands(recorded, monkeypatch,
 )
 def test_a_sized_start_says_what_it_keeps_for_images(kept, part, monkeypatch, caplog):
     def sized(state, runner, *given):
-        state.leader, state.record, state.fraction = True, MEASURED, 0.9
+        state.leader, state.record = True, MEASURED
         state.launch = replace(START, images=kept)
         state.decision = sizing.decide(state.launch, MEASURED)
 
@@ -2002,7 +2001,7 @@ def shown(state, metric, monkeypatch):
     vars(scheduler).update(server_args=SimpleNamespace(enable_metrics=True))
     hooks._make_run_event_loop(lambda scheduler: None, state)(scheduler)
     names = {"gpu": "0"}
-    source = metric(metrics.STATE, source=str(state.source), reason=state.reason, **names)
+    source = metric(metrics.STATE, source=str(state.source), reason=state.decision.reason, **names)
     return (metric(metrics.FRACTION, **names), metric(metrics.SUGGESTED, **names), state.source if source else None)
 
 
@@ -2027,9 +2026,9 @@ def test_a_servers_metrics_say_how_it_was_sized(name, tmp_path, monkeypatch, cap
         record.update(tmp_path / "kv.json", state.key, lambda old: known)
         (state, other), _, said = start(monkeypatch, caplog, *ranks, **arguments)
         if state.fraction is None:
-            assert state.reason in said[0]
+            assert state.decision.reason in said[0]
     state.decision = replace(state.decision, rehearse=False)
-    hooks._show_sizing(other, None)  # the leader says it
+    hooks.Serving(other, SimpleNamespace(server_args=SimpleNamespace()))._show_sizing()  # the leader says it
     assert shown(state, metric, monkeypatch) == expected
 
 
@@ -2282,7 +2281,6 @@ def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(serving,
     (written,) = record.read(serving.state.path).values()
     assert (written.ranks, written.need, written.reserve) == ((19 * GB, 25 * GB), 25 * GB, 28 * GB)
     assert written.parts == replace(parts[0], phase="mixed chunk")
-    assert serving.scheduler.process_input_requests is not turn
     assert serving._results.looks == 0
 
 
@@ -2300,7 +2298,7 @@ def test_what_a_rehearsal_that_ended_early_did_not_run_is_kept_free_and_what_ima
 def test_a_sized_start_is_crossed_off_when_requests_are_read(rehearses, serving, monkeypatch):
     """Not while it rehearses: its largest forwards come then."""
     state = serving.state
-    state.fraction, state.decision = 0.9, replace(state.decision, rehearse=rehearses)
+    state.decision = replace(state.decision, fraction=0.9, rehearse=rehearses)
     monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
     monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told])
     monkeypatch.setattr(rehearsal.Rehearsal, "begin", lambda rehearsal: None)
@@ -2333,6 +2331,7 @@ def test_a_rank_may_have_more_left_than_the_fraction_says(free, stages, limit, a
 
     def sized(state, runner, *given):
         state.launch = replace(START, max_tokens=limit)
+        state.decision = sizing.decide(state.launch, None)
 
     monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
     monkeypatch.setattr(hooks, "_size", sized)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,8 +177,8 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(size: int, which: int
     fields = ("tokens", "requests", "prefix", "longest_prefix", "longest", "all_ranks")
     bound = Bound(("EXTEND",), **dict.fromkeys(fields, size), graph=graph)
 
-    def forward(graph: bool = graph, **facts: Any) -> SimpleNamespace:
-        return SimpleNamespace(batch=Batch(**{"mode": "EXTEND", **dict.fromkeys(fields, size), **facts}), graph=graph)
+    def forward(**spoilt: Any) -> Batch:
+        return Batch(**{"mode": "EXTEND", **dict.fromkeys(fields, size), "graph": graph, **spoilt})
 
     assert bound.met(forward())
     spoilt = [*({name: size - 1} for name in fields), {"mode": "DECODE"}, {"graph": not graph}][which]
