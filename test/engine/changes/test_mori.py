@@ -339,9 +339,12 @@ def test_every_layer_that_the_engine_builds_for_mori_goes_through_the_wrapped_on
     assert read_policy(layer) is None  # another all-to-all backend
     for module in (utils, layer_module):
         monkeypatch.setattr(module, "get_moe_a2a_backend", lambda: utils.MoeA2ABackend.MORI)
+    has_epv2 = hasattr(utils.MoeA2ABackend, "is_mori_epv2")
+    if has_epv2:
+        monkeypatch.setenv(envs.SGLANG_MORI_EP_V2.name, "0")
     built = [layer_module.get_moe_impl_class(None), layer_module.DeepEPMoE]
-    policies = [read_policy(layer), Policy(Layout(1), 7, True, assertions=True)]
-    if hasattr(utils.MoeA2ABackend, "is_mori_epv2"):
+    policies = [read_policy(layer), Policy(Layout(1), 7, True)]
+    if has_epv2:
         monkeypatch.setenv(envs.SGLANG_MORI_EP_V2.name, "1")
         built += [layer_module.get_moe_impl_class(None), layer_module.FusedMoE]
         policies += [read_policy(layer), Policy(Layout(1), 7, False, raise_only=True)]
@@ -436,7 +439,9 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
         counts = [draw.choice([0, draw.randint(0, PER_RANK), PER_RANK // 2]) for _ in range(RANKS // attn_tp)]
         if not sum(counts):
             counts[0] = 1
-        padded = padded_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
+        padded = [-(-count // attn_tp) * attn_tp for count in counts]
+        if hasattr(layers[0], hooks._ENGINE_LIMIT):  # later releases prepare a forward otherwise
+            padded = padded_tokens(monkeypatch, counts, attn_tp, extend=draw.random() < 0.5)
         sent = random_inputs(padded, attn_tp, seed, skewed=draw.random() < 0.5)
         exchange = Exchange(sent, draw.choice(output_types()), kernel, seed)
         set_limit(layers, 0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_moe_patches.changes import deferred_shared_experts
-from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
+from sglang_moe_patches.changes.deferred_shared_experts import DeferredSharedExperts, may_defer
 from sglang_moe_patches.core import log, runners, triton_sequence
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx, shares_storage
@@ -42,7 +42,7 @@ def test_the_promise_is_kept_when_it_is_added_and_in_place():
         return torch.full((2, 3), 2.0)
 
     routed = torch.ones(2, 3)
-    promise = SharedExpertsLater(compute)
+    promise = DeferredSharedExperts(compute)
     assert promise is not None
     assert not computed
     alias = routed
@@ -63,7 +63,7 @@ def test_the_promise_is_kept_when_it_is_added_and_in_place():
 )
 def test_any_other_use_is_an_error_that_says_what_to_do(use):
     with pytest.raises(TypeError, match="SGLANG_MOE_PATCHES"):
-        use(torch.ones(2, 3), SharedExpertsLater(lambda: torch.ones(2, 3)))
+        use(torch.ones(2, 3), DeferredSharedExperts(lambda: torch.ones(2, 3)))
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
@@ -84,7 +84,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
             return self.forward_normal(hidden_states)
 
     for name in ("forward_normal", "_forward_shared_experts"):
-        make = getattr(deferred_shared_experts, f"_make_{name.lstrip('_')}")
+        make = getattr(deferred_shared_experts, f"_wrap_{name.lstrip('_')}")
         monkeypatch.setattr(Layer, name, make(getattr(Layer, name), is_compiling))
     layer = Layer()
     setattr(layer, deferred_shared_experts._DEFERS, True)
@@ -104,7 +104,7 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(leaves_it_a
     monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = Layer.__new__(Layer)
-    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
+    deferred_shared_experts._wrap_init(Layer.__init__, deferred_shared_experts._clear_inplace)(layer)
     assert getattr(layer, deferred_shared_experts._DEFERS) == leaves_it_alone
     assert layer.experts.moe_runner_config.inplace == (not leaves_it_alone)
 
@@ -116,7 +116,7 @@ def test_a_layer_that_is_built_otherwise_keeps_its_order(monkeypatch, caplog):
 
     monkeypatch.setattr(log, "_logged", set())
     layer = Layer.__new__(Layer)
-    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
+    deferred_shared_experts._wrap_init(Layer.__init__, deferred_shared_experts._clear_inplace)(layer)
     assert not hasattr(layer, deferred_shared_experts._DEFERS)
     assert layer.experts.moe_runner_config.inplace
     assert "the order of experts in Layer is left alone: AttributeError" in caplog.text

@@ -189,7 +189,10 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
             assert torch.equal(tensor.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
-def test_half_a_block_of_scale_columns_is_refused():
+def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())  # should FlashInfer allow what the layout does not
+    with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
     # 160 = 2.5 blocks of four scales: without a gate its rows are refused first, so ask the rule itself.
     assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
     assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
