@@ -157,7 +157,7 @@ def check(case: Case, engine: Engine, device: str) -> None:
 def measure(case: Case, engine: Engine, bandwidth: float, repeats: int) -> dict[str, Any]:
     """Times, memory and allocations of both on one case. The compilation of our kernels comes first, timed."""
     layer = random_layer(case, "cuda")
-    shuffle.shuffle_plan(case.hidden, case.intermediate, True)
+    shuffle.row_permutations(case.hidden, case.intermediate, True)
 
     def ours() -> Any:
         return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
@@ -224,9 +224,8 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
 
 def tune(case: Case, bandwidth: float, repeats: int) -> None:
     """Try launch parameters of the row kernel on each tensor of a layer, and show which one is used."""
-    whole = shuffle.shuffle_plan(case.hidden, case.intermediate, True)
-    assert whole is not None
-    plan = whole.permutations
+    plan = shuffle.row_permutations(case.hidden, case.intermediate, True)
+    assert plan is not None
     w13, w2, s13, s2 = random_layer(case, "cuda")
     for name, tensor, permutation in (("w13", w13, plan[0]), ("w13 scales", s13, plan[1]), ("w2", w2, plan[2])):
         matrices = tensor.view(torch.uint8)
