@@ -94,7 +94,7 @@ def idle_ms(batch: Batch, run: Callable[[], Any]) -> float:
 
 def peak_bytes(batch: Batch) -> int:
     batch.restore()
-    return timing.memory_of(batch.run)[0]
+    return timing.peak_bytes(batch.run)
 
 
 def ratios_to_stock(samples: dict[str, list[float]], name: str) -> list[float]:
