@@ -129,7 +129,7 @@ def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Se
         yield made
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
+def prompt(tokens: int, seed: object) -> list[int]:
     """Random token ids."""
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
