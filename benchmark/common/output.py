@@ -53,7 +53,6 @@ def parser(
     made.quick = quick or {}
     common = made.add_argument_group("every benchmark")
     common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
-    common.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, as on the terminal")
     if plots:
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot")
     if logs:
@@ -121,8 +120,6 @@ def finish(
     print("\n" + tables)
     if options.json:
         write(options.json, found)
-    if options.markdown:
-        options.markdown.write_text(tables)
     if plot is not None and options.plot:
         plot(found, options.plot)
 
