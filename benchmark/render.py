@@ -113,10 +113,8 @@ SECTIONS = {
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
-    "overhead-servers": Section(
-        under("overhead", "servers-h200", "servers-4xh200"), lambda results: overhead.server_tables(*results)
-    ),
-    "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),
+    "overhead-host": Section(HOSTS, overhead.host_tables),
     "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
     "serving": Section(SERVING, serving.tables),
