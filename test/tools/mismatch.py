@@ -1,4 +1,4 @@
-"""Answers of two servers that ought to be equal: where they differ, what is kept, and whether stock or our patch did it."""
+"""Answers of two servers that ought to be equal: where they differ, and whether stock or our patch did it."""
 
 from __future__ import annotations
 
