@@ -199,6 +199,9 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
     return Skeleton(patched.model.layers[1], run, calls["stock"][0][0])
 
 
+SKELETONS = {"flashinfer_trtllm_routed": trtllm_skeleton, "triton": triton_skeleton}
+
+
 def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> list[Any]:
     """Arguments of a function of the engine's in one decode step of each model."""
     calls: list[Any] = []
@@ -257,7 +260,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             one(patcher)
 
     patches, around = Patcher(), Patcher()
-    skeleton = (triton_skeleton if options.runner == "triton" else trtllm_skeleton)(engine, folder, install, around)
+    skeleton = SKELETONS[options.runner](engine, folder, install, around)
     server = servers.SERVERS[0]
 
     def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
@@ -329,13 +332,9 @@ def main() -> int:
     parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
     parser.add_argument("what", choices=["servers", "host"])
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
-    parser.add_argument(
-        "--runner", choices=["flashinfer_trtllm_routed", "triton"], default="flashinfer_trtllm_routed", help="(host)"
-    )
+    parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed", help="(host)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument(
-        "--modes", type=output.choice_of(MODES), default=list(MODES), help=f"of {','.join(MODES)} (servers)"
-    )
+    parser.add_argument("--modes", type=output.choice_of(MODES), default=list(MODES), help=", ".join(MODES))
     parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")

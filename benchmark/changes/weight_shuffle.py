@@ -35,6 +35,8 @@ SHARDS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8), "ep8": Layo
 
 @dataclass(frozen=True)
 class Case:
+    """A model's layer on one rank."""
+
     model: str
     shard: str
     experts: int
@@ -290,12 +292,8 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"models": ["qwen3-235b"], "shards": ["tp8"], "repeats": 5, "layers": 0}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument(
-        "--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), help="comma-separated (%(default)s)"
-    )
-    parser.add_argument(
-        "--shards", type=output.choice_of(SHARDS), default=list(SHARDS), help="comma-separated; default: all"
-    )
+    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
+    parser.add_argument("--shards", type=output.choice_of(SHARDS), default=list(SHARDS), metavar="SHARD,...")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
     parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
     parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")

@@ -399,9 +399,7 @@ def parse() -> argparse.Namespace:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
-    parser.add_argument(
-        "--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed", help="default: %(default)s"
-    )
+    parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--shard", type=int, default=1, help="give each rank its share of so many times more ranks")
@@ -411,9 +409,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--moe-layers", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
     parser.add_argument("--moe-workspace-mb", type=int, help="MB that Triton or Marlin may hold; default: unset")
-    parser.add_argument(
-        "--symm-mem", action="store_true", help="with NCCL symmetric memory (NVLink multicast as it is)"
-    )
+    parser.add_argument("--symm-mem", action="store_true", help="NCCL symmetric memory (NVLink multicast as it is)")
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for both servers")
