@@ -1,7 +1,5 @@
 """Grade-school word problems in GSM8K's format, made from templates, for a model small enough to learn them.
 
-    python benchmark tiny_moe/problems --questions 600 --output test.jsonl
-
 Each line holds ``question`` and ``answer``; the answer works the problem out in two to four steps, each with GSM8K's
 calculator annotation (``3*4=<<3*4=12>>12``), and ends in ``#### NUMBER``.
 
@@ -12,7 +10,6 @@ problem with other names.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -126,18 +123,3 @@ def _solve(template: Template, numbers: dict[str, int], words: dict[str, str]) -
             start = part.end()
         lines.append((line + step[start:]).format(**words))
     return "\n".join([*lines, f"#### {value}"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=600, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", action="store_true", help="from the training side instead of the test side")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON lines file to write")
-    options = parser.parse_args()
-    made = problems(options.seed, test=not options.train)
-    options.output.write_text("".join(next(made).to_json() + "\n" for _ in range(options.questions)))
-
-
-if __name__ == "__main__":
-    main()
