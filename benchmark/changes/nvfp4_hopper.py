@@ -19,7 +19,6 @@ engine's rolling back fails alike.
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +156,8 @@ def main() -> None:
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
     machine.require_gpu("nvfp4_hopper")
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder) / "run"
-        try:
-            figures = measure(options, work)
-        finally:
-            output.keep_logs(options, work)
+    with output.work_folder(options) as work:
+        figures = measure(options, work)
     result = output.result("nvfp4_hopper", figures)
     output.finish(options, result, tables(result))
 

@@ -22,7 +22,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -342,12 +341,8 @@ def main() -> int:
     options = output.parse(parser)
     if options.what == "servers":
         machine.require_gpu("overhead.py servers", "`overhead.py host` runs on any machine")
-    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        work = Path(folder) / "work"
-        try:
-            figures = (compare_servers if options.what == "servers" else host_time)(options, work)
-        finally:
-            output.keep_logs(options, work)
+    with output.work_folder(options) as work:
+        figures = (compare_servers if options.what == "servers" else host_time)(options, work)
     result = output.result("overhead", figures)
     output.finish(options, result, (server_tables if options.what == "servers" else host_tables)([result]))
     if figures.get("differing"):

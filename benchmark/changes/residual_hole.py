@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from common import output, plugins
@@ -65,8 +64,7 @@ def main() -> None:
     evaluation = regress.Evaluation(
         options.data_path, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with output.work_folder(options) as work:
         model = options.model or work / "model"
         if options.model is None:
             make_model(model, ModelSpec(dense_layers=0))
@@ -80,7 +78,6 @@ def main() -> None:
             print(f"{name}: starting", flush=True)
             with Server(name, arguments, {**os.environ, **variables}, work / f"{name}.log", timeout=600) as server:
                 (runs[name],) = regress.evaluate_urls({"stock": server.url}, dict(os.environ), evaluation)
-        output.keep_logs(options, work)
     wanted = [answer.tokens for answer in runs["without"].answers]
     servers = {
         name: {

@@ -19,7 +19,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -292,12 +291,8 @@ def main() -> None:
         if options.json:
             output.write(options.json, output.result("segments", figures))
 
-    with tempfile.TemporaryDirectory(prefix="segments-") as folder:
-        work = Path(folder)
-        try:
-            serve_all(options, work, finished)
-        finally:
-            output.keep_logs(options, work)
+    with output.work_folder(options) as work:
+        serve_all(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("segments: no server was measured")
     result = output.result("segments", figures)

@@ -18,7 +18,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,9 +61,9 @@ def skip_reason(source: str, gpus: int = 1) -> str:
     names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     if needed := sorted(name for name in names if name in NEEDS_MODEL or MODEL_NAME.match(name)):
         return f"needs a model: {next((name for name in needed if MODEL_NAME.match(name)), needed[0])}"
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    cuda = [ast.unparse(call) for call in calls if call.func.id == "register_cuda_ci"]
-    others = [OTHERS[call.func.id] for call in calls if call.func.id in OTHERS]
+    calls = [(node.func.id, node) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    cuda = [ast.unparse(call) for name, call in calls if name == "register_cuda_ci"]
+    others = [OTHERS[name] for name, _ in calls if name in OTHERS]
     if not cuda and "CPU" not in others:
         return f"for {' and '.join(dict.fromkeys(others))} alone" if others else "not registered"
     wanted = [int(match) for code in cuda for match in GPUS.findall(code)]
@@ -255,22 +254,18 @@ def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str
         "files": {},
         "not_run": {file: reason for file, reason in files.items() if reason},
     }
-    with tempfile.TemporaryDirectory(prefix="engine-suite-") as folder:
-        work = Path(folder)
+    with output.work_folder(options) as work:
         plugins.write(work / "plugin", "benchmark_everywhere", "common.everywhere:register")
-        try:
-            with ThreadPoolExecutor(options.jobs) as pool:
-                at_work = {
-                    file: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
-                    for file, reason in files.items()
-                    if not reason
-                }
-                for path, sides in at_work.items():
-                    figures["files"][path] = dict(zip(SIDES, (future.result() for future in sides), strict=True))
-                    if options.json:
-                        output.write(options.json, output.result("engine_suite", figures))
-        finally:
-            output.keep_logs(options, work)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            at_work = {
+                file: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
+                for file, reason in files.items()
+                if not reason
+            }
+            for path, sides in at_work.items():
+                figures["files"][path] = dict(zip(SIDES, (future.result() for future in sides), strict=True))
+                if options.json:
+                    output.write(options.json, output.result("engine_suite", figures))
     return figures
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -428,12 +427,8 @@ def main() -> int:
     except ValueError as error:
         print(f"peak_memory.py: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="peak-memory-") as folder:
-        work = Path(folder) / "work"
-        try:
-            figures = measure(options, served, work)
-        finally:
-            output.keep_logs(options, work)
+    with output.work_folder(options) as work:
+        figures = measure(options, served, work)
     result = output.result("peak_memory", figures, {"engine": figures["states"]["stock"]["version"]})
     if wrong := set(figures["differing"]["patched"]) - set(figures["unrepeatable"]["stock"]):
         if options.json:

@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import random
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -418,10 +417,10 @@ def server(name: str, options: Any, work: Path, model: Path, group: str) -> tupl
     return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), forward_files
 
 
-def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
+def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
     """Both servers, at the same time.
 
-    :param finished: is told what is known after each update of either, and in the end.
+    :param finished: called with the records so far after each update of either, and in the end.
     """
     begun = time.monotonic()
     device = "cuda" if has_gpu() else "cpu"
@@ -545,11 +544,8 @@ def main() -> int:
         if options.json:
             output.write(options.json, output.result("soak", figures))
 
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        try:
-            both(options, Path(folder), finished)
-        finally:
-            output.keep_logs(options, Path(folder))
+    with output.work_folder(options) as work:
+        serve_both(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("soak: no server ran")
     result = output.result("soak", figures)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -83,27 +82,24 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     setups["stock"].prepare()
     plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
     answers: dict[str, list[Any]] = {name: [] for name in setups}
-    try:
-        with servers.running(setups, at_once=True) as running:
-            print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
-            rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
-            for round_, names in rounds:
-                for name in names:
-                    ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
-                    answers[name].append(servers.generate(running[name], ids, options.new_tokens))
-            # Not between the prompts: what a batch's last step leaves behind would count as held before them.
-            for round_, names in rounds:
-                for name in names:
-                    ask_at_once(running[name], [SHORT] * options.batch, options.new_tokens, round_)
-            asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
-            mixed: dict[str, list[float]] = {name: [] for name in running}
-            for round_, names in rounds if options.mixed else []:
-                for name in names:
-                    lengths = mixed_lengths(options, round_)
-                    mixed[name].append(ask_at_once(running[name], lengths, options.new_tokens, round_))
-            logs = {name: server.log_text().splitlines() for name, server in running.items()}
-    finally:
-        output.keep_logs(options, work)
+    with servers.running(setups, at_once=True) as running:
+        print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
+        rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
+        for round_, names in rounds:
+            for name in names:
+                ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
+                answers[name].append(servers.generate(running[name], ids, options.new_tokens))
+        # Not between the prompts: what a batch's last step leaves behind would count as held before them.
+        for round_, names in rounds:
+            for name in names:
+                ask_at_once(running[name], [SHORT] * options.batch, options.new_tokens, round_)
+        asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
+        mixed: dict[str, list[float]] = {name: [] for name in running}
+        for round_, names in rounds if options.mixed else []:
+            for name in names:
+                lengths = mixed_lengths(options, round_)
+                mixed[name].append(ask_at_once(running[name], lengths, options.new_tokens, round_))
+        logs = {name: server.log_text().splitlines() for name, server in running.items()}
 
     def median_ms(steps: list[Forward]) -> float | None:
         return statistics.median(step.ms for step in steps) if steps else None
@@ -254,8 +250,8 @@ def main() -> None:
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options, Path(folder) / "run")
+    with output.work_folder(options) as work:
+        figures = measure(options, work)
     result = output.result("triton_server", figures)
     output.finish(options, result, tables([result]))
 
