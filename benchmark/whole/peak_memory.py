@@ -157,16 +157,12 @@ def shortened(process: events.Process | None) -> dict[str, Any]:
     if history := process.history:
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
         values = [value for _, value in history.line]
-        figures |= {"line": thinned(values), "at_peak": asdict(history.at_peak)}
+        stretch = -(-len(values) // LINE_POINTS)
+        highest = [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
+        figures |= {"line": highest, "at_peak": asdict(history.at_peak)}
         if history.alive:  # of equal moments the last
             figures["at_kernel"] = asdict(max(reversed(history.alive), key=lambda moment: moment.bytes))
     return figures
-
-
-def thinned(values: list[float]) -> list[float]:
-    """At most ``LINE_POINTS`` of these, each the highest of its stretch."""
-    stretch = -(-len(values) // LINE_POINTS)
-    return [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -194,6 +190,7 @@ def in_mb(value: float | None) -> str:
     return "-" if value is None else f"{value / MB:,.1f}"
 
 
+PEAK_COLUMNS = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
 ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilities apart, at most")
 
 
@@ -216,11 +213,18 @@ def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 def with_knob(result: output.Result) -> str:
     """The peak of one run with SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB, predicted beside measured, and its answers."""
     figures = result["figures"]
-    cells = [f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"]
+    run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
+    table = output.table(PEAK_COLUMNS, [(run, *peaks_beside(result))])
+    return f"{table}\n{output.table(ANSWERS, distances(figures))}"
+
+
+def peaks_beside(result: output.Result) -> list[str]:
+    """MB at the peak, predicted by the formulas of today and measured, of each server."""
+    cells = []
     for server in servers.SERVERS:
-        cells += [in_mb(of_result(result, server).peak), in_mb(figures["memory"][server]["peak_forward_bytes"])]
-    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
-    return output.table(header, [tuple(cells)]) + "\n" + output.table(ANSWERS, distances(figures))
+        measured = result["figures"]["memory"][server]["peak_forward_bytes"]
+        cells += [in_mb(of_result(result, server).peak), in_mb(measured)]
+    return cells
 
 
 def prediction_table(predicted: dict[str, Any]) -> str:
@@ -285,15 +289,8 @@ def summary(results: list[output.Result]) -> str:
             cells += [in_mb(stock[key]), in_mb(patched[key])]
         ranks = f"{figures['tp']}{', symmetric memory' if figures['symm_mem'] else ''}"
         rows.append((figures["model"], result["conditions"]["engine"], ranks, *cells))
-    header = (
-        "MB",
-        "SGLang",
-        "TP",
-        "live when the routed kernel starts: stock",
-        "patched",
-        "peak of the forward: stock",
-    )
-    return output.table((*header, "patched"), rows, left=3)
+    live, peak = "live when the routed kernel starts: stock", "peak of the forward: stock"
+    return output.table(("MB", "SGLang", "TP", live, "patched", peak, "patched"), rows, left=3)
 
 
 def of_result(result: output.Result, server: str) -> prediction.Prediction:
@@ -313,14 +310,9 @@ def against_sizes(results: list[output.Result]) -> str:
     rows = []
     for result in results:
         figures = result["figures"]
-        predicted = {server: of_result(result, server) for server in servers.SERVERS}
-        cells = []
-        for server in servers.SERVERS:
-            cells += [in_mb(predicted[server].peak), in_mb(figures["memory"][server]["peak_forward_bytes"])]
-        experts = "FP8" if figures["served"]["fp8"] else "BF16"
-        rows.append((f"{figures['model']} {experts}", *cells, predicted["patched"].where))
-    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured", "where, patched")
-    return output.table(header, rows)
+        run = f"{figures['model']} {'FP8' if figures['served']['fp8'] else 'BF16'}"
+        rows.append((run, *peaks_beside(result), of_result(result, "patched").where))
+    return output.table((*PEAK_COLUMNS, "where, patched"), rows)
 
 
 def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:

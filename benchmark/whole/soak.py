@@ -451,7 +451,7 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
                 def report() -> None:
                     with lock:
                         finished(records)
-                        print(f"{name}: {summary(driven.record)}", flush=True)
+                        print(f"{name}: {driven.record}", flush=True)
 
                 driven.run(report)
         except Exception as error:
@@ -463,14 +463,6 @@ def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]],
     with ThreadPoolExecutor(len(SERVERS)) as pool:
         for number, name in enumerate(SERVERS):
             pool.submit(one, name, groups[number % len(groups)])
-
-
-def summary(record: Record) -> str:
-    return (
-        f"{record.seconds:.0f} s, {record.rounds} rounds: {record.answered} answered, {record.aborted} aborted, "
-        f"{record.left} left, {record.updates} updates, {record.second_half / MB:,.0f} MB reserved, "
-        f"{len(record.errors)} errors"
-    )
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
