@@ -119,17 +119,17 @@ class Setup:
 def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
     """All these servers at the same time, started one after another or ``at_once``; none is left when it ends."""
     with ExitStack() as stack:
-        made = {name: setup.server(name) for name, setup in setups.items()}
-        with ThreadPoolExecutor(len(made) if at_once else 1) as pool:
-            entered = [pool.submit(server.__enter__) for server in made.values()]
-            for server in made.values():
+        servers = {name: setup.server(name) for name, setup in setups.items()}
+        with ThreadPoolExecutor(len(servers) if at_once else 1) as pool:
+            entered = [pool.submit(server.__enter__) for server in servers.values()]
+            for server in servers.values():
                 stack.callback(server.stop)
         for future in entered:
             future.result()
-        yield made
+        yield servers
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
+def prompt(tokens: int, seed: object) -> list[int]:
     """Random token ids."""
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 

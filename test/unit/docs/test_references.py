@@ -127,22 +127,6 @@ def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable
     assert {name: references for name, references in found.items() if references} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("sglang_moe_patches.core.patch", True),
-        ("sglang_moe_patches.core.patch.Plan.not_needed", True),
-        ("sglang_moe_patches.core.patch.Plan.install", True),
-        ("sglang_moe_patches.core.patch.Plan.missing", False),
-        ("sglang_moe_patches.core.patches", False),
-        ("importlib.util", True),
-        ("importlib.missing", False),
-    ],
-)
-def test_a_name_that_leads_nowhere_is_found(name: str, known: bool):
-    assert exists(name) is known
-
-
 def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = tmp_path / "module.py"
     quoted = [f":func:`{name}`" for name in ("here", "gone")] + [f"`core/{name}.py`" for name in ("patch", "gone")]
