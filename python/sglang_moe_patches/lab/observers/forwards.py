@@ -18,9 +18,7 @@ from weakref import WeakSet
 
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.patch import Patcher, Plan
-from sglang_moe_patches.core.variables import OBSERVE_HISTORY
 from sglang_moe_patches.lab.observers import acted, events
-from sglang_moe_patches.lab.observers.history import Recorder
 from sglang_moe_patches.lab.observers.observer import Observing, cache_token_bytes, change_statuses, observe_forwards
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
@@ -49,8 +47,6 @@ class Observer(Observing):
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
         self.tally: acted.Tally | None = None
-        self.history_tokens = OBSERVE_HISTORY.read()
-        self.history: Recorder | None = None
 
     def write_failure(self) -> None:
         self.process.failure = self.failure
@@ -74,8 +70,6 @@ class Observer(Observing):
             else:  # what came between two forwards counts too, sampling above all
                 self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
             torch.cuda.reset_peak_memory_stats()
-            if tokens == self.history_tokens == self.memory.tokens:
-                self.history_tokens, self.history = 0, Recorder()
         else:
             # Walking the heap takes a while: only for a forward larger than all before.
             self.measuring = tokens > self.memory.tokens
@@ -91,8 +85,6 @@ class Observer(Observing):
         if self.measuring:
             alive = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _live_bytes()
             self.live = max(self.live, alive - self.before)
-        if self.history:
-            self.history.mark()
 
     def _acted(self, now: events.Acted) -> bool:
         """Whether anything was done that is not only once more."""
@@ -123,9 +115,7 @@ class Observer(Observing):
     def forward_ends(self) -> None:
         import torch
 
-        kept, memory, recorded = replace(self.memory), self.memory, self.history
-        if recorded:
-            self.process.history, self.history = recorded.finish(), None
+        kept, memory = replace(self.memory), self.memory
         # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
         # graph allocates nothing.
         if self.at:
@@ -147,7 +137,7 @@ class Observer(Observing):
             if self.wrappers and (held := _held_bytes(self.wrappers)):
                 memory.kernel_buffer_bytes = held
         news = self.tally is not None and self._acted(self.tally.acted)
-        if recorded or news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
+        if news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
 
 
