@@ -204,9 +204,16 @@ class Layer:
         }
         if "routing_logits" in named:
             return kernels.trtllm_fp4_block_scale_moe(**named)
+        if "per_token_scale" in named:
+            skip_without("flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe", "per_token_scale")
         ids = named["topk_ids"]
         named.setdefault("top_k", (ids if isinstance(ids, torch.Tensor) else ids[0]).shape[1])
         return kernels.trtllm_fp4_block_scale_routed_moe(**named)
+
+
+def skip_without(function: str, parameter: str) -> None:
+    if parameter not in kernels._signature_of(function).parameters:
+        pytest.skip(f"{function} of this FlashInfer has no {parameter}")
 
 
 def routing(n: int, experts: int, top_k: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -633,7 +640,6 @@ def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
 def test_whatever_else_this_flashinfer_can_be_called_with_is_refused_by_its_name(name: str) -> None:
     home = flashinfer.fused_moe if name.startswith("trtllm") else flashinfer
     parameters = inspect.signature(getattr(home, name)).parameters
-    assert parameters.keys() >= SERVED[name] - {"per_token_activation", "per_token_scale"}  # from 0.5.13 on
     for other in parameters.keys() - SERVED[name] - OF_ANY:
         if (default := parameters[other].default) is not inspect.Parameter.empty:
             call_kernel(name, **{other: default})
@@ -694,6 +700,7 @@ class TestInterleave:
 
 class TestQuantize:
     def test_a_scale_for_each_row(self) -> None:
+        skip_without("flashinfer.nvfp4_quantize", "per_token_activation")
         x = torch.randn(130, 96, generator=torch.Generator().manual_seed(4)).bfloat16()
         x[:, ::5] *= torch.arange(1, 131)[:, None].bfloat16()
         x[7] = 0
@@ -730,16 +737,16 @@ class TestQuantize:
         assert swizzled.shape == (256, 8)
         assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
 
-    def test_global_scale(self) -> None:
+    @pytest.mark.parametrize(
+        ("given", "multiplier"),
+        [({}, 1.0), ({"global_scale": torch.tensor([0.25]), "is_global_scale_inversed": True}, 4.0)],
+    )
+    def test_global_scale(self, given: dict[str, Any], multiplier: float) -> None:
+        for name in given:
+            skip_without("flashinfer.fp4_quantize", name)
         x = torch.randn(4, 32).bfloat16()
-        for got, expected in zip(
-            kernels.fp4_quantize(x, torch.tensor([0.25]), is_global_scale_inversed=True),
-            kernels.fp4_quantize(x, torch.tensor(4.0)),
-            strict=True,
-        ):
-            assert torch.equal(got, expected)
-        for got, expected in zip(kernels.fp4_quantize(x), kernels.fp4_quantize(x, torch.tensor(1.0)), strict=True):
-            assert torch.equal(got, expected)
+        got, expected = kernels.fp4_quantize(x, **given), kernels.fp4_quantize(x, torch.tensor(multiplier))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_the_triton_kernels_in_the_interpreter() -> None:

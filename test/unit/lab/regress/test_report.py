@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from sglang_moe_patches.lab import pages
 from sglang_moe_patches.lab.regress import report
 from sglang_moe_patches.lab.regress.compare import Answer, Comparison, Memory, Run, compare
 
@@ -302,6 +303,16 @@ def test_the_page_is_whole_and_loads_nothing(comparison):
     assert not re.search(r"url\((?!#)", html)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))  # clip paths of one plot must not cut another
+
+
+def test_a_written_report_can_be_added_to(tmp_path):
+    path = report.write(same(), tmp_path)
+    pages.insert(path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>"})
+    text = Page(path.read_text()).text
+    places = [text.index(each) for each in ("Answers", "KV cache", "At a glance", "Second start", "What the figures")]
+    assert places == sorted(places)
+    with pytest.raises(ValueError, match="no marker 'x'"):
+        pages.insert(path, {"x": ""})
 
 
 def test_hostile_text_is_shown_and_not_run():
