@@ -23,8 +23,8 @@ from common.client import Client
 from releases import ROOT
 from rich.console import Console
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.lab import pages
 from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.regress import pages
 from sglang_moe_patches.lab.servers.server import Server, shown_starting
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
 

@@ -532,23 +532,8 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, layer.intermediate_size, None, device)
     block_scale = layer.hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
     if layer.has_triton_kernels and (kernels := _triton()):
-        kernels.run_experts(
-            ids,
-            weights,
-            layer.hidden_states,
-            block_scale,
-            layer.gemm1_weights,
-            layer.gemm1_weights_scale,
-            w13_orders,
-            layer.gemm2_weights,
-            layer.gemm2_weights_scale,
-            w2_orders,
-            layer.output1_scale_scalar,
-            layer.output1_scale_gate_scalar,
-            layer.output2_scale_scalar,
-            output,
-            gated=layer.gated,
-        )
+        scaled = replace(layer, hidden_states_scale=block_scale)
+        kernels.run_experts(scaled, (w13_orders, w2_orders), ids, weights, output)
         return
     x = nvfp4.decode(layer.hidden_states, block_scale).double()
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)

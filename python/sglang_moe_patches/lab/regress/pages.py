@@ -1,57 +1,25 @@
-"""Pages that are read in a browser, with nothing to load from elsewhere: their template, their plots, their files."""
+"""A page that is read in a browser, with nothing to load from elsewhere: its template, its files."""
 
 from __future__ import annotations
 
-import io
 import os
-import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 
 def render(template: Path, **values: Any) -> str:
-    """A page.
-
-    :param template: extends ``page.html.j2``, which is beside this module.
-    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     # Answers are whatever a model says: everything is escaped unless it is marked as ours.
     environment = Environment(
-        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        loader=FileSystemLoader(template.parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     return environment.get_template(template.name).render(**values)
-
-
-def drawing(title: str) -> AbstractContextManager[None]:
-    """Within the block, a figure can become an element of a page (:func:`svg`)."""
-    import matplotlib
-
-    # Text stays text, in the page's font. The salt keeps ids apart between the SVGs of one page, and stable.
-    context: AbstractContextManager[None] = matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}
-    )
-    return context
-
-
-def svg(figure: Any, title: str) -> str:
-    """A figure as an SVG element of a page. Call it within :func:`drawing`."""
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
-    text = buffer.getvalue()
-    # Without the XML declaration and document type, which have no place inside HTML, and without the names of groups,
-    # which nothing refers to and which are the same in every plot.
-    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :]).replace(
-        "<svg", f'<svg role="img" aria-label="{title}"', 1
-    )
 
 
 def insert(page: Path, fragments: Mapping[str, str]) -> None:
