@@ -396,7 +396,7 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
     for run in runs:
         low, high = _interval(run)
         text = f"{100 * run.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
-        accuracies.append(Bar(60 * run.accuracy, text))
+        accuracies.append(Bar(35 * run.accuracy, text))
 
     def pairs(*figures: tuple[str, str, Callable[[int], str]]) -> list[tuple[str, list[Bar]]]:
         measured: list[tuple[str, Callable[[int], str], list[Any]]] = [
