@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import machine, output, servers, timing, weights
+from common import history, machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = shortened(events.collect(setup.observed(name)))
+                figures[name] = shortened(events.collect(setup.observed(name)), history.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -146,22 +146,22 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     }
 
 
-def shortened(process: events.Process | None) -> dict[str, Any]:
+def shortened(process: events.Process | None, recorded: history.History | None) -> dict[str, Any]:
     """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
 
-    :param process: what :func:`events.collect` found.
+    :param process: what :func:`events.collect` found, and ``recorded`` what :func:`history.collect` did.
     """
     if process is None or process.failure:
         raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
     figures = {**asdict(process.memory), "changes": process.changes}
-    if history := process.history:
+    if recorded:
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        values = [value for _, value in history.line]
+        values = [value for _, value in recorded.line]
         stretch = -(-len(values) // LINE_POINTS)
         highest = [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
-        figures |= {"line": highest, "at_peak": asdict(history.at_peak)}
-        if history.alive:  # of equal moments the last
-            figures["at_kernel"] = asdict(max(reversed(history.alive), key=lambda moment: moment.bytes))
+        figures |= {"line": highest, "at_peak": asdict(recorded.at_peak)}
+        if recorded.alive:  # of equal moments the last
+            figures["at_kernel"] = asdict(max(reversed(recorded.alive), key=lambda moment: moment.bytes))
     return figures
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -30,7 +31,7 @@ STANDIN = ROOT / "test/standins/engine_for_regress"
 FAMILY = 6
 """Processes of a running stand-in: keeper, server, worker, daemon and resource tracker, and ``regress``."""
 QUESTIONS = 100
-"""All answered alike, they show a drop to be below three points, and are enough for a few to be asked first."""
+"""All answered alike, they show a drop to be below three points."""
 
 
 class Given:
@@ -166,22 +167,26 @@ def test_a_run_ends_with_a_report_and_no_process(whole):
     assert "tart-up" not in shown + (given.output / "report.html").read_text()
 
 
-def test_how_long_it_takes_is_said_before_and_what_it_can_show(whole):
+def test_what_it_can_show_is_said_before(whole):
     lines = " ".join(whole.shown.split())
     first = "100 questions to each server, one server after the other. If both are equally good"
     assert lines.index(first) < lines.index("stock: ready after")
-    few = "(from 1.0 s for the first 8, asked first); the rest of this run about"  # the stand-in says that it took 1 s
-    assert lines.index(f"stock: its 100 questions take about 2 s to 12 s {few}") > lines.index("stock: ready after")
-    assert "patched: its 100 questions take about 2 s to 12 s (from 1.0 s for the first 8, asked first)." in lines
-    assert asked(whole.given) == ["8", "100", "8", "100"]
 
 
-def test_how_far_it_is_is_said_while_it_runs(given, monkeypatch, capsys):
+def test_how_far_it_is_and_how_long_it_takes_is_said_while_it_runs(given, monkeypatch, capsys):
     monkeypatch.setattr(regress, "SAID_EVERY_S", -1.0)
     assert given.here(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.index("stock: asking the first 8, to know how long") < shown.index("stock: its 100 questions take")
-    assert "stock: 100 of 100 answered, about 0 s left" in shown
+    assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s and its start", shown)
+    assert "patched: 100 of 100 answered, about 0 s left" in shown
+    assert "left; then patched" not in shown.partition("patched: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(4.4, "4 s"), (99, "99 s"), (100, "2 min"), (5990, "100 min"), (6000, "1.7 h")]
+)
+def test_times_for_people(seconds, said):
+    assert regress.spoken(seconds) == said
 
 
 def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
@@ -266,7 +271,7 @@ def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(
 def test_a_killed_regress_leaves_no_file_and_loses_none(given, stage):
     if stage == "of patched":
         process = given.start("slow patched answers")
-        wait_until(lambda: given.happened("started-patched") and len(asked(given)) == 3, process)
+        wait_until(lambda: given.happened("started-patched") and len(asked(given)) == 2, process)
     else:
         process = at(stage, given)
     process.kill()
