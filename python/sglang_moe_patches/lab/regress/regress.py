@@ -304,7 +304,7 @@ class _Asking:
                     left = seconds / answered * (self.evaluation.questions - answered)
                     line += f", about {spoken(left)} left"
                     if name == STOCK:
-                        line += f"; then patched, about {spoken(seconds + left)} and its start"
+                        line += f"; then patched, about {spoken(seconds + left)}"
                 status.update(line)
                 if not console.is_terminal and seconds - said >= SAID_EVERY_S:
                     said = seconds

@@ -177,7 +177,7 @@ def test_how_far_it_is_and_how_long_it_takes_is_said_while_it_runs(given, monkey
     monkeypatch.setattr(regress, "SAID_EVERY_S", -1.0)
     assert given.here(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s and its start", shown)
+    assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s", shown)
     assert "patched: 100 of 100 answered, about 0 s left" in shown
     assert "left; then patched" not in shown.partition("patched: ")[2]
 
@@ -261,7 +261,11 @@ def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(
     environment = {**os.environ, **given.environment("deaf"), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
     with Server("x", [], environment, tmp_path / "log"):
         assert all(path.exists() for path in given.had())
+        # One has left the session and lost its parent.
+        assert len({os.getsid(process.pid) for process in given.processes()}) == 2
+        assert len(given.processes()) == FAMILY - 1
     assert not given.happened("asked-to-end-patched")
+    assert given.processes() == []
     assert len(given.had()) == 3
     assert [path for path in given.had() if path.exists()] == []
     assert list(given.temporary.iterdir()) == []
@@ -332,14 +336,6 @@ def test_processes_that_cannot_be_ended_are_named_and_end_the_run(given, monkeyp
     assert not given.happened("started-patched")
 
 
-def test_whoever_leaves_the_session_and_loses_its_parent_is_ended_too(given, tmp_path):
-    environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
-    with Server("x", [], environment, tmp_path / "log"):
-        sessions = {os.getsid(process.pid) for process in given.processes()}
-        assert (len(given.processes()), len(sessions)) == (FAMILY - 1, 2)
-    assert given.processes() == []
-
-
 def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path, monkeypatch):
     environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
     monkeypatch.setattr(supervisor, "OURS_S", 0.5)
@@ -362,26 +358,20 @@ def test_only_the_patched_server_fails(given, monkeypatch, capsys):
     assert {path.name for path in given.output.iterdir()} == {"stock.json", "stock.log", "patched.log"}
 
 
-def test_the_stock_server_fails(given, monkeypatch, capsys):
-    assert given.here(monkeypatch, "stock cannot start") == 2
-    assert "the stock server ended with exit code 1 at start-up" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("wrong", "more", "words", "is_asked"),
+    [
+        ("stock cannot start", (), "the stock server ended with exit code 1 at start-up", False),
+        ("no answers", (), "the evaluation of http://127.0.0.1:", True),
+        ("never ready", ("--startup-timeout", "1"), "not ready after 1 s (--startup-timeout gives it longer)", False),
+        ("no plugin", (), "the stock server did not load this package's plugin", False),
+    ],
+)
+def test_a_run_that_cannot_be_made(given, monkeypatch, capsys, wrong, more, words, is_asked):
+    assert given.here(monkeypatch, wrong, more=more) == 2
+    assert words in capsys.readouterr().err
     assert [path.name for path in given.output.iterdir()] == ["stock.log"]
-
-
-def test_an_evaluation_fails(given, monkeypatch, capsys):
-    assert given.here(monkeypatch, "no answers") == 2
-    assert "the evaluation of http://127.0.0.1:" in capsys.readouterr().err
-
-
-def test_a_server_that_is_late_names_the_option(given, monkeypatch, capsys):
-    assert given.here(monkeypatch, "never ready", more=("--startup-timeout", "1")) == 2
-    assert "the stock server was not ready after 1 s (--startup-timeout gives it longer)" in capsys.readouterr().err
-
-
-def test_a_server_without_our_plugin_is_not_asked_anything(given, monkeypatch, capsys):
-    assert given.here(monkeypatch, "no plugin") == 2
-    assert "the stock server did not load this package's plugin" in capsys.readouterr().err
-    assert not given.happened("evaluating")
+    assert given.happened("evaluating") == is_asked
 
 
 def test_what_was_answered_is_kept_when_the_report_fails(given, monkeypatch, capsys):

@@ -377,11 +377,6 @@ def test_notes_say_what_the_run_cannot_show():
     assert "Memory was not measured" in notes(same(memory=None))
 
 
-def test_the_interval_is_wilsons():
-    low, high = report._interval(run("stock", count=20, right=18))
-    assert (low, high) == pytest.approx((0.69896, 0.97213), abs=1e-4)
-
-
 def test_what_is_written_is_the_comparison(tmp_path):
     comparison = different(text="a lone \ud800 surrogate")
     path = report.write(comparison, tmp_path / "deep" / "report")
