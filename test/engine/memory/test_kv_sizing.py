@@ -53,7 +53,10 @@ ELSEWHERE = {
 """Arguments that only some of the tested releases have."""
 
 
-NO_STORES = {"enable_dp_attention", "enable_kv_cache_events", "enable_session_radix_cache", "enable_streaming_session"}
+NO_STORES = {
+    *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
+    "enable_streaming_session",
+}
 """Arguments that schedulers look at there, and that keep nothing that a flush leaves."""
 
 

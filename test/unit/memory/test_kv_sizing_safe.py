@@ -60,6 +60,21 @@ def test_a_loop_that_ends_for_want_of_memory_counts_and_the_next_start_takes_les
     assert (kept.ooms, kept.lowest_free_serving) == (ooms, 3 * GB)
 
 
+def test_a_second_rehearsal_that_runs_out_of_memory_makes_the_next_start_smaller(state, monkeypatch):
+    monkeypatch.setattr(hooks.coordination, "RankResults", SimpleNamespace)
+    monkeypatch.setattr(hooks.coordination, "all_gather", lambda told: [told])
+    monkeypatch.setattr(hooks.rehearsal, "Rehearsal", lambda *given, **more: SimpleNamespace(begin=lambda: None))
+    state.decision = sizing.Decision(0.9, rehearse=True)
+
+    def loop(scheduler):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        serve(state, loop)
+    (kept,) = record.read(state.path).values()
+    assert (kept.ooms, kept.attempts) == (1, 1)
+
+
 def test_a_turn_of_the_loop_waits_for_no_lock_and_what_it_saw_is_saved_later(state, monkeypatch):
     turns: list[object] = []
 
