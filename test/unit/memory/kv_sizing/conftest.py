@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 import sys
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import prometheus_client
@@ -47,23 +43,6 @@ def scheduler(monkeypatch):
         return made
 
     return make
-
-
-@pytest.fixture
-def read_only(tmp_path, monkeypatch):
-    """A folder in which nobody writes; root does in spite of its mode, so for root opening says what it would say."""
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    if os.geteuid() == 0:
-        opens = Path.open
-
-        def refuses(self, mode="r", *given, **more):
-            if self.parent == tmp_path and set(mode) & set("wax+"):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-            return opens(self, mode, *given, **more)
-
-        monkeypatch.setattr(Path, "open", refuses)
-    yield tmp_path
-    tmp_path.chmod(stat.S_IRWXU)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 RULE = "using the engine's default fraction 0.8000: "
-NEW = f"{RULE}no record for this configuration; measuring during this start"
 
 
 def change(path, **changed):
@@ -70,41 +69,31 @@ def test_where_the_first_rank_cannot_read_all_start_by_the_rule(text, recorded, 
     assert all(state.decision.rehearse for state in states)
 
 
+CORE = "sglang_moe_patches.core"
+VARIABLES = "sglang_moe_patches.memory.kv_sizing.fingerprint.variables_of"
+
+
 @pytest.mark.parametrize(
-    ("rank", "arguments"),
+    ("rank", "arguments", "patched"),
     [
-        pytest.param({"device": "B200"}, {}, id="GPU"),
-        pytest.param({"total": 282 * GB}, {}, id="GPU of the kind with more memory"),
-        pytest.param({}, {"config": '{"layers": 2}'}, id="model"),
-        pytest.param({}, {"chunked_prefill_size": 64}, id="argument"),
+        pytest.param({"device": "B200"}, {}, (), id="GPU"),
+        pytest.param({"total": 282 * GB}, {}, (), id="GPU of the kind with more memory"),
+        pytest.param({}, {"config": '{"layers": 2}'}, (), id="model"),
+        pytest.param({}, {"chunked_prefill_size": 64}, (), id="argument"),
+        pytest.param({}, {}, (VARIABLES, lambda environ: {"SGLANG_X": "1"}), id="variable"),
+        pytest.param({}, {}, (f"{CORE}.gpu_memory.driver", lambda: "another"), id="driver"),
+        pytest.param({}, {}, (f"{CORE}.engine.version", lambda: "another"), id="engine"),
+        pytest.param({}, {}, ("torch.__version__", "another"), id="PyTorch"),
+        pytest.param({}, {}, ("sglang_moe_patches.__version__", "another"), id="package"),
+        pytest.param({}, {}, (f"{CORE}.patch.in_force", lambda: {"a": Plan(Status.APPLIED)}), id="changes"),
     ],
 )
-def test_a_record_of_another_server_is_none(rank, arguments, recorded, start):
+def test_a_record_of_another_is_none(rank, arguments, patched, recorded, start, monkeypatch):
+    if patched:
+        monkeypatch.setattr(*patched)
     states, fractions, said = start(*[Rank(recorded, **rank)] * 2, **arguments)
-    assert (fractions, said) == ({0.8}, [NEW])
+    assert (fractions, said) == ({0.8}, [f"{RULE}no record for this configuration; measuring during this start"])
     assert all(state.decision.rehearse for state in states)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        (hooks.gpu_memory, "driver", lambda: "another"),
-        (hooks.engine, "version", lambda: "another"),
-        ("torch", "__version__", "another"),
-        ("sglang_moe_patches", "__version__", "another"),
-        (hooks.patch, "in_force", lambda: {"a": Plan(Status.APPLIED)}),
-        (None, "SGLANG_MOE_PATCHES_SEGMENTS", "on"),
-    ],
-    ids=["driver", "engine", "PyTorch", "package", "changes", "variable"],
-)
-def test_a_record_of_another_is_none(owner, name, value, recorded, start, monkeypatch):
-    if owner is None:
-        monkeypatch.setenv(name, value)
-    elif isinstance(owner, str):
-        monkeypatch.setattr(f"{owner}.{name}", value)
-    else:
-        monkeypatch.setattr(owner, name, value)
-    assert start(Rank(recorded), Rank(recorded))[1:] == ({0.8}, [NEW])
 
 
 def test_beside_a_second_server_on_a_gpu_all_start_by_the_rule(recorded, start):

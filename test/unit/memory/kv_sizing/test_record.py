@@ -85,11 +85,10 @@ def test_fields_that_a_newer_version_has_are_left_out(tmp_path):
     assert record.read(path) == {"a": Record(need=5)}
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(read_only):
-    (read_only.parent / "file").write_text("")
-    for folder in (read_only, read_only.parent / "file"):
-        with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
-            record.update(folder / "kv.json", KEY, lambda old: MEASURED)
+def test_a_folder_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(record.Unwritable, match=r"kv.json cannot be written \("):
+        record.update(tmp_path / "file" / "kv.json", KEY, lambda old: MEASURED)
 
 
 def test_what_does_not_change_is_not_written(path):
@@ -151,18 +150,29 @@ def test_who_writes_while_another_does_waits_for_it_and_loses_nothing(path):
 # --- What becomes of a record ----------------------------------------------------------------------------------------
 
 
-def test_a_first_rehearsal_is_the_record_and_a_second_one_proves_it_or_makes_it_larger():
-    first = record.with_rehearsal(record.with_rehearsal_begun(Record(), 0, A), MEASURED, 0, A)
-    assert (first.attempts, first.need, first.proven) == (0, 8 * GB, False)
-    second = replace(MEASURED, need=9 * GB, fraction=0.9, rule_tokens=0, proven=True)
-    became = record.with_rehearsal(record.with_rehearsal_begun(first, 0, B), second, 0, A)
-    assert (became.need, became.proven, became.rule_tokens, became.fraction) == (9 * GB, True, 382_206, 0.9)
+STOPPED = {"need": 12 * GB, "reached": (), "missed": ("mixed chunk",), "fraction": 0.9}
+SECOND = {"need": 9 * GB, "fraction": 0.9, "rule_tokens": 0, "proven": True}
 
 
-def test_a_second_rehearsal_that_stops_early_makes_the_next_server_smaller_and_is_no_proof():
-    stopped = replace(MEASURED, need=12 * GB, reached=(), missed=("mixed chunk",), fraction=0.9)
-    became = record.with_rehearsal(MEASURED, stopped, 0, A, stopped=True)
-    assert (became.need, became.proven, became.missed, became.reached) == (12 * GB, False, (), MEASURED.reached)
+@pytest.mark.parametrize(
+    ("old", "new", "stopped", "expected"),
+    [
+        pytest.param(Record(), {}, False, {"need": 8 * GB, "proven": False, "rehearsals": 1}, id="the first"),
+        pytest.param(MEASURED, SECOND, False, {**SECOND, "rule_tokens": 382_206}, id="a second proves it"),
+        pytest.param(MEASURED, {"need": GB}, False, {"need": 8 * GB}, id="an earlier need counts where it was larger"),
+        # The next server is smaller, but nothing is proven.
+        pytest.param(
+            replace(MEASURED, proven=True),
+            STOPPED,
+            True,
+            {"need": 12 * GB, "proven": False, "missed": (), "reached": MEASURED.reached, "fraction": 0.8},
+            id="a second that stops early",
+        ),
+    ],
+)
+def test_a_rehearsal_makes_a_record_or_proves_it_or_makes_its_need_larger(old, new, stopped, expected):
+    became = record.with_rehearsal(old, replace(MEASURED, **new), 0, A, stopped=stopped)
+    assert {name: getattr(became, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("stopped", [False, True])

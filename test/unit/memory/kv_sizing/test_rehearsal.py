@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from kv_servers import (
     STATE_TABLE,
     FlushCacheReqOutput,
     Notes,
+    Scheduler,
     a_pool,
     a_rehearsal,
     rehearse,
@@ -33,16 +35,9 @@ PHASES = [phase.name for phase in phases.derive_phases(SMALL).phases]
 def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_more():
     polls = iter([["a", "b"], [], ["c"]])
     inbox = rehearsal.Inbox(SimpleNamespace(fileno=7), lambda: next(polls))
-
-    def drained():
-        found = []
-        while True:
-            try:
-                found.append(inbox.recv_pyobj(zmq.NOBLOCK))
-            except zmq.ZMQError:
-                return found
-
-    assert [drained(), drained(), drained()] == [["a", "b"], [], ["c"]]
+    for expected in ("a", "b", None, None, "c", None):
+        with pytest.raises(zmq.Again) if expected is None else nullcontext():
+            assert inbox.recv_pyobj(zmq.NOBLOCK) == expected
     assert inbox.fileno == 7
 
 
@@ -101,30 +96,36 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     assert (result.reached, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
 
 
-def no_answer(forwards):
-    if forwards > 3:
+ZERO = "ZeroDivisionError: division by zero"
+
+
+def no_answer(scheduler):
+    if scheduler.forwards > 3:
         raise RuntimeError("no answer")
-    return 9 * GB
+    return Memory(9 * GB, 10 * GB)
+
+
+def divided_by_zero(*given):
+    return 1 / 0
 
 
 @pytest.mark.parametrize(
-    ("given", "failure"),
+    ("owner", "name", "answer", "failure"),
     [
-        pytest.param({"free": no_answer}, "RuntimeError: no answer", id="the driver"),
-        pytest.param({"flushes": False}, "requests were left", id="a cache that is not flushed"),
-        pytest.param({}, "ZeroDivisionError: division by zero", id="a store"),
+        pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
+        pytest.param(Notes, "any_rank_low_on_memory", divided_by_zero, ZERO, id="the store"),
+        pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
     ],
 )
-def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(given, failure, scheduler):
-    notes = Notes()
-    if not given:
-        notes.any_rank_low_on_memory = lambda: 1 / 0
-    assert rehearse(scheduler(**given), notes).failure == failure
+def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
+    owner, name, answer, failure, scheduler, monkeypatch
+):
+    monkeypatch.setattr(owner, name, answer)
+    assert rehearse(scheduler()).failure == failure
 
 
-def test_a_batch_that_cannot_be_read_ends_the_rehearsal_and_not_the_server(scheduler, monkeypatch):
-    monkeypatch.setattr(rehearsal, "batch_facts", lambda batch: 1 / 0)
-    assert rehearse(scheduler()).failure == "ZeroDivisionError: division by zero"
+def test_a_cache_that_is_not_flushed_is_a_failure(scheduler):
+    assert rehearse(scheduler(flushes=False)).failure == "requests were left"
 
 
 def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch):

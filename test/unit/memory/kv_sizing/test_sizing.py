@@ -59,11 +59,8 @@ def test_the_rule_stands_with_a_reason(known, why, rehearses):
     assert (found.fraction, found.rehearse, found.reserve) == (None, rehearses, START.reserve)
 
 
-def test_where_no_memory_is_free_nothing_is_divided():
+def test_where_no_memory_is_free_or_the_file_cannot_be_read_that_is_the_reason():
     assert sizing.decide(sizing.LaunchMemory(0, GB, 0.9), MEASURED).reason == "no memory is free"
-
-
-def test_a_file_that_cannot_be_read_is_the_reason():
     found = sizing.decide(START, None, "x.json is not whole JSON")
     assert (found.fraction, found.reason, found.rehearse) == (None, "x.json is not whole JSON", True)
 
