@@ -19,8 +19,6 @@ GB = 1_000_000_000
 KEY = "0123456789abcdef"
 A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
 """Launches: host, process and when it began."""
-LAUNCH = "1@2.0"
-"""The one that is under way."""
 START = sizing.LaunchMemory(before=140 * GB, total=141 * GB, fraction=0.8)
 MEASURED = Record(
     measured=1000.0,
@@ -56,6 +54,11 @@ def prompts_of(phase, vocabulary=5000):
 def at_its_bound(phase):
     """A batch that is as large as any phase asks for."""
     return Batch(phase.bound.modes[0], **dict.fromkeys(BOUND_FIELDS, 10**9))
+
+
+def observed(batch, graph):
+    """A forward as a driver sees it."""
+    return rehearsal.ObservedForward(batch, graph)
 
 
 def a_pool(name, *bases, **has):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-from kv_servers import LAUNCH, MEASURED, SMALL, Rank, Scheduler
+from kv_servers import MEASURED, SMALL, Rank, Scheduler
 from sglang_moe_patches.core import log
 from sglang_moe_patches.memory.kv_sizing import eligibility, hooks, launcher, record, rehearsal
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
@@ -92,8 +92,6 @@ def start(monkeypatch, caplog, world):
     def begin(*ranks, agree=None, by_user=False, config="{}", images=False, mode="auto", **arguments):
         """:returns: of each rank its state, and the fraction that the engine divides by; and what was said."""
         monkeypatch.setenv(eligibility.KV_SIZING.name, mode)
-        monkeypatch.setattr(hooks.launches, "current", lambda is_replica: LAUNCH)
-        monkeypatch.setattr(hooks.launches, "is_alive", lambda launch: launch == LAUNCH)
         monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: ranks[gpu].read())
         monkeypatch.setattr(hooks.gpu_memory, "device", lambda gpu: ranks[gpu].device)
         reports: list[object] = []

@@ -6,11 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import LIMITS, at_its_bound
+from kv_servers import LIMITS, at_its_bound, observed
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind
-from sglang_moe_patches.memory.kv_sizing.rehearsal import ObservedForward
 
 
 class Server:
@@ -41,7 +40,7 @@ class Server:
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
             if phase.name not in self.refuses:
-                self.driver.saw(ObservedForward(at_its_bound(phase), graph=bool(phase.bound.graph)))
+                self.driver.saw(observed(at_its_bound(phase), bool(phase.bound.graph)))
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
@@ -92,7 +91,7 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, abort
     first = server.step()
     assert len(first) == LIMITS.requests
     assert (server.step(), server.aborts) == ([], 0)
-    server.driver.saw(ObservedForward(Batch(mode, 4 * LIMITS.requests, LIMITS.requests), graph=False))
+    server.driver.saw(observed(Batch(mode, 4 * LIMITS.requests, LIMITS.requests), graph=False))
     for count in aborts:
         assert (server.step(), server.aborts) == ([], count)
     assert not server.driver.over  # what was aborted is still to be answered

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import GB, LAUNCH, MEASURED, SIZED, Rank, a_pool
+from kv_servers import GB, MEASURED, SIZED, Rank, a_pool
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Plan, Status
 from sglang_moe_patches.memory.kv_sizing import eligibility, hooks, images, record, sizing
@@ -28,13 +28,15 @@ def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(r
         assert fractions == {SIZED}
         assert [(state.fraction, state.record) for state in states] == [(SIZED, MEASURED)] * 2
         assert said.startswith("0.9285 instead of 0.8000: 5 tokens instead of 382,206; 2,000 MB of margin, measured ")
-        assert set(record.read(recorded)[states[0].key].unserved) == {LAUNCH}  # until it serves
+        assert set(record.read(recorded)[states[0].key].unserved) == {states[0].process}  # until it serves
 
 
-@pytest.mark.parametrize(("launch", "fraction"), [(LAUNCH, SIZED), ("a third", 0.8)])
-def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(launch, fraction, recorded, start):
-    change(recorded, unfinished=("0 of another", f"1 of {launch}"))
-    assert start(Rank(recorded), Rank(recorded))[1] == {fraction}
+def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(recorded, start):
+    both = Rank(recorded), Rank(recorded)
+    own = start(*both)[0][0].process
+    for launch, fraction in ((own, SIZED), ("a third", 0.8)):
+        change(recorded, unfinished=("0 of another", f"1 of {launch}"))
+        assert start(*both)[1] == {fraction}
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, start, monkeypatch):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_servers import LIMITS, of_kind, prompts_of
+from kv_servers import LIMITS, observed, of_kind, prompts_of
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Bound, Limits, PhaseKind
 
@@ -288,8 +288,7 @@ def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
     bound = Bound(("EXTEND",), **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
 
     def met(graph=graph, **changed):
-        batch = Batch(**{"mode": "EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), **changed})
-        return bound.met(SimpleNamespace(batch=batch, graph=graph))
+        return bound.met(observed(Batch(**{"mode": "EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), **changed}), graph))
 
     assert met()
     assert len(BOUND_FIELDS) == 6

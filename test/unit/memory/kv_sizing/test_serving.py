@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import GB, MEASURED, SIZED, A, Notes, Rank, a_pool, a_runner, state_of
+from kv_servers import GB, MEASURED, SIZED, Notes, Rank, a_pool, a_runner, state_of
 from sglang_moe_patches.core import log
 from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.memory.kv_sizing import facts, hooks, metrics, record, rehearsal
@@ -49,15 +49,12 @@ def rehearsed(state, scheduler, monkeypatch):
     monkeypatch.setattr(rehearsal, "Rehearsal", a_rehearsal)
     monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(**PLAIN))
 
-    def begin(result=None, *others, looks=1, runner=None):
-        """:returns: the scheduler, or without a result what ends the rehearsal.
-
-        :param looks: how often the first rank looks for what others leave, until it is there.
-        """
-        monkeypatch.setattr(hooks.coordination, "RankResults", lambda: Notes(*others, looks=looks))
+    def begin(result=None, notes=None, runner=None, of=state):
+        """:returns: the scheduler, or without a result what ends the rehearsal."""
+        monkeypatch.setattr(hooks.coordination, "RankResults", lambda: notes or Notes())
         made = scheduler()
         made.tp_worker.model_runner = runner or made.tp_worker.model_runner
-        hooks.Serving(state, made).begin()
+        hooks.Serving(of, made).begin()
         if result is None:
             return ends[0] if ends else None
         ends[0](result)
@@ -74,14 +71,14 @@ def rehearsed(state, scheduler, monkeypatch):
     ],
 )
 def test_where_one_rank_fails_nothing_is_recorded(own, others, line, rehearsed, state, caplog):
-    rehearsed(RankResult(**own), *(RankResult(**each) for each in others))
+    rehearsed(RankResult(**own), Notes(*(RankResult(**each) for each in others)))
     assert said(caplog)[-1].startswith(line)
     assert kept(state).need == 0
 
 
 def test_the_first_rank_does_not_wait_for_ever(rehearsed, state, caplog, monkeypatch):
     monkeypatch.setattr(rehearsal, "ABANDON_AFTER_S", 0.0)
-    rehearsed(RankResult(lowest=9 * GB), looks=9)
+    rehearsed(RankResult(lowest=9 * GB), Notes(looks=9))
     assert said(caplog)[-1].endswith("nothing is recorded: not every rank has published its result")
     assert kept(state).need == 0
 
@@ -89,15 +86,16 @@ def test_the_first_rank_does_not_wait_for_ever(rehearsed, state, caplog, monkeyp
 def test_the_first_rank_waits_for_what_others_have_seen_while_it_serves(rehearsed, state):
     tensors, own = record.NeedParts(tensors=2 * GB), record.NeedParts(tensors=GB, phase="mixed chunk")
     other = RankResult(lowest=5 * GB, reserve=30 * GB, parts=tensors)
-    serves = rehearsed(RankResult(lowest=9 * GB, parts=own), other, looks=3)
-    turn = serves.process_input_requests
+    notes = Notes(other, looks=3)
+    serves = rehearsed(RankResult(lowest=9 * GB, parts=own), notes)
     for _ in range(2):
         assert kept(state).need == 0
-        turn([])
+        serves.process_input_requests([])
     found = kept(state)
     assert (found.ranks, found.need, found.reserve) == ((19 * GB, 25 * GB), 25 * GB, 28 * GB)
     assert found.parts == replace(tensors, phase="mixed chunk")
-    assert serves.process_input_requests is not turn
+    serves.process_input_requests([])
+    assert notes.looks == 0  # it looks no more
 
 
 def test_what_a_rehearsal_that_ended_early_did_not_run_is_kept_free_and_what_images_take_is_known(rehearsed, state):
@@ -117,16 +115,18 @@ def test_what_states_and_drafts_took_is_recorded(rehearsed, state, monkeypatch):
     assert (found.kv_bytes, found.requests_grow, found.draft_kv_bytes, found.need) == (5 * GIB, True, GIB, 19 * GB)
 
 
-@pytest.mark.parametrize("rehearses", [True, False])
-def test_a_sized_start_is_crossed_off_when_requests_are_read(rehearses, state, rehearsed):
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_sized_start_is_crossed_off_when_requests_are_read(proven, state, start, rehearsed, monkeypatch):
     """Not while it rehearses: its largest forwards come then."""
-    state.fraction, state.decision = 0.9, replace(state.decision, rehearse=rehearses)
-    record.update(state.path, state.key, lambda old: replace(MEASURED, unserved=(A,)))
-    end = rehearsed()
-    assert kept(state).unserved == (A,) * rehearses
-    if rehearses:
+    record.update(state.path, state.key, lambda old: replace(MEASURED, proven=proven))
+    sized = start(*[Rank(state.path)] * 2)[0][0]
+    assert kept(sized).unserved == (sized.process,)
+    monkeypatch.setattr(hooks.coordination, "all_gather", lambda problem: [problem])
+    end = rehearsed(of=sized)
+    if not proven:
+        assert kept(sized).unserved == (sized.process,)
         end(RankResult(lowest=9 * GB))
-        assert kept(state).unserved == ()
+    assert kept(sized).unserved == ()
 
 
 def no_file(state, scheduler):
@@ -190,9 +190,11 @@ def test_a_servers_metrics_say_how_it_was_sized(rank, arguments, known, expected
         record.update(path, states[0].key, lambda old: known)
         states, _, lines = start(*ranks, **arguments)
     state = states[rank]
-    assert state.reason in lines[0]
+    assert state.decision.reason in lines[0]
     serve(state, scheduler, 9 * GB, enable_metrics=True)
-    source = metric(metrics.STATE, str(rank), source=str(state.source), reason=state.reason) and str(state.source)
+    source = metric(metrics.STATE, str(rank), source=str(state.source), reason=state.decision.reason) and str(
+        state.source
+    )
     assert (metric(metrics.FRACTION, str(rank)), metric(metrics.SUGGESTED, str(rank)), source) == expected
 
 
