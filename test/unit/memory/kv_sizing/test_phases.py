@@ -98,21 +98,23 @@ def test_a_prefix_ends_where_a_state_is_kept(page):
     assert alone.bound.longest_prefix == 9 * 1000  # where a chunk ended
 
 
-@pytest.mark.parametrize(("requests", "sharers"), [(300, 8), (9, 8), (8, 7), (3, 2), (2, None)])
-@pytest.mark.parametrize("prefill_tokens", [None, LIMITS.chunk])
-def test_as_many_share_a_prefix_as_run_beside_the_filler(requests, sharers, prefill_tokens):
-    """They stay below a chunk, and below ``--max-prefill-tokens``: the engine puts off what would reach these."""
-    phase = of_kind(replace(LIMITS, requests=requests, prefill_tokens=prefill_tokens), PhaseKind.SHARED_PREFIX)
+@pytest.mark.parametrize(
+    ("changed", "sharers"),
+    [
+        *[({"requests": requests}, sharers) for requests, sharers in ((300, 8), (9, 8), (8, 7), (3, 2), (2, None))],
+        pytest.param({"prefill_tokens": LIMITS.chunk}, 8, id="the engine puts off what would reach max_prefill_tokens"),
+        pytest.param({"window": 128, "window_tokens": 40_000}, 8, id="there are windows for all of them"),
+        pytest.param({"window": 4096, "window_tokens": 40_000}, None, id="there are not"),
+    ],
+    ids=str,
+)
+def test_as_many_share_a_prefix_as_run_beside_the_filler(changed, sharers):
+    phase = of_kind(replace(LIMITS, **changed), PhaseKind.SHARED_PREFIX)
     assert (phase and phase.bound.requests) == sharers
     if phase:
         new = [length - phase.bound.prefix // sharers for length in lengths(phase)[1:]]
         assert len(new) == sharers
         assert LIMITS.chunk > sum(new) == phase.bound.tokens
-
-
-@pytest.mark.parametrize(("window", "shares"), [(128, True), (4096, False)])
-def test_requests_share_a_prefix_where_there_are_windows_for_all_of_them(window, shares):
-    assert bool(of_kind(replace(LIMITS, window=window, window_tokens=40_000), PhaseKind.SHARED_PREFIX)) == shares
 
 
 @pytest.mark.parametrize(
