@@ -158,8 +158,9 @@ def test_a_rank_may_have_more_left_than_the_fraction_says(free, stages, limit, a
     """A stage with fewer layers, and a KV cache of 20 GB that the user limits."""
     rank = Rank(tmp_path / "kv.json")
     monkeypatch.setattr(hooks, "server_facts", lambda runner: SimpleNamespace(kv_bytes=20 * GB))
-    readings = iter([rank.read(), rank.read(), free and Memory(free * GB, 141 * GB)])  # when the rank tells: twice
-    rank.read = lambda: next(readings) or 1 / 0
+    # Twice when it says what it knows; the third fails where ``free`` is ``None``.
+    readings = iter([rank.read, rank.read, lambda: Memory(free * GB, 141 * GB)])
+    rank.read = lambda: next(readings)()
     (state,), _, _ = start(rank, pp_size=stages, max_total_tokens=limit)
     assert state.rank_reserve == pytest.approx(aside * GB, abs=1)
 
