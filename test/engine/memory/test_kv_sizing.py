@@ -187,7 +187,10 @@ def samples(metrics: str) -> list[list[str]]:
     return [line.rsplit(" ", 1) for line in lines]
 
 
-UNALIKE = re.compile(r"port$|ts_tic|created|modified_at|seconds|throughput|available_gpu_memory|endpoint=\"/health\"")
+UNALIKE = re.compile(
+    r"port$|launch_command|ts_tic|created|modified_at|seconds|throughput|(startup|load_weights)_time"
+    r"|available_gpu_memory|endpoint=\"/health\""
+)
 """What differs between two stock servers: where they listen, when and how fast something was, and of the machine's
 memory what is free; and how often a starting server was asked whether it is ready."""
 
