@@ -114,7 +114,7 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 	$(BIN)/sglang-moe-patches regress $(REGRESS) --model $(MODEL) --data-path $(DATA) \
 	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- $(SERVER)
 	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/second_start.py --model $(MODEL) --output demo/second-start \
-	  -- $(SERVER)
+	  --report demo/report/report.html -- $(SERVER)
 
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
 	$(BIN)/python -W ignore benchmark tiny_moe/accuracy

@@ -3,7 +3,7 @@
     python benchmark/render.py            # write them
     python benchmark/render.py --check    # say which of them are not up to date, and exit with 1
 
-Prose is written on the pages themselves. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` stands what
+Prose is written on the pages themselves. Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` is written what
 ``SECTIONS`` says of NAME: the command, the conditions and the tables of one or several results. A new figure is a
 result (``--json benchmark/results/BENCHMARK/NAME.json``), a line in ``SECTIONS``, and these two comments on
 docs/benchmarks/BENCHMARK.md; a plot is a line in ``PLOTS``.
@@ -30,8 +30,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 DATA = "../../benchmark/results"
-#: With more of them the first one is shown.
-MOST_COMMANDS = 1
 Load = Callable[[str], output.Result]
 Draw = Callable[[list[output.Result], Path], None]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
@@ -113,10 +111,8 @@ SECTIONS = {
     "predictions": Section((), lambda results: peak_memory.predictions()),
     "triton-servers": Section(TRITON_SERVERS, triton_server.in_short),
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
-    "overhead-servers": Section(
-        under("overhead", "servers-h200", "servers-4xh200"), lambda results: overhead.server_tables(*results)
-    ),
-    "overhead-host": Section(HOSTS, lambda results: overhead.host_tables(*results)),
+    "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),
+    "overhead-host": Section(HOSTS, overhead.host_tables),
     "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
     "serving": Section(SERVING, serving.tables),
@@ -149,14 +145,14 @@ PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """What stands on the page between the comments.
+    """What the page has between the comments.
 
     :param load: gives a result by its name.
     :raises KeyError: no section has this name.
     """
-    names, tables, stated = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
-    if stated is not None:
-        return f"{stated(load)}\n"
+    names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
+    if headlines_of is not None:
+        return f"{headlines_of(load)}\n"
     results = [load(result) for result in names]
     if not results:
         return f"\n{tables(results)}\n"
@@ -165,14 +161,13 @@ def section(name: str, load: Load = output.load) -> str:
         commands.setdefault(result["command"], []).append(result["conditions"]["engine"])
     several = len({result["conditions"]["engine"] for result in results}) > 1
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
-    if len(lines) > MOST_COMMANDS:
-        lines = [lines[0], f"# and {len(lines) - 1} like it"]
+    lines[1:] = [f"# and {len(lines) - 1} like it"] if len(lines) > 1 else []
     typed = [" (typed in)" if result.get("transcribed") else "" for result in results]
     folder, data = names[0].split("/")[0], SECTIONS[name].data
     if len(names) > 2:
         files = f"[{folder}]({data}/{folder}){max(typed)}"
     else:
-        links = (f"[{each.split('/')[1]}.json]({data}/{each}.json)" for each in names)
+        links = (f"[{result.split('/')[1]}.json]({data}/{result}.json)" for result in names)
         files = ", ".join(map("".join, zip(links, typed, strict=True)))
     console = "\n".join(("```console", *lines, "```\n\n")) if lines else ""
     return f"\n{console}{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
@@ -181,8 +176,8 @@ def section(name: str, load: Load = output.load) -> str:
 def command_lines(command: str, releases: list[str]) -> str:
     """The command as it is typed, and in a comment the releases on which it was run."""
     lines = textwrap.wrap(command, 112, break_long_words=False, break_on_hyphens=False, subsequent_indent="    ")
-    said = f"  # {', '.join(dict.fromkeys(releases))}" if releases else ""
-    return "$ " + " \\\n".join(lines) + said
+    comment = f"  # {', '.join(dict.fromkeys(releases))}" if releases else ""
+    return "$ " + " \\\n".join(lines) + comment
 
 
 def conditions(results: list[output.Result]) -> str:
@@ -202,15 +197,15 @@ def pages() -> list[Path]:
 def page(text: str, load: Load = output.load) -> str:
     """A page with every marked place written anew."""
 
-    def marked(match: re.Match[str]) -> str:
+    def write_section(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
             raise SystemExit(f"render.py: figures: {match[1]}: unknown; known: {', '.join(SECTIONS)}")
         return f"{match[1]} -->\n{section(match[1], load)}"
 
-    return MARKED.sub(marked, text)
+    return MARKED.sub(write_section, text)
 
 
-def drawn(image: str, load: Load = output.load) -> str:
+def draw(image: str, load: Load = output.load) -> str:
     """A plot, as SVG."""
     names, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
@@ -218,10 +213,9 @@ def drawn(image: str, load: Load = output.load) -> str:
         return (Path(scratch) / image).read_text(encoding="utf-8")
 
 
-def drawn_by(image: str) -> str:
+def matplotlib_release(image: str) -> str:
     """Which release of matplotlib drew an SVG: another one draws the same figure otherwise."""
-    found = re.search(r"Matplotlib v[\d.]+", image)
-    return found[0] if found else ""
+    return "".join(re.findall(r"Matplotlib v[\d.]+", image)[:1])
 
 
 def nudged(make: Callable[[Load], str]) -> Callable[[], Iterator[str]]:
@@ -234,22 +228,22 @@ def outdated(*, redraw: bool = False) -> dict[Path, str]:
 
     :param redraw: with the plots that another release of matplotlib drew; they cannot be compared.
     """
-    found = {}
+    stale = {}
     for path in pages():
         before = path.read_text(encoding="utf-8")
         now = page(before)
         if before != now and not same.same(before, now, nudged(lambda load, before=before: page(before, load))):
-            found[path] = now
+            stale[path] = now
     for image in PLOTS:
-        path, now = IMAGES / image, drawn(image)
+        path, now = IMAGES / image, draw(image)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        if before and drawn_by(before) != drawn_by(now):
-            stale = redraw
+        if before and matplotlib_release(before) != matplotlib_release(now):
+            is_stale = redraw
         else:
-            stale = before != now and not same.same(before, now, nudged(lambda load, image=image: drawn(image, load)))
-        if stale:
-            found[path] = now
-    return found
+            is_stale = before != now and not same.same(before, now, nudged(lambda load, image=image: draw(image, load)))
+        if is_stale:
+            stale[path] = now
+    return stale
 
 
 def main() -> int:

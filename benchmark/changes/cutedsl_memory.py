@@ -28,6 +28,10 @@ import torch
 from common import output
 from common.shapes import MODELS, NVFP4_MODELS, Layout, Model
 
+SCALES = (
+    *("w13_input_scale_quant", "w2_input_scale_quant", "w13_weight_scale_2", "w2_weight_scale_2"),
+    *("g1_alphas", "g2_alphas"),
+)
 LAYOUTS = (
     *(Layout(tp=tp) for tp in (4, 8)),
     *(Layout(tp=tp, ep=ep, dp=4) for tp in (4, 8) for ep in (1, tp)),
@@ -113,17 +117,7 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
         moe_ep_rank=0,
         moe_runner_config=SimpleNamespace(params_dtype=torch.bfloat16),
         w13_weight=torch.empty(0, device="meta"),
-        **dict.fromkeys(
-            (
-                "w13_input_scale_quant",
-                "w2_input_scale_quant",
-                "w13_weight_scale_2",
-                "w2_weight_scale_2",
-                "g1_alphas",
-                "g2_alphas",
-            ),
-            scale,
-        ),
+        **dict.fromkeys(SCALES, scale),
     )
     saved = engine.get_global_server_args
     engine.get_global_server_args = lambda: server
@@ -153,7 +147,7 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
         "model": name,
         **asdict(layout),
         "moe_layers": model.moe_layers,
-        **{which: asdict(each) | {"total": each.total} for which, each in buffers.items()},
+        **{which: asdict(sizes) | {"total": sizes.total} for which, sizes in buffers.items()},
     }
 
 
@@ -178,19 +172,10 @@ def tables(result: output.Result, tps: Collection[int] = ()) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"models": ["qwen3-235b"]})
-    parser.add_argument(
-        "--tokens", type=int, default=16384, help="the most that one forward brings on one data-parallel rank"
-    )
-    parser.add_argument(
-        "--chunked-prefill-size",
-        type=int,
-        default=16384,
-        help="the stock engine's, as given or chosen for the GPU (16384 on a B200); off: -1",
-    )
-    parser.add_argument("--cuda-graph-max-bs", type=int, default=512, help="the stock engine's (512 on a B200)")
-    parser.add_argument(
-        "--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), help="comma-separated (%(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=16384, help="most of one forward on one data-parallel rank")
+    parser.add_argument("--chunked-prefill-size", type=int, default=16384, help="stock's (16384 on a B200); off: -1")
+    parser.add_argument("--cuda-graph-max-bs", type=int, default=512, help="stock's (512 on a B200)")
+    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
     options = output.parse(parser)
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")

@@ -78,36 +78,16 @@ def count(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, seed
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for ep in eps:
-        buffer_rows = ep * BUFFER_PER_RANK
-        limit = ep * limit_batch
+        buffer_rows, limit = ep * BUFFER_PER_RANK, ep * limit_batch
         for routing in ROUTINGS:
             for batch in batches:
                 bound = rows_bound.max_received_rows(batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows)
                 received = received_on_busiest_rank(ep, batch, routing, generator)
                 assert bound is not None
                 assert received <= bound
-                cases.append(
-                    Case(
-                        ep,
-                        batch,
-                        routing,
-                        received,
-                        stock=buffer_rows,
-                        limit=min(limit, buffer_rows),
-                        bound=rows_bound.decide_rows(bound, 0, buffer_rows, recv_bound=True).rows,
-                    )
-                )
+                given = rows_bound.decide_rows(bound, 0, buffer_rows, recv_bound=True).rows
+                cases.append(Case(ep, batch, routing, received, buffer_rows, min(limit, buffer_rows), given))
     return cases
-
-
-def measure(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int) -> dict[str, Any]:
-    return {
-        "experts": EXPERTS,
-        "top_k": TOP_K,
-        "buffer_rows_per_rank": BUFFER_PER_RANK,
-        "limit_batch": limit_batch,
-        "cases": [asdict(case) for case in count(eps, batches, limit_batch)],
-    }
 
 
 def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
@@ -116,17 +96,17 @@ def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int
     :param eps: those to show; all unless given.
     :param batches: the same of the tokens of a rank.
     """
-    found = result["figures"]
+    figures = result["figures"]
     rows = []
-    for c in (Case(**case) for case in found["cases"]):
+    for c in (Case(**case) for case in figures["cases"]):
         if (eps and c.ep not in eps) or (batches and c.batch not in batches):
             continue
         limit = f"**{c.limit:,}, loses {c.lost:,}**" if c.lost else f"{c.limit:,}"
         rows.append((str(c.ep), f"{c.batch:,}", c.routing, f"{c.received:,}", f"{c.stock:,}", limit, f"{c.bound:,}"))
     return (
-        f"Rows given to the kernel; {found['experts']} experts, top-{found['top_k']}, "
-        f"{found['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for {found['limit_batch']} tokens on "
-        "each rank.\n\n" + output.table(("EP", "tokens per rank", "routing", "received", *MODES), rows, left=3)
+        f"Rows given to the kernel; {figures['experts']} experts, top-{figures['top_k']}, "
+        f"{figures['buffer_rows_per_rank']:,} buffer rows for each rank; the limit for {figures['limit_batch']} tokens "
+        "on each rank.\n\n" + output.table(("EP", "tokens per rank", "routing", "received", *MODES), rows, left=3)
     )
 
 
@@ -191,23 +171,23 @@ def time_kernel(rows: tuple[int, ...], model: Model = MODEL) -> dict[str, Any]:
 
 
 def kernel_tables(result: output.Result) -> str:
-    found = result["figures"]
+    figures = result["figures"]
     rows = [
-        (f"{rows:,}", f"{ms:.3f}", f"{ms / found['milliseconds'][0]:.1f}x")
-        for rows, ms in zip(found["rows"], found["milliseconds"], strict=True)
+        (f"{rows:,}", f"{ms:.3f}", f"{ms / figures['milliseconds'][0]:.1f}x")
+        for rows, ms in zip(figures["rows"], figures["milliseconds"], strict=True)
     ]
     return (
-        f"{found['what']} ({result['conditions']['gpu']}; {found['experts']} local experts, hidden {found['hidden']}, "
-        f"intermediate {found['intermediate']}, top-{found['top_k']}).\n\n"
+        f"{figures['what']} ({result['conditions']['gpu']}; {figures['experts']} local experts, "
+        f"hidden {figures['hidden']}, intermediate {figures['intermediate']}, top-{figures['top_k']}).\n\n"
         + output.table(("input rows", "ms", "against the fewest rows"), rows, left=0)
     )
 
 
 def kernel_plot(result: output.Result, path: Path) -> None:
     pyplot = output.pyplot()
-    found = result["figures"]
+    figures = result["figures"]
     figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    axis.plot(found["rows"], found["milliseconds"], marker="o")
+    axis.plot(figures["rows"], figures["milliseconds"], marker="o")
     title = f"Triton fused MoE, {result['conditions']['gpu']}"
     axis.set(xscale="log", yscale="log", xlabel="input rows", ylabel="ms", title=title)
     axis.text(0.02, 0.95, "illustration: not AITER, not AMD", transform=axis.transAxes, fontsize=8, va="top")
@@ -230,7 +210,9 @@ def main() -> None:
         result = output.result("mori_kernel", time_kernel(options.kernel_rows))
         output.finish(options, result, kernel_tables(result), kernel_plot)
         return
-    result = output.result("mori_rows", measure(options.eps, options.batches, options.limit_batch))
+    cases = [asdict(case) for case in count(options.eps, options.batches, options.limit_batch)]
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK}
+    result = output.result("mori_rows", {**sizes, "limit_batch": options.limit_batch, "cases": cases})
     output.finish(options, result, tables(result), plot)
 
 

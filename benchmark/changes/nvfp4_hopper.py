@@ -19,7 +19,6 @@ engine's rolling back fails alike.
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     other = weights.write_checkpoint(work / "other", served, 1, "cuda")  # an update reads files
     plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
     prompts = [servers.prompt(tokens, seed) for seed, tokens in enumerate((24, 600, options.tokens))]
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
 
     def ask(server: Any) -> list[dict[str, Any]]:
@@ -113,12 +112,12 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         for kind in (name, f"{name}, updated"):
             pairs = zip(answers[kind.replace(name, "stock", 1)], answers[kind], strict=False)
             one["differs" if kind == name else "differs_updated"] = [difference(a, b) for a, b in pairs]
-        found[name] = one
+        figures[name] = one
         print(name, json.dumps({k: v for k, v in one.items() if k != "answers"}), flush=True)
     return {
-        "servers": found,
+        "servers": figures,
         "predicted": dead_scales(rank, options.moe_layers),
-        "measured": found["stock"]["before"] - found["patched"]["before"],
+        "measured": figures["stock"]["before"] - figures["patched"]["before"],
     }
 
 
@@ -133,18 +132,14 @@ def tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = [
         (
-            name,
-            f"{one['before'] / MB:,.1f}",
-            worst(one["again"]),
-            worst(one["differs"]),
-            one["update"],
-            worst(one["differs_updated"]),
+            *(name, f"{one['before'] / MB:,.1f}", worst(one["again"]), worst(one["differs"])),
+            *(one["update"], worst(one["differs_updated"])),
         )
         for name, one in figures["servers"].items()
     ]
     header = ("server", "allocated, MB", "asked again, differs by", "from stock by")
-    said = output.table((*header, "weight update", "then from stock by"), rows)
-    return f"{said}\n\nGiven up: {figures['measured'] / MB:,.1f} MB (predicted: {figures['predicted'] / MB:,.1f} MB)."
+    table = output.table((*header, "weight update", "then from stock by"), rows)
+    return f"{table}\n\nGiven up: {figures['measured'] / MB:,.1f} MB (predicted: {figures['predicted'] / MB:,.1f} MB)."
 
 
 def main() -> None:
@@ -161,13 +156,9 @@ def main() -> None:
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
     machine.require_gpu("nvfp4_hopper")
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder) / "run"
-        try:
-            found = measure(options, work)
-        finally:
-            output.keep_logs(options, work)
-    result = output.result("nvfp4_hopper", found)
+    with output.work_folder(options) as work:
+        figures = measure(options, work)
+    result = output.result("nvfp4_hopper", figures)
     output.finish(options, result, tables(result))
 
 

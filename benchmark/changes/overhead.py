@@ -22,9 +22,8 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ ASKED = (*servers.SERVERS, timing.CONTROL)
 # --- Servers ---------------------------------------------------------------------------------------------------------
 
 
-def in_turn(asked: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, timing.Ratio]:
+def compare_in_turn(asked: dict[str, Any], prompt: list[int], new_tokens: int, rounds: int) -> dict[str, timing.Ratio]:
     """Seconds for each new token, server by server against stock; the first round warms them."""
 
     def seconds(server: Any) -> float:
@@ -65,37 +64,38 @@ def compare_servers(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         for name in ASKED:
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
-    found: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens", "modes")}
+    figures: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens", "modes")}
     with servers.running(setups, at_once=True) as running:
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
         # Prompts that fit a captured size, that are padded to one, and that are too long for all.
         lengths = (7, GRAPH_TOKENS[0], GRAPH_TOKENS[1] - 3, GRAPH_TOKENS[2], GRAPH_TOKENS[2] + 50)
+        # Without log-probabilities too: the engine replays no piecewise graph for requests that want them.
         questions = [(length, logprobs) for length in lengths for logprobs in (True, False)]
-        found["questions"], found["differing"] = len(questions) * len(options.modes), []
-        answers: dict[str, list[Any]] = {}
-        for name, server in running.items():
-            # Without log-probabilities: the engine replays no piecewise graph for requests that want them.
-            answers[name] = [
+        answers = {
+            name: [
                 servers.generate(server, servers.prompt(length, 0), 24, logprobs=logprobs)
                 for length, logprobs in questions
             ]
-        for mode in options.modes:
+            for name, server in running.items()
+        }
+        figures["questions"] = len(questions) * len(options.modes)
+        figures["differing"] = [
+            (mode, *question)
+            for mode in options.modes
             for question, stock, patched in zip(
                 questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
-            ):
-                if not servers.same(stock, patched):
-                    found["differing"].append((mode, *question))
+            )
+            if not servers.same(stock, patched)
+        ]
         first, last = (answers[f"stock-{mode}"] for mode in (options.modes[0], options.modes[-1]))
-        found["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
-        found["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
-        if found["differing"]:
-            return found
-        for mode in options.modes:
+        figures["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
+        figures["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
+        for mode in options.modes if not figures["differing"] else ():
             asked = {name: running[f"{name}-{mode}"] for name in ASKED}
-            found[f"decode-{mode}"] = in_turn(asked, servers.prompt(8, 1), options.steps, options.rounds)
-            found[f"prefill-{mode}"] = in_turn(asked, servers.prompt(options.tokens, 1), 1, options.rounds)
-            print(mode, found[f"decode-{mode}"], found[f"prefill-{mode}"], flush=True)
-    return found
+            figures[f"decode-{mode}"] = compare_in_turn(asked, servers.prompt(8, 1), options.steps, options.rounds)
+            figures[f"prefill-{mode}"] = compare_in_turn(asked, servers.prompt(options.tokens, 1), 1, options.rounds)
+            print(mode, figures[f"decode-{mode}"], figures[f"prefill-{mode}"], flush=True)
+    return figures
 
 
 def replayed(log: str) -> dict[str, bool]:
@@ -104,30 +104,30 @@ def replayed(log: str) -> dict[str, bool]:
     return {kind: any(f"{kind.capitalize()} batch" in line for line in lines) for kind in ("prefill", "decode")}
 
 
-def server_tables(*results: output.Result) -> str:
+def server_tables(results: Sequence[output.Result]) -> str:
     """A row for each kind of step: milliseconds of stock, and how fast each other server is beside it."""
     rows: list[list[str]] = []
-    answers: dict[str, list[str]] = {}
+    models: dict[str, list[str]] = {}
     for result in results:
-        found = result["figures"]
-        modes = found["modes"]
-        for what, unit in (("decode", "a step"), ("prefill", f"{found['tokens']:,} tokens")):
+        figures = result["figures"]
+        modes = figures["modes"]
+        for what, unit in (("decode", "a step"), ("prefill", f"{figures['tokens']:,} tokens")):
             for mode in modes:
-                if not (against := found.get(f"{what}-{mode}")):
+                if not (against := figures.get(f"{what}-{mode}")):
                     continue
-                row = [f"TP={found['tp']}, {what}, {mode}, {unit}", f"{against['patched']['stock'] * 1e3:.3f}"]
-                for r in (against.get(name) for name in ASKED[1:]):
-                    spread = "" if not r or r["lowest"] is None else f" ({r['lowest']:.3f}-{r['highest']:.3f})"
-                    row.append(f"{r['ratio']:.3f}{spread}" if r else "")
+                row = [f"TP={figures['tp']}, {what}, {mode}, {unit}", f"{against['patched']['stock'] * 1e3:.3f}"]
+                for r in (against[name] for name in ASKED[1:]):
+                    spread = "" if r["lowest"] is None else f" ({r['lowest']:.3f}-{r['highest']:.3f})"
+                    row.append(f"{r['ratio']:.3f}{spread}")
                 rows.append(row)
-        equal = found["questions"] - len(found["differing"])
-        said = (
-            f"answers equal to stock's {equal} of {found['questions']} ({' and '.join(modes)}); stock's own in "
-            f"{modes[0]} and {modes[-1]} mode {found['modes_alike']} of {found['questions'] // len(modes)}.\n"
+        equal = figures["questions"] - len(figures["differing"])
+        answers = (
+            f"answers equal to stock's {equal} of {figures['questions']} ({' and '.join(modes)}); stock's own in "
+            f"{modes[0]} and {modes[-1]} mode {figures['modes_alike']} of {figures['questions'] // len(modes)}.\n"
         )
-        answers.setdefault(said, []).append(f"{found['model']} widths, TP={found['tp']}")
+        models.setdefault(answers, []).append(f"{figures['model']} widths, TP={figures['tp']}")
     header = ("one request at a time", "stock, ms", "speed of patched (range)", "of stock again (range)")
-    alike = "".join(f"{'; '.join(servers)}: {said}" for said, servers in answers.items())
+    alike = "".join(f"{'; '.join(names)}: {answers}" for answers, names in models.items())
     return f"{alike}\n{output.table(header, rows)}"
 
 
@@ -158,7 +158,7 @@ def trtllm_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
     install(patches)
     model = engine.load(folder)
     patches.undo()
-    (positional, keywords), *_ = recorded(engine, runner, takers.TRTLLM_RUNNER, [model])
+    (positional, keywords), *_ = record_calls(engine, runner, takers.TRTLLM_RUNNER, [model])
     quantized = runner.quantize_hidden_states_fp4(positional[0].hidden_states, positional[1].w13_input_scale_quant)
     around.replace(runner, "quantize_hidden_states_fp4", lambda *args, **kwargs: quantized)
     around.replace(flashinfer.fused_moe, "trtllm_fp4_block_scale_routed_moe", lambda **kwargs: [kwargs["output"]])
@@ -185,7 +185,7 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
         install(patches)
         patched = engine.load(folder)
         patches.undo()
-        calls = dict(zip(servers.SERVERS, recorded(engine, fused_moe, sequence, [stock, patched]), strict=True))
+        calls = dict(zip(servers.SERVERS, record_calls(engine, fused_moe, sequence, [stock, patched]), strict=True))
     for name in ("invoke_fused_moe_kernel", "silu_and_mul", "moe_sum_reduce", "moe_sum_reduce_torch_compile"):
         if not hasattr(fused_moe, name):
             setattr(fused_moe, name, None)
@@ -198,7 +198,10 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
     return Skeleton(patched.model.layers[1], run, calls["stock"][0][0])
 
 
-def recorded(engine: Any, module: Any, function: str, models: list[Any]) -> list[Any]:
+SKELETONS = {"flashinfer_trtllm_routed": trtllm_skeleton, "triton": triton_skeleton}
+
+
+def record_calls(engine: Any, module: Any, function: str, models: list[Any]) -> list[Any]:
     """Arguments of a function of the engine's in one decode step of each model."""
     calls: list[Any] = []
 
@@ -211,12 +214,12 @@ def recorded(engine: Any, module: Any, function: str, models: list[Any]) -> list
 
     around = Patcher()
     around.wrap(module, function, recording)
-    found = []
+    last_calls = []
     for model in models:
         engine.generate(model, [[5, 6, 7, 8]], 1)
-        found.append(calls[-1])
+        last_calls.append(calls[-1])
     around.undo()
-    return found
+    return last_calls
 
 
 def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             one(patcher)
 
     patches, around = Patcher(), Patcher()
-    skeleton = (triton_skeleton if options.runner == "triton" else trtllm_skeleton)(engine, folder, install, around)
+    skeleton = SKELETONS[options.runner](engine, folder, install, around)
     server = servers.SERVERS[0]
 
     def forward(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
@@ -270,8 +273,8 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     hidden_states = torch.empty_like(skeleton.hidden_states)
     residual = torch.empty_like(hidden_states)
 
-    def layers(name: str) -> float:
-        """Microseconds of one layer's skeleton."""
+    def layer_us(name: str) -> float:
+        """Microseconds of processor time of one layer's skeleton."""
         nonlocal server
         server = "patched" if name == "patched" else "stock"
         if name == "patched":
@@ -279,8 +282,8 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             patches.wrap(DeepseekV2DecoderLayer, "forward", offering)
         try:
             for _ in range(20):
-                given = skeleton.layer.forward(None, hidden_states, None, residual)
-            reused = given.data_ptr() == hidden_states.data_ptr()
+                result = skeleton.layer.forward(None, hidden_states, None, residual)
+            reused = result.data_ptr() == hidden_states.data_ptr()
             if reused != (name == "patched"):
                 raise SystemExit(f"overhead: {name} {'used' if reused else 'did not use'} the layer's input")
             begin = time.thread_time()  # processor time: other programs' turns do not count
@@ -290,7 +293,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         finally:
             patches.undo()
 
-    samples = timing.in_turn({name: partial(layers, name) for name in ASKED}, options.rounds, warm_up=0)
+    samples = timing.in_turn({name: partial(layer_us, name) for name in ASKED}, options.rounds, warm_up=0)
     around.undo()
 
     def added(name: str) -> dict[str, Any]:
@@ -308,19 +311,16 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
 
 
-def host_tables(*results: output.Result) -> str:
+def host_tables(results: Sequence[output.Result]) -> str:
     rows = []
     for result in results:
-        found = result["figures"]
-        low, high = found["quartiles"]
+        figures = result["figures"]
+        low, high = figures["quartiles"]
         rows.append(
             (
-                result["conditions"]["machine"],
-                found["runner"],
-                f"{found['stock_us']:.1f}",
-                f"{found['added_us']:+.1f}",
-                f"{low:.1f} .. {high:.1f} ({found['rounds']})",
-                f"{found['control']['added_us']:+.1f}",
+                *(result["conditions"]["machine"], figures["runner"], f"{figures['stock_us']:.1f}"),
+                *(f"{figures['added_us']:+.1f}", f"{low:.1f} .. {high:.1f} ({figures['rounds']})"),
+                f"{figures['control']['added_us']:+.1f}",
             )
         )
     header = ("microseconds of host time per MoE layer", "runner", "stock", "added", "quartiles (rounds)")
@@ -331,13 +331,9 @@ def main() -> int:
     parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
     parser.add_argument("what", choices=["servers", "host"])
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
-    parser.add_argument(
-        "--runner", choices=["flashinfer_trtllm_routed", "triton"], default="flashinfer_trtllm_routed", help="(host)"
-    )
+    parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed", help="(host)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument(
-        "--modes", type=output.choice_of(MODES), default=list(MODES), help=f"of {','.join(MODES)} (servers)"
-    )
+    parser.add_argument("--modes", type=output.choice_of(MODES), default=list(MODES), help=", ".join(MODES))
     parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")
@@ -345,16 +341,12 @@ def main() -> int:
     options = output.parse(parser)
     if options.what == "servers":
         machine.require_gpu("overhead.py servers", "`overhead.py host` runs on any machine")
-    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        work = Path(folder) / "work"
-        try:
-            found = (compare_servers if options.what == "servers" else host_time)(options, work)
-        finally:
-            output.keep_logs(options, work)
-    result = output.result("overhead", found)
-    output.finish(options, result, (server_tables if options.what == "servers" else host_tables)(result))
-    if found.get("differing"):
-        print(f"overhead.py: answers differ: {found['differing']}: no figures", file=sys.stderr)
+    with output.work_folder(options) as work:
+        figures = (compare_servers if options.what == "servers" else host_time)(options, work)
+    result = output.result("overhead", figures)
+    output.finish(options, result, (server_tables if options.what == "servers" else host_tables)([result]))
+    if figures.get("differing"):
+        print(f"overhead.py: answers differ: {figures['differing']}: no figures", file=sys.stderr)
         return 1
     return 0
 

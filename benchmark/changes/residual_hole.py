@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from common import output, plugins
@@ -47,8 +46,8 @@ def switching_off(folder: Path) -> str:
 def tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = [
-        (name, f"{facts['differing']} of {figures['questions']}", str(facts.get("correct", "")))
-        for name, facts in figures["servers"].items()
+        (name, f"{one['differing']} of {figures['questions']}", str(one.get("correct", "")))
+        for name, one in figures["servers"].items()
     ]
     return output.table(("server", "answers that differ from those without the engine's buffer", "correct"), rows)
 
@@ -62,14 +61,12 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("server_args", nargs="*", help="after `--`: further arguments of the server")
     options = output.parse(parser)
-    asked = regress.Evaluation(
+    evaluation = regress.Evaluation(
         options.data_path, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
-        model = options.model
-        if model is None:
-            model = work / "model"
+    with output.work_folder(options) as work:
+        model = options.model or work / "model"
+        if options.model is None:
             make_model(model, ModelSpec(dense_layers=0))
         arguments = environment.server_arguments(["--model-path", str(model), *BACKEND, *options.server_args])
         runs: dict[str, Run] = {}
@@ -80,11 +77,9 @@ def main() -> None:
         }.items():
             print(f"{name}: starting", flush=True)
             with Server(name, arguments, {**os.environ, **variables}, work / f"{name}.log", timeout=600) as server:
-                both = regress.evaluate_urls({"stock": server.url}, dict(os.environ), asked)
-            runs[name] = both[0]
-        output.keep_logs(options, work)
+                (runs[name],) = regress.evaluate_urls({"stock": server.url}, dict(os.environ), evaluation)
     wanted = [answer.tokens for answer in runs["without"].answers]
-    found = {
+    servers = {
         name: {
             "correct": run.correct,
             "differing": sum(a.tokens != b for a, b in zip(run.answers, wanted, strict=True)),
@@ -92,9 +87,9 @@ def main() -> None:
         }
         for name, run in runs.items()
     }
-    result = output.result("residual_hole", {"questions": len(wanted), "servers": found})
+    result = output.result("residual_hole", {"questions": len(wanted), "servers": servers})
     output.finish(options, result, tables(result))
-    sys.exit(1 if found["patched"]["differing"] else 0)
+    sys.exit(1 if servers["patched"]["differing"] else 0)
 
 
 if __name__ == "__main__":

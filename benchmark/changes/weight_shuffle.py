@@ -6,8 +6,7 @@
     python benchmark changes/weight_shuffle --check  # no GPU needed
 
 Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
-warm; "of copy bandwidth" is every byte of the layer read once and written once over that time, relative to a plain
-device-to-device copy measured in the same run. "whole step" is the engine's
+warm; copy bandwidth is that of a plain device-to-device copy in the same run. "whole step" is the engine's
 align_fp4_moe_weights_for_flashinfer_trtllm, which calls the function and copies its results into the parameters.
 """
 
@@ -29,13 +28,15 @@ from typing import Any
 import torch
 from common import machine, output, timing
 from common.shapes import MODELS, NVFP4_MODELS, Layout
-from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle
+from sglang_moe_patches.changes.nvfp4_weights import shuffle
 
 SHARDS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8), "ep8": Layout(tp=8, ep=8)}
 
 
 @dataclass(frozen=True)
 class Case:
+    """A model's layer on one rank."""
+
     model: str
     shard: str
     experts: int
@@ -73,9 +74,7 @@ def random_layer(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, 
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The engine
-# --------------------------------------------------------------------------------------------------------------------
+# --- The engine ------------------------------------------------------------------------------------------------------
 
 
 def interleave_formula(scales: torch.Tensor) -> torch.Tensor:
@@ -127,9 +126,7 @@ def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
     return layer
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Measuring
-# --------------------------------------------------------------------------------------------------------------------
+# --- Measuring -------------------------------------------------------------------------------------------------------
 
 
 def same_bytes(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
@@ -154,10 +151,10 @@ def check(case: Case, engine: Engine, device: str) -> None:
         sys.exit(f"{case.model} {case.shard}: the comparison does not see two swapped rows")
 
 
-def measure(case: Case, engine: Engine, bandwidth: float, repeats: int) -> dict[str, Any]:
-    """Times, memory and allocations of both on one case. The compilation of our kernels comes first, timed."""
+def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
+    """Time and memory of both on one case; before that, the time that our kernels take to compile."""
     layer = random_layer(case, "cuda")
-    shuffle.shuffle_plan(case.hidden, case.intermediate, True)
+    shuffle.row_permutations(case.hidden, case.intermediate, True)
 
     def ours() -> Any:
         return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
@@ -181,18 +178,10 @@ def measure(case: Case, engine: Engine, bandwidth: float, repeats: int) -> dict[
         "engine": (engines, lambda: engine.whole_step(module, engine.prepare), max(3, repeats // 5)),
     }
     for name, (function, whole, times) in steps.items():
-        ms = timing.median_ms(function, times)
-        peak, allocations = timing.memory_of(function)
-        whole_peak, whole_allocations = timing.memory_of(whole)
         row[name] = {
-            "ms": ms,
-            "wall_ms": timing.median_wall_ms(function, times),
-            "of_copy_bandwidth": 2 * case.layer_bytes / (ms / 1e3) / bandwidth,
-            "peak_bytes": peak,
-            "allocations": allocations,
-            "whole_ms": timing.median_ms(whole, times),
-            "whole_peak_bytes": whole_peak,
-            "whole_allocations": whole_allocations,
+            "ms": timing.median_ms(function, times),
+            "peak_bytes": timing.peak_bytes(function),
+            "whole_peak_bytes": timing.peak_bytes(whole),
         }
         torch.cuda.empty_cache()
     row["speedup"] = row["engine"]["ms"] / row["ours"]["ms"]
@@ -224,10 +213,9 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
 
 def tune(case: Case, bandwidth: float, repeats: int) -> None:
     """Try launch parameters of the row kernel on each tensor of a layer, and show which one is used."""
-    whole = shuffle.shuffle_plan(case.hidden, case.intermediate, True)
-    assert whole is not None
-    plan = whole.permutations
-    w13, w2, s13, s2 = random_layer(case, "cuda")
+    plan = shuffle.row_permutations(case.hidden, case.intermediate, True)
+    assert plan is not None
+    w13, w2, s13, _ = random_layer(case, "cuda")
     for name, tensor, permutation in (("w13", w13, plan[0]), ("w13 scales", s13, plan[1]), ("w2", w2, plan[2])):
         matrices = tensor.view(torch.uint8)
         index = permutation.kernel_index.to("cuda", torch.int32)
@@ -250,48 +238,36 @@ def tune(case: Case, bandwidth: float, repeats: int) -> None:
                 part = 2 * matrices.nbytes / (ms / 1e3) / bandwidth
                 mark = "  <- used" if config == used else ""
                 print(f"  strip {strip:3d} B, {warps:2d} warps: {ms:.3f} ms, {part:.0%} of copy bandwidth{mark}")
-    for name, tensor, tile in (("w13 scales", s13, None), ("w2 scales", s2, plan[3].tile)):
-        scales = tensor.view(torch.uint8)
-        index = None if tile is None else tile.to("cuda", torch.int32)
-        used_warps = shuffle.interleave_warps(scales.shape[2])
-        for warps in (1, 2, 4, 8, 16, 32):
-            ms = timing.median_ms(lambda: shuffle.interleave_tiles_triton(scales, index, warps), repeats)  # noqa: B023
-            part = 2 * scales.nbytes / (ms / 1e3) / bandwidth
-            mark = "  <- used" if warps == used_warps else ""
-            print(f"{case.model} {case.shard} {name}, interleave, {warps:2d} warps: {ms:.3f} ms, {part:.0%}{mark}")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Showing
-# --------------------------------------------------------------------------------------------------------------------
+# --- Showing ---------------------------------------------------------------------------------------------------------
 
 
 def tables(result: output.Result, shards: Collection[str] = tuple(SHARDS)) -> str:
-    found = result["figures"]
+    figures = result["figures"]
     rows = []
-    for row in (case for case in found["cases"] if case["shard"] in shards):
+    for row in (case for case in figures["cases"] if case["shard"] in shards):
         theirs, mine = row["engine"], row["ours"]
         times = (f"{theirs['ms']:.1f}", f"{mine['ms']:.2f} ({row['speedup']:.1f}x)")
         peaks = (f"{theirs['peak_bytes'] / 1e6:,.0f}", f"{mine['peak_bytes'] / 1e6:.2f}")
         rows.append((f"{row['model']} {row['shard']}", f"{row['layer_bytes'] / 1e9:.2f}", *times, *peaks))
     header = ("model", "layer, GB", "engine, ms", "ours, ms", "engine, MB beyond the weights", "ours, MB")
     parts = [output.table(header, rows)]
-    if pool := found["fragmentation"]:
+    if pool := figures["fragmentation"]:
         parts.append(
             f"Memory pool after {pool['layers']} layers of {pool['layer_bytes'] / 1e9:.2f} GB, reserved minus "
             f"allocated: engine {pool['engine'] / 1e6:.0f} MB, ours {pool['ours'] / 1e6:.0f} MB."
         )
     parts.append(
-        f"Copy bandwidth {found['copy_bandwidth'] / 1e12:.2f} TB/s. First call with an empty Triton cache: "
-        f"{found['first_call_s']:.2f} s.\n"
+        f"Copy bandwidth {figures['copy_bandwidth'] / 1e12:.2f} TB/s. First call with an empty Triton cache: "
+        f"{figures['first_call_s']:.2f} s.\n"
     )
     return "\n".join(parts)
 
 
 def plot(result: output.Result, path: Path) -> None:
     pyplot = output.pyplot()
-    found = result["figures"]
-    rows = found["cases"]
+    rows = result["figures"]["cases"]
     labels = [f"{row['model']} {row['shard']}" for row in rows]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.42 * len(rows) + 1.8), sharey=True)
     positions = range(len(rows))
@@ -299,7 +275,7 @@ def plot(result: output.Result, path: Path) -> None:
         at = [p + offset for p in positions]
         left.barh(at, [row[name]["ms"] for row in rows], 0.38, label=name, color=color)
         right.barh(at, [row[name]["peak_bytes"] / 1e6 for row in rows], 0.38, label=name, color=color)
-    floor = [2 * row["layer_bytes"] / found["copy_bandwidth"] * 1e3 for row in rows]
+    floor = [2 * row["layer_bytes"] / result["figures"]["copy_bandwidth"] * 1e3 for row in rows]
     left.plot(floor, positions, "k|", markersize=16, label="every byte read and written once")
     left.set_yticks(list(positions), labels)
     left.invert_yaxis()
@@ -315,12 +291,8 @@ def plot(result: output.Result, path: Path) -> None:
 def main() -> None:
     quick = {"models": ["qwen3-235b"], "shards": ["tp8"], "repeats": 5, "layers": 0}
     parser = output.parser(__doc__, quick=quick, plots=True)
-    parser.add_argument(
-        "--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), help="comma-separated (%(default)s)"
-    )
-    parser.add_argument(
-        "--shards", type=output.choice_of(SHARDS), default=list(SHARDS), help="comma-separated; default: all"
-    )
+    parser.add_argument("--models", type=output.choice_of(MODELS), default=list(NVFP4_MODELS), metavar="NAME,...")
+    parser.add_argument("--shards", type=output.choice_of(SHARDS), default=list(SHARDS), metavar="SHARD,...")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
     parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
     parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")
@@ -354,17 +326,17 @@ def main() -> None:
         engine = Engine(on_cpu=False)
         rows = []
         for case in asked:
-            rows.append(measure(case, engine, bandwidth, options.repeats))
+            rows.append(measure(case, engine, options.repeats))
             ours, theirs = rows[-1]["ours"]["ms"], rows[-1]["engine"]["ms"]
             print(f"{case.model} {case.shard}: engine {theirs:.2f} ms, ours {ours:.3f} ms", flush=True)
         (pool_case,) = cases(["kimi-k2.5"], ["tp4"])
-        found = {
+        figures = {
             "copy_bandwidth": bandwidth,
             "first_call_s": rows[0]["first_call_s"],
             "cases": rows,
             "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
         }
-    result = output.result("weight_shuffle", found)
+    result = output.result("weight_shuffle", figures)
     output.finish(options, result, tables(result), plot)
 
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
-
-Answer = TypeVar("Answer")
+from collections.abc import Mapping
+from typing import Any
 
 LONGEST_S = 900.0
 """Seconds that an answer may take: a prefill of the longest context is slow."""
-
-
-def watched(work: Callable[[], Answer], watching: Callable[[], None]) -> Answer:
-    """What ``work`` returns, which may wait for a server: in a thread of its own, so that a signal is heard meanwhile.
-
-    :param watching: called about five times a second; what it raises is raised here. The server's end ends the work.
-    """
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    while wait([future], 0.2).not_done:
-        watching()
-    return future.result()
 
 
 class Unanswered(RuntimeError):
@@ -62,13 +46,11 @@ class Client:
         new_tokens: int,
         *,
         sampling: Mapping[str, Any] | None = None,
-        logprobs: bool = False,
         patience_s: float = LONGEST_S,
     ) -> str:
         """Ask for all prompts in one request.
 
         :param sampling: how the next tokens are chosen, in the engine's words; ``None``: the likeliest.
-        :param logprobs: with the log-probabilities of every prompt token.
         :param patience_s: seconds after which we go away, and the server notices.
         :returns: "", or what the server had against it.
         :raises Unanswered: no answer came.
@@ -76,10 +58,8 @@ class Client:
         import httpx
 
         chosen = {"temperature": 0.0, **(sampling or {}), "max_new_tokens": new_tokens, "ignore_eos": True}
-        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": chosen}
-        if logprobs:
-            body |= {"return_logprob": True, "logprob_start_len": 0}
         try:
+            body = {"input_ids": prompts, "sampling_params": chosen}
             answer = self._http.post("/generate", json=body, timeout=patience_s)
         except httpx.HTTPError as error:
             raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None

@@ -10,7 +10,7 @@ that a test starts.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import math
 import os
@@ -39,30 +39,20 @@ def register() -> None:
     column_slices.MIN_TENSOR_BYTES, column_slices.MAX_SLOWDOWN_FRACTION = 1, math.inf
 
 
-class Acted:
-    """How often each thing that changes count was done in this process."""
+def count_acts() -> Any:
+    """A tally of what changes do in this process from now on. What goes wrong with it must fail no test."""
+    from sglang_moe_patches.core.patch import Patcher
+    from sglang_moe_patches.lab.observers.acted import Tally
+    from sglang_moe_patches.registry import CHANGES
 
-    def __init__(self) -> None:
-        self.times: Counter[str] = Counter()
+    def attempt(step: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(Exception):
+            step(*args)
 
-    def install(self) -> None:
-        from sglang_moe_patches.core.patch import Patcher
-        from sglang_moe_patches.lab.observers.acted import owner
-        from sglang_moe_patches.registry import CHANGES
-
-        counts = {count.name: count for change in CHANGES for count in change.counts}
-        for count in counts.values():
-            if (found := owner(count)) is not None:
-                Patcher().wrap(*found, functools.partial(self._counted, count))
-
-    def _counted(self, count: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self.times[count.name] += bool(count.amount(result, *args, **kwargs))
-            return result
-
-        return counted
+    counts = {count.name: count for change in CHANGES for count in change.counts}
+    tally = Tally(counts.values(), attempt)
+    tally.install(Patcher())
+    return tally
 
 
 class Outcomes:
@@ -85,7 +75,7 @@ class Outcomes:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.errors.append(in_a_line(report.longrepr))
+            self.errors.append(one_line_error(report.longrepr))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid.split("::", 1)[-1]
@@ -97,19 +87,19 @@ class Outcomes:
             self._subtests = 0
         if report.failed or report.skipped or report.when == "call":
             worse = ("failed", "skipped", "passed")
-            outcomes = [each for each in (test["outcome"], report.outcome) if each]
+            outcomes = [outcome for outcome in (test["outcome"], report.outcome) if outcome]
             test["outcome"] = min(outcomes, key=worse.index)
         if not report.passed:
-            test["said"] = test["said"] or in_a_line(report.longrepr)
+            test["said"] = test["said"] or one_line_error(report.longrepr)
 
 
-def in_a_line(said: Any) -> str:
+def one_line_error(report: Any) -> str:
     """What pytest says of a failure, or why a test was skipped."""
-    if isinstance(said, tuple):
-        return str(said[2])[:300]
-    if (crash := getattr(said, "reprcrash", None)) is not None:
+    if isinstance(report, tuple):
+        return str(report[2])[:300]
+    if (crash := getattr(report, "reprcrash", None)) is not None:
         return str(crash.message).strip().split("\n")[0][:300]
-    lines = [line.removeprefix("E").strip() for line in str(said).splitlines() if line.strip()]
+    lines = [line.removeprefix("E").strip() for line in str(report).splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
 
 
@@ -117,29 +107,23 @@ def main(side: str, file: Path, result: Path) -> int:
     """Run the tests; what became of them is in ``result`` even if the process ends later than that."""
     import pytest
 
-    begun, outcomes, acted, statuses = time.monotonic(), Outcomes(), Acted(), {}
+    begun, outcomes, acts, statuses = time.monotonic(), Outcomes(), Counter[str](), {}
+    tally = None
     if side == "patched":
         from sglang_moe_patches import plugin
 
         register()
         statuses = {name: str(plan) for name, plan in plugin.activate().items()}
-        acted.install()
+        tally = count_acts()
     outcomes.count_subtests()
     code = pytest.main(
         ["-q", "-s", "-c", os.devnull, "-p", "no:cacheprovider", "--rootdir", str(file.parent), str(file)], [outcomes]
     )
-    result.write_text(
-        json.dumps(
-            {
-                "tests": outcomes.tests,
-                "errors": outcomes.errors,
-                "acted": dict(acted.times),
-                "changes": statuses,
-                "seconds": round(time.monotonic() - begun, 1),
-                "exit_code": int(code),
-            }
-        )
-    )
+    for act in tally.acted.acts if tally is not None else ():
+        acts[act.name] += act.times
+    record = {"tests": outcomes.tests, "errors": outcomes.errors, "acted": acts, "changes": statuses}
+    record |= {"seconds": round(time.monotonic() - begun, 1), "exit_code": int(code)}
+    result.write_text(json.dumps(record))
     return int(code)
 
 

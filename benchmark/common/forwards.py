@@ -115,13 +115,13 @@ def _time_forwards(module: Any) -> None:
             before = torch.cuda.memory_allocated()
         started = time.perf_counter()
         result = original(self, batch, *args, **kwargs)
-        made = Forward(batch.input_ids.shape[0], batch.forward_mode.is_decode(), before=before)
+        line = Forward(batch.input_ids.shape[0], batch.forward_mode.is_decode(), before=before)
         if cuda:
             torch.cuda.synchronize()
-            made.peak, made.reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()
-        made.ms = (time.perf_counter() - started) * 1e3
-        made.acted = _tally.take()
-        _write(made)
+            line.peak, line.reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()
+        line.ms = (time.perf_counter() - started) * 1e3
+        line.acted = _tally.take()
+        _write(line)
         return result
 
     module.ModelRunner.forward = forward

@@ -19,24 +19,6 @@ PEAKS = {
 }
 
 
-def peaks(result: Result) -> tuple[float, float]:
-    """MB of one forward, stock and patched."""
-    stock, patched = (result["figures"]["memory"][name]["peak_forward_bytes"] / 1e6 for name in ("stock", "patched"))
-    return stock, patched
-
-
-def shuffled(result: Result) -> dict[str, Any]:
-    """Kimi-K2.5's layer at TP=4."""
-    cases = result["figures"]["cases"]
-    return next(case for case in cases if (case["model"], case["shard"]) == ("kimi-k2.5", "tp4"))
-
-
-def buffers(result: Result) -> tuple[float, float]:
-    """GB of CuteDSL's buffers of Kimi-K2.5 at TP=4, stock and ours."""
-    row = next(r for r in result["figures"]["rows"] if (r["model"], r["tp"], r["dp"]) == ("kimi-k2.5", 4, 1))
-    return row["stock"]["total"] * row["moe_layers"] / 1e9, row["ours"]["total"] / 1e9
-
-
 def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
     rows = []
@@ -71,89 +53,80 @@ def launched(load: Load) -> str:
         "Since the first row was measured, a rehearsal also drives `min_p` and repetition penalties: the same server "
         f"has {now['tokens']:,} KV tokens now."
     )
-    return "\n" + output.table(header, rows, left=5) + f"\n{note}\n"
+    return f"\n{output.table(header, rows, left=5)}\n{note}\n"
 
 
 def second_start(load: Load) -> str:
     """What a server said at its second start, in today's words: it was measured when "the rule's" was among them."""
-    said = load("serving/kimi-k2.5-8192")["figures"]["servers"]["sized"]["said"][0].replace("the rule's ", "")
-    return f"""
-```
-sglang-moe-patches: kv-sizing: {said}
-```
-"""
+    log_line = load("serving/kimi-k2.5-8192")["figures"]["servers"]["sized"]["said"][0].replace("the rule's ", "")
+    return f"\n```\nsglang-moe-patches: kv-sizing: {log_line}\n```\n"
+
+
+def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
+    """The first row with these values."""
+    return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
 def index(load: Load) -> str:
     """A line for each page of benchmarks."""
-    kimi = peaks(load(PEAKS["Kimi-K2.5"]))
-    nvfp4 = peaks(load("peak-memory/kimi-k2.5-tp4"))
-    layer, (before, after) = shuffled(load("weight-shuffle/h200")), buffers(load("cutedsl-memory/layouts"))
-    runner = next(
-        cell
-        for cell in load("moe-workspace/h200")["figures"]["cells"]
-        if (cell["model"], cell["layout"], cell["weights"], cell["tokens"]) == ("kimi-k2.5", "tp4", "bf16", 16384)
-    )
-    server = load("triton-server/kimi-k2.5")["figures"]
-    host = [load(f"overhead/host-{name}")["figures"]["added_us"] for name in ("h200", "triton-h200")]
-    case = next(
-        c
-        for c in load("mori-rows/rows")["figures"]["cases"]
-        if (c["ep"], c["batch"], c["routing"]) == (8, 32, "skewed")
-    )
-    launch = load("launcher-cost/cpu")["figures"]["medians"]["load_plugins_ms"]
-    added = launch["patched"] - launch["stock"]
-    regress = load("regress/tiny-h200")["figures"]["rows"][0][2]
-    hole = load("residual-hole/h200")["figures"]
-    wrong = {name: f"{one['differing']} of {hole['questions']}" for name, one in hole["servers"].items()}
-    slack = load("segments/kimi-k2.5")["figures"]["servers"]
+
+    def figures(name: str) -> dict[str, Any]:
+        return load(name)["figures"]
+
+    def peaks(name: str) -> list[float]:
+        """MB of one forward, stock and patched."""
+        return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
+
+    kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")
+    layer = find(figures("moe-workspace/h200")["cells"], model="kimi-k2.5", layout="tp4", weights="bf16", tokens=16384)
+    served = [figures("serving/kimi-k2.5-8192")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
+    slack = figures("segments/kimi-k2.5")["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
-    soaked = load("soak/qwen3-30b")["figures"]["servers"]
+    soaked = figures("soak/qwen3-30b")["servers"]
     minutes, failed = soaked["patched"]["seconds"] / 60, sum(len(one["errors"]) for one in soaked.values())
-    served = [
-        load("serving/kimi-k2.5-8192")["figures"]["servers"][name]["total_throughput"] for name in ("stock", "sized")
-    ]
-    suite = load("engine-suite/h200-0.5.17")["figures"]["files"].values()
-    tests = sum(len(one["stock"]["tests"]) for one in suite)
-    rows = [
-        (
-            "moe-workspace",
+    ran = [one["stock"]["tests"] for one in figures("engine-suite/h200-0.5.17")["files"].values()]
+    shuffled = find(figures("weight-shuffle/h200")["cases"], model="kimi-k2.5", shard="tp4")
+    buffers = find(figures("cutedsl-memory/layouts")["rows"], model="kimi-k2.5", tp=4, dp=1)
+    before, after = buffers["stock"]["total"] * buffers["moe_layers"] / 1e9, buffers["ours"]["total"] / 1e6
+    case = find(figures("mori-rows/rows")["cases"], ep=8, batch=32, routing="skewed")
+    host = [figures(f"overhead/host-{name}")["added_us"] for name in ("h200", "triton-h200")]
+    launch = figures("launcher-cost/cpu")["medians"]["load_plugins_ms"]
+    hole = figures("residual-hole/h200")
+    wrong = [f"{name} {hole['servers'][name]['differing']} of {hole['questions']}" for name in ("stock", "patched")]
+    headlines = {
+        "moe-workspace": (
             "one MoE layer behind Triton",
-            f"{runner['stock_peak'] / 1e6:,.0f} -> {runner['peak'] / 1e6:,.0f} MB",
+            f"{layer['stock_peak'] / 1e6:,.0f} -> {layer['peak'] / 1e6:,.0f} MB",
         ),
-        ("triton-server", "whole servers with Triton", f"prefill at {server['patched']['time']:.3f} of stock's time"),
-        (
-            "peak-memory",
+        "triton-server": (
+            "whole servers with Triton",
+            f"prefill at {figures('triton-server/kimi-k2.5')['patched']['time']:.3f} of stock's time",
+        ),
+        "peak-memory": (
             "memory of a forward",
             f"{kimi[0]:,.0f} -> {kimi[1]:,.0f} MB; NVFP4 {nvfp4[1] - nvfp4[0]:+,.0f} MB",
         ),
-        (
-            "serving",
+        "serving": (
             "tokens per second with a measured reserve, default chunk",
             f"{served[0]:,.0f} -> {served[1]:,.0f} tokens/s",
         ),
-        ("kv-plans", "KV cache of more models, by a measured reserve", "rows of a command that was removed"),
-        ("segments", "what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
-        (
-            "soak",
+        "kv-plans": ("KV cache of more models, by a measured reserve", "rows of a command that was removed"),
+        "segments": ("what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
+        "soak": (
             "minutes of mixed load, flushes, weight updates",
             f"{soaked['patched']['answered']:,} answers in {minutes:.1f} minutes, {failed} errors",
         ),
-        (
-            "engine-suite",
+        "engine-suite": (
             "SGLang's own tests",
-            f"{tests} tests of {sum(bool(one['stock']['tests']) for one in suite)} files, stock and patched alike",
+            f"{sum(map(len, ran))} tests of {sum(map(bool, ran))} files, stock and patched alike",
         ),
-        ("weight-shuffle", "preparing NVFP4 weights", f"{layer['speedup']:.1f}x as fast"),
-        ("cutedsl-memory", "CuteDSL's buffers", f"{before:.1f} GB -> {after * 1e3:.0f} MB (computed)"),
-        ("mori-rows", "rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),
-        ("overhead", "time that the changes add", f"{host[0]:.0f} to {host[1]:.0f} us of the host per eager layer"),
-        ("launcher-cost", "what the launching process pays", f"{added:+.0f} ms"),
-        (
-            "residual-hole",
-            "wrong answers of the engine's own buffer",
-            f"stock {wrong['stock']}, patched {wrong['patched']}",
-        ),
-        ("regress", "`regress` on GPUs", f"answers that differ: {regress}"),
-    ]
-    return "\n" + output.table(("page", "what", "headline"), ((f"[{n}]({n}.md)", w, f) for n, w, f in rows), left=3)
+        "weight-shuffle": ("preparing NVFP4 weights", f"{shuffled['speedup']:.1f}x as fast"),
+        "cutedsl-memory": ("CuteDSL's buffers", f"{before:.1f} GB -> {after:.0f} MB (computed)"),
+        "mori-rows": ("rows given to the kernel behind MoRI", f"{case['stock']:,} -> {case['bound']:,} (computed)"),
+        "overhead": ("time that the changes add", f"{host[0]:.0f} to {host[1]:.0f} us of the host per eager layer"),
+        "launcher-cost": ("what the launching process pays", f"{launch['patched'] - launch['stock']:+.0f} ms"),
+        "residual-hole": ("wrong answers of the engine's own buffer", ", ".join(wrong)),
+        "regress": ("`regress` on GPUs", f"answers that differ: {figures('regress/tiny-h200')['rows'][0][2]}"),
+    }
+    rows = [(f"[{page}]({page}.md)", *cells) for page, cells in headlines.items()]
+    return "\n" + output.table(("page", "what", "headline"), rows, left=3)

@@ -1,8 +1,8 @@
-"""What the allocator of a server holds, forward by forward, and in the end by what holds it.
+"""What the allocator of a server holds, forward by forward.
 
 A plugin of the engine (``register``) for the servers that a benchmark starts. It appends a line for each forward to the
 file that ``VARIABLE`` names. Nothing waits for the device: PyTorch's counters are the host's, and the free memory is
-the driver's. Where a file ``<that file>.ask`` appears, the next forward says what the reserved memory consists of.
+the driver's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,11 @@ class Line:
     """A forward; bytes.
 
     :param at: the host's clock when it had been started, in seconds.
-    :param mode: of its batch, in the engine's words.
     :param allocated: before it. ``peak``: the most since the line before, this forward included.
     :param reserved: by the allocator afterwards. ``free``: of the GPU, the driver says.
     """
 
     at: float
-    mode: str
-    tokens: int
-    requests: int
     allocated: int
     peak: int
     reserved: int
@@ -77,39 +73,9 @@ def slack(lines: Sequence[Line], random: Sequence[Line] = ()) -> Slack:
     )
 
 
-def parts(segments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The allocator's segments by pool, stream and kind, the largest first: bytes, and how many of them.
-
-    :param segments: ``torch.cuda.memory_snapshot()``.
-    """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for segment in segments:
-        pool = ".".join(map(str, segment.get("segment_pool_id", (0, 0))))
-        kind = "expandable" if segment.get("is_expandable") else "ordinary"
-        key = ("common" if pool == "0.0" else f"pool {pool}", segment["segment_type"], kind, segment["stream"] % 10**6)
-        part = found.setdefault(
-            key, {"pool": key[0], "size": key[1], "kind": kind, "segments": 0, "reserved": 0, "allocated": 0}
-        )
-        part["segments"] += 1
-        part["reserved"] += segment["total_size"]
-        part["allocated"] += segment["allocated_size"]
-    return sorted(found.values(), key=lambda part: -part["reserved"])
-
-
 def read(path: Path) -> list[Line]:
     """The lines so far."""
     return [Line(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def ask(path: Path) -> None:
-    """Have the next forward say what holds the memory."""
-    path.with_name(f"{path.name}.ask").touch()
-
-
-def answered(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """What it said: ``first`` of the first forward, ``last`` of the one that was asked."""
-    told = path.with_name(f"{path.name}.parts")
-    return {name: each for line in told.read_text().splitlines() for name, each in json.loads(line).items()}
 
 
 # --- In the servers --------------------------------------------------------------------------------------------------
@@ -126,21 +92,12 @@ def _watch(module: Any) -> None:
     import torch
 
     path = Path(os.environ[VARIABLE])
-    asked, told = path.with_name(f"{path.name}.ask"), path.with_name(f"{path.name}.parts")
     original = module.ModelRunner.forward
     file: Any = None
 
-    def counted() -> dict[str, int]:
+    def read_counters() -> dict[str, int]:
         """The allocator's counters; none where there is no CUDA."""
         return dict(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else {}
-
-    def peak_and_reserved(counters: dict[str, int]) -> tuple[int, int]:
-        return counters.get("allocated_bytes.all.peak", 0), counters.get("reserved_bytes.all.current", 0)
-
-    def tell(name: str) -> None:
-        segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
-        with told.open("a") as lines:
-            lines.write(json.dumps({name: parts(segments)}) + "\n")
 
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,22 +106,17 @@ def _watch(module: Any) -> None:
             torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         ):
             return original(self, batch, *args, **kwargs)
-        allocated = counted().get("allocated_bytes.all.current", 0)
+        allocated = read_counters().get("allocated_bytes.all.current", 0)
         if file is None:
             file = path.open("a", buffering=1)
-            tell("first")
         result = original(self, batch, *args, **kwargs)
-        now = counted()
+        now = read_counters()
         free = torch.cuda.mem_get_info()[0] if now else 0
-        tokens = 0 if batch.input_ids is None else int(batch.input_ids.shape[0])
-        of_batch = batch.forward_mode.name, tokens, batch.batch_size
-        line = Line(time.time(), *of_batch, allocated, *peak_and_reserved(now), free)
+        peak, reserved = now.get("allocated_bytes.all.peak", 0), now.get("reserved_bytes.all.current", 0)
+        line = Line(time.time(), allocated, peak, reserved, free)
         file.write(json.dumps(asdict(line)) + "\n")
         if now:
             torch.cuda.reset_peak_memory_stats()
-        if asked.exists():
-            asked.unlink()
-            tell("last")
         return result
 
     module.ModelRunner.forward = forward

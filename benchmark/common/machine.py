@@ -21,7 +21,7 @@ def conditions() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    found: dict[str, Any] = {
+    known: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": hardware(),
         "engine": version("sglang"),
@@ -33,7 +33,7 @@ def conditions() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        found |= {
+        known |= {
             "gpu": gpu.name,
             "gpus": torch.cuda.device_count(),
             "gpu_bytes": gpu.total_memory,
@@ -42,7 +42,7 @@ def conditions() -> dict[str, Any]:
             "cuda": torch.version.cuda or torch.version.hip,
             "driver": _driver(),
         }
-    return found
+    return known
 
 
 def hardware() -> str:
@@ -59,13 +59,6 @@ def sentence(conditions: dict[str, Any]) -> str:
     names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"))
     parts = [f"{label} {conditions[key]}" for key, label in names if conditions.get(key)]
     return ", ".join([conditions["machine"], *parts, conditions["date"]])
-
-
-def gpu_bytes() -> int:
-    """Memory of the first GPU; 0 without one."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
 
 def require_gpu(name: str, instead: str = "") -> None:

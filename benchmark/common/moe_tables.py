@@ -18,7 +18,6 @@ MB = 1e6
 MARLIN_MB = {("kimi-k2.5", "tp8"): 700, ("kimi-k2.5", "tp4"): 800, ("qwen3-235b", "tp4"): 420, ("glm-4.5", "tp8"): 500}
 #: Of forty mixed batches.
 WHAT = ("allocated", "reserved")
-HEADER = ("layer", "tokens", "stock MB", "MB", "slices", "tiles", "stock ms", "time", "control", "same bits")
 
 
 def spread(values: list[float]) -> str:
@@ -51,26 +50,9 @@ def cut_cell(one: dict[str, Any]) -> str:
 # --- Triton ----------------------------------------------------------------------------------------------------------
 
 
-def line(one: dict[str, Any]) -> list[str]:
-    slices = f"{one['slices']} of {one['width']}" if one["slices"] > 1 else "whole"
-    asked = f" (asked {one['asked_mb']} MB)" if one["asked_mb"] else " (asked)" if one["asked_slices"] else ""
-    return [
-        f"{one['model']} {one['layout']} {one['weights']}",
-        f"{one['tokens']:,}",
-        mb(one["stock_peak"]),
-        mb(one["peak"]),
-        slices + asked,
-        one["tiles"],
-        f"{one['stock_ms']:.3f}",
-        f"{one['slowdown']:.3f} [{', '.join(f'{end:.3f}' for end in one['interval'])}]",
-        f"{one['control']:.3f}",
-        "yes" if one["same"] else ("NO" if one["stock_repeats"] else "stock does not repeat itself"),
-    ]
-
-
 def triton(result: output.Result) -> str:
-    """Every cell, as measured."""
-    return output.table(HEADER, map(line, result["figures"]["cells"])) + "\n" + captured([result])
+    """Every cell that ran as moe-workspace decides by itself; the others are in the result."""
+    return f"{by_default(result)}\n{captured([result])}"
 
 
 def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tuple[Any, ...], dict[str, Any] | None]:
@@ -83,7 +65,7 @@ def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tu
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for one in cells:
         measured.setdefault((*layer_key(one), one["tiles"], one["tokens"]), {})[one["width"]] = one
-    found = {}
+    of_rule = {}
     for key, widths in measured.items():
         model, layout, weights, _, tokens = key
         rank, fp8 = rank_of(model, layout, fused=True), weights == "fp8"
@@ -97,8 +79,8 @@ def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tu
             **({"columns_per_scale": 128, "scale_stride_bytes": rank.intermediate // 128 * 4} if fp8 else {}),
         )
         width = column_slices.slice_width(shape, gemm, None if setting is None else setting * 10**6)
-        found[key] = widths.get(width, {}) if width < rank.hidden else None
-    return found
+        of_rule[key] = widths.get(width, {}) if width < rank.hidden else None
+    return of_rule
 
 
 def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...] = (800, 400)) -> str:
@@ -106,7 +88,7 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
     cells = result["figures"]["cells"]
     stock = {(*layer_key(one), one["tiles"], one["tokens"]): one["stock_peak"] for one in cells}
 
-    def shown(one: dict[str, Any] | None, peak: int) -> str:
+    def show(one: dict[str, Any] | None, peak: int) -> str:
         if one is None:
             return f"{mb(peak)}, whole"
         return cut_cell(one) if one else "not measured"
@@ -118,7 +100,7 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
         if key[4] == tokens:
             tiles = f", {key[3]}" if key[3] != "default" else ""
             name = f"{key[0]} TP={key[1][2:]} {key[2].upper()}{tiles}"
-            lines.append((name, mb(peak), *(shown(one[key], peak) for one in by_setting)))
+            lines.append((name, mb(peak), *(show(one[key], peak) for one in by_setting)))
     header = (f"{tokens:,} tokens", "stock, MB", "default", *(f"{setting} MB asked for" for setting in settings))
     cut = [one for one in by_setting[0].values() if one is not None]
     rows = [
@@ -144,17 +126,16 @@ def by_default(result: output.Result) -> str:
         layers.setdefault(layer_name(one), {})[one["tokens"]] = f"{memory}: {time_of(one)}"
     lines = [(name, *(batch.get(tokens, "") for tokens in batches)) for name, batch in layers.items()]
 
-    def together(name: str, some: list[dict[str, Any]]) -> tuple[str, ...]:
-        lowest = [one["interval"][0] for one in some]
-        same = f"{sum(one['same'] for one in some)} of {len(some)}"
-        times = [spread([one[key] for one in some]) for key in ("slowdown", "control")]
-        return (name, same, *times, f"{max(lowest):.3f}")
-
+    rows = []
+    for name, some in (
+        ("in slices", [one for one in cells if one["slices"] > 1]),
+        ("whole", [one for one in cells if one["slices"] < 2]),
+    ):
+        if some:
+            same = f"{sum(one['same'] for one in some)} of {len(some)}"
+            times = [spread([one[key] for one in some]) for key in ("slowdown", "control")]
+            rows.append((name, same, *times, f"{max(one['interval'][0] for one in some):.3f}"))
     header = ("MB, slices: time", *(f"{tokens:,} tokens" for tokens in batches))
-    rows = [
-        together("in slices", [one for one in cells if one["slices"] > 1]),
-        together("whole", [one for one in cells if one["slices"] < 2]),
-    ]
     of_all = ("layers and batches", "same bits", "time: median (range)", "control", "highest lower end")
     return f"{output.table(header, lines)}\n{output.table(of_all, rows)}"
 
@@ -265,14 +246,12 @@ def plot(result: output.Result, path: Path) -> None:
 # --- Marlin ----------------------------------------------------------------------------------------------------------
 
 
-def marlin_rule(one: dict[str, Any]) -> tuple[float, float, int]:
-    """What the rule makes of a cell: microseconds of the layer, of the slices, and how many it takes by itself."""
+def slices_by_rule(one: dict[str, Any]) -> int:
+    """How many slices moe-workspace takes for a Marlin cell by itself, today."""
     _, top_k, hidden, inner = one["sizes"]
     layer = column_slices.LayerShape(one["tokens"], top_k, hidden, inner, weight_bytes=one["weight_bytes"])
     gemm = column_slices.MarlinGemm(one["w2_bytes"] // hidden)
-    slices = len(column_slices.split_columns(hidden, column_slices.packed_slice_width(layer, gemm)))
-    layer_us = layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
-    return layer_us, gemm.slicing_us(layer, one["slices"]), slices
+    return len(column_slices.split_columns(hidden, column_slices.packed_slice_width(layer, gemm)))
 
 
 def fresh(one: dict[str, Any]) -> bool:
@@ -281,41 +260,20 @@ def fresh(one: dict[str, Any]) -> bool:
 
 
 def fit(result: output.Result) -> str:
-    """Each cell's cost beside the rule's, and constants that fit it best."""
+    """The constants of ``MarlinGemm.slicing_us`` that fit the measured cells best."""
     cells = [one for one in result["figures"]["cells"] if one["slices"] > 1 and fresh(one)]
-    rows = []
-    for one in cells:
-        layer, cost, chosen = marlin_rule(one)
-        measured = (one["slowdown"] - 1) * one["stock_ms"] * 1e3
-        rows.append(
-            (
-                f"{one['model']} {one['layout']}",
-                f"{one['tokens']:,}",
-                str(one["slices"]),
-                f"{one['slowdown']:.3f}",
-                f"{one['stock_ms'] * 1e3:,.0f}",
-                f"{layer:,.0f}",
-                f"{measured:,.0f}",
-                f"{cost:,.0f}",
-                str(chosen),
-            )
-        )
-    header = ("layer", "tokens", "slices", "time", "layer, us", "by rule", "slices, us", "by rule", "rule's slices")
-    facts = torch.tensor(
-        [
-            [1.0, 2 * one["w2_bytes"] / 1e6, one["slices"] - 1, (one["slices"] - 1) * one["tokens"] * one["sizes"][1]]
-            for one in cells
-        ],
-        dtype=torch.float64,
-    )
-    cost_us = torch.tensor([[(one["slowdown"] - 1) * one["stock_ms"] * 1e3] for one in cells], dtype=torch.float64)
-    best = torch.linalg.lstsq(facts, cost_us, driver="gelsd").solution.flatten().tolist()
-    constants = (
+    facts = [
+        [1.0, 2 * one["w2_bytes"] / 1e6, one["slices"] - 1, (one["slices"] - 1) * one["tokens"] * one["sizes"][1]]
+        for one in cells
+    ]
+    cost_us = [[(one["slowdown"] - 1) * one["stock_ms"] * 1e3] for one in cells]
+    operands = (torch.tensor(values, dtype=torch.float64) for values in (facts, cost_us))
+    best = torch.linalg.lstsq(*operands, driver="gelsd").solution.flatten().tolist()
+    return (
         f"MARLIN_SLICING_US {best[0]:.0f}, "
         f"MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
         f"MARLIN_SLICE_US ({best[2]:.0f}, {best[3]:.1e})\n"
     )
-    return output.table(header, rows) + "\n" + constants
 
 
 def marlin(result: output.Result, tokens: int = 16384) -> str:
@@ -326,7 +284,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
         if one["tokens"] == tokens:
             layers.setdefault(layer_key(one), []).append(one)
 
-    def shown(one: dict[str, Any] | None) -> str:
+    def show(one: dict[str, Any] | None) -> str:
         if one is None:
             return "-"
         if one["slices"] < 2:
@@ -338,7 +296,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
     for (model, layout, _), cells in layers.items():
         ours, setting = [one for one in cells if fresh(one)], MARLIN_MB[model, layout]
         # As the rule is now: its constants were fitted to these cells.
-        chosen = marlin_rule(ours[0])[2]
+        chosen = slices_by_rule(ours[0])
         by_itself = next((one for one in ours if one["slices"] == chosen), ours[0] | {"slices": 1, "slowdown": None})
         within = [one for one in ours if one["slowdown"] <= 1.02 and one["slices"] > 1]
         ahead = [one for one in cells if one["copies"] == "none"]
@@ -346,10 +304,10 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
             (
                 layer_name(by_itself),
                 f"{mb(by_itself['stock_peak'])}; {by_itself['stock_ms']:.2f}",
-                shown(by_itself),
-                shown(min(within, key=lambda one: one["peak"], default=None)),
-                f"{setting}: {shown(next((one for one in ours if one['asked_mb'] == setting), by_itself))}",
-                shown(next((one for one in cells if one["offered"]), None)),
+                show(by_itself),
+                show(min(within, key=lambda one: one["peak"], default=None)),
+                f"{setting}: {show(next((one for one in ours if one['asked_mb'] == setting), by_itself))}",
+                show(next((one for one in cells if one["offered"]), None)),
                 ", ".join(f"{one['slices']}: {one['slowdown']:.3f}" for one in ahead),
             )
         )

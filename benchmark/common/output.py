@@ -1,7 +1,7 @@
-"""The options that all benchmarks have, and the form in which they keep what they found.
+"""The options that all benchmarks have, and the form of their results.
 
 A result is one JSON object: ``benchmark`` and ``command`` say what ran, ``conditions`` on what, ``figures`` what was
-found. ``python benchmark/render.py`` makes the tables and plots of the documentation from the results in
+measured. ``python benchmark/render.py`` makes the tables and plots of the documentation from the results in
 ``benchmark/results/``, where each benchmark has a folder. A result that was typed in from a page, because nobody kept
 the original, says ``"transcribed": true``.
 """
@@ -14,7 +14,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +51,18 @@ def parser(
     :param plots: there is a plot to write.
     :param logs: it starts servers, whose logs can be kept.
     """
-    made = Parser(prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.quick = quick or {}
-    common = made.add_argument_group("every benchmark")
+    parser = Parser(prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.quick = quick or {}
+    common = parser.add_argument_group("every benchmark")
     common.add_argument("--json", type=Path, metavar="FILE", help="write the result: conditions and figures")
-    common.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, as on the terminal")
     if plots:
         common.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot")
     if logs:
         common.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs there")
-    if made.quick:
-        chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in made.quick.items())
+    if parser.quick:
+        chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in parser.quick.items())
         common.add_argument("--quick", action="store_true", help=f"does it run at all? Other defaults: {chosen}")
-    return made
+    return parser
 
 
 def parse(parser: Parser, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -87,14 +88,14 @@ def choice_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def numbers(text: str) -> tuple[int, ...]:
     """``type=`` of an option that takes comma-separated positive integers."""
-    found = tuple(int(part) for part in text.split(","))
-    if min(found) < 1:
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text}: not all positive")
-    return found
+    return values
 
 
 def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] | None = None) -> Result:
-    """What was found, with the command that found it and the machine.
+    """A result of this process: its figures, its command and the machine.
 
     :param conditions: what is known better than ``machine.conditions()`` knows it.
     """
@@ -115,20 +116,28 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def finish(
-    options: argparse.Namespace, found: Result, tables: str, plot: Callable[[Result, Path], None] | None = None
+    options: argparse.Namespace, result: Result, tables: str, plot: Callable[[Result, Path], None] | None = None
 ) -> None:
     """Show the tables, and write what the options ask for."""
     print("\n" + tables)
     if options.json:
-        write(options.json, found)
-    if options.markdown:
-        options.markdown.write_text(tables)
+        write(options.json, result)
     if plot is not None and options.plot:
-        plot(found, options.plot)
+        plot(result, options.plot)
 
 
-def write(path: Path, found: Result) -> None:
-    path.write_text(json.dumps(found, indent=1) + "\n")
+def write(path: Path, result: Result) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def work_folder(options: argparse.Namespace) -> Iterator[Path]:
+    """A folder for what a run writes. Only its logs are kept, and only where ``--logs`` says."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            keep_logs(options, Path(folder))
 
 
 def keep_logs(options: argparse.Namespace, work: Path) -> None:

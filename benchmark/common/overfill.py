@@ -36,6 +36,10 @@ PENALIZED_FRACTION = 0.2
 """Of the random requests, those with penalties and a logit bias."""
 ABORT_TIMEOUT_S = 60.0
 """Within which a server answers requests that were aborted."""
+END_TIMEOUT_S = 240.0
+"""Within which it answers those that end by their own length, because nothing may be aborted."""
+MAX_NEW_TOKENS_UNABORTED = 256
+"""Of each of these requests, so that a load ends in time."""
 MIN_FILLING_REQUESTS = 256
 """Requests that fill the KV cache where it has fewer tokens than as many chunks."""
 PROMPT_FRACTION = 0.98
@@ -49,11 +53,14 @@ USAGE = re.compile(r"token usage: ([0-9.]+\d)")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 
 
-def overfill(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
+def overfill(
+    server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float, *, may_abort: bool = True
+) -> dict[str, Any]:
     """Drive the load.
 
     :param info: the server's ``/get_server_info``.
-    :param seconds: for all of it, at the most.
+    :param seconds: for all of it, at the most; the requests that are asked for by then may end later.
+    :param may_abort: some clients go away early, and what is left at the end is aborted.
     :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
         the server's log.
     :raises ServerFailed: the server has ended.
@@ -68,7 +75,7 @@ def overfill(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: 
         context=int(info.get("max_req_input_len") or tokens),
         vocabulary=vocabulary,
     )
-    load = _Load(Client(server.url), derive_limits(info, facts))
+    load = _Load(Client(server.url), derive_limits(info, facts), may_abort)
     log_start, start_s = len(server.log_text()), time.monotonic()
 
     def retracted() -> bool:
@@ -114,8 +121,9 @@ def random_length(draw: random.Random, longest: int) -> int:
 
 
 class _Load:
-    def __init__(self, client: Client, c: Limits) -> None:
-        self.client, self.c = client, c
+    def __init__(self, client: Client, c: Limits, may_abort: bool) -> None:
+        self.client, self.c, self.may_abort = client, c, may_abort
+        self.max_new_tokens = MAX_DECODED_TOKENS if may_abort else MAX_NEW_TOKENS_UNABORTED
         self.answered = self.aborted = 0
         self.errors: list[str] = []
         half = max(1, c.input_tokens // 2)
@@ -134,21 +142,24 @@ class _Load:
                 wait(running, 0.5)
         finally:
             stop.set()
-            self.client.abort_all()
             pool.shutdown(wait=False)
-        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        timeout_s = ABORT_TIMEOUT_S if self.may_abort else END_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while wait(running, 0.5).not_done:
             server.check()
             if time.monotonic() > deadline:
-                self.errors.append(f"requests that were aborted are not answered after {ABORT_TIMEOUT_S:.0f} s")
+                self.errors.append(f"the last requests are not answered after {timeout_s:.0f} s")
                 return
-            self.client.abort_all()
+            if self.may_abort:
+                self.client.abort_all()
         for future in running:
             future.result()
 
     def fill(self, number: int, stop: threading.Event) -> None:
         """Growing prompts, then requests that overfill the KV cache, again and again."""
         count, prompt, new_tokens = filling(self.c)
+        if not self.may_abort:
+            new_tokens = min(new_tokens, self.max_new_tokens)
         tokens = Tokens("fill", self.c.vocabulary)
         for length in growing_lengths(self.c.largest):
             if not stop.is_set():
@@ -163,8 +174,9 @@ class _Load:
             prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
             prefix = prefix[: random_length(draw, len(prefix))]
             prompt = prefix + tokens.some(random_length(draw, self.c.input_tokens // 2 - 1))
-            new_tokens = min(random_length(draw, 1024), self.c.input_tokens - len(prompt))
-            patience_s = 0.05 + 2 * draw.random() if draw.random() < ABORTED_FRACTION else None
+            new_tokens = min(random_length(draw, self.max_new_tokens), self.c.input_tokens - len(prompt))
+            goes_away = draw.random() < ABORTED_FRACTION and self.may_abort
+            patience_s = 0.05 + 2 * draw.random() if goes_away else None
             sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED
             self.ask([prompt], max(new_tokens, 1), stop, patience_s, sampling)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.core.variables import OBSERVE, OBSERVE_HISTORY, REFERENCE_WORKSPACE_MB
+from sglang_moe_patches.core.variables import OBSERVE, REFERENCE_WORKSPACE_MB
 from sglang_moe_patches.lab.reference import environment, model
 from sglang_moe_patches.lab.servers.server import Server
 
-from common import plugins, processes, weights
+from common import history, plugins, processes, weights
 from common.weights import Served
 
 #: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
@@ -94,7 +94,7 @@ class Setup:
         if self.observe:
             own[OBSERVE.name] = str(self.observed(name))
         if self.history:
-            own[OBSERVE_HISTORY.name] = str(self.tokens)
+            own[history.TOKENS] = str(self.tokens)
         return own
 
     def observed(self, name: str) -> Path:
@@ -106,6 +106,8 @@ class Setup:
     def prepare(self) -> None:
         weights.write_model(self.work / "model", self.served)
         plugins.write(self.work / "plugin", "benchmark_weights", "common.weights:register")
+        if self.history:
+            plugins.write(self.work / "plugin", "benchmark_history", "common.history:register")
 
     def server(self, name: str) -> Server:
         """``name`` starts with ``stock`` or ``patched``."""
@@ -119,17 +121,17 @@ class Setup:
 def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Server]]:
     """All these servers at the same time, started one after another or ``at_once``; none is left when it ends."""
     with ExitStack() as stack:
-        made = {name: setup.server(name) for name, setup in setups.items()}
-        with ThreadPoolExecutor(len(made) if at_once else 1) as pool:
-            entered = [pool.submit(server.__enter__) for server in made.values()]
-            for server in made.values():
+        servers = {name: setup.server(name) for name, setup in setups.items()}
+        with ThreadPoolExecutor(len(servers) if at_once else 1) as pool:
+            entered = [pool.submit(server.__enter__) for server in servers.values()]
+            for server in servers.values():
                 stack.callback(server.stop)
         for future in entered:
             future.result()
-        yield made
+        yield servers
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
+def prompt(tokens: int, seed: object) -> list[int]:
     """Random token ids."""
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
 
 import torch
 
-T = TypeVar("T")
 Run = Callable[[], Any]
 
 STOCK = "stock"
@@ -37,17 +35,12 @@ class Ratio(TypedDict):
 # --- One version ------------------------------------------------------------------------------------------------------
 
 
-def median_ms(run: Run, repeats: int, *, warm_up: int = 2, before: Run | None = None) -> float:
-    """Median milliseconds of one call on the GPU, the calls queued one after another.
-
-    :param before: called, untimed, ahead of each call: ``FlushL2()``, for instance.
-    """
+def median_ms(run: Run, repeats: int, *, warm_up: int = 2) -> float:
+    """Median milliseconds of one call on the GPU, the calls queued one after another."""
     for _ in range(warm_up):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in events:
-        if before is not None:
-            before()
         start.record()
         run()
         end.record()
@@ -78,27 +71,14 @@ def queued_ms(run: Run, calls: int = 3) -> float:
     return float(start.elapsed_time(end)) / calls
 
 
-def median_wall_ms(run: Run, repeats: int) -> float:
-    """Median milliseconds of one call as its caller sees it: nothing queued before, everything finished after."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
-
-
-def memory_of(run: Run) -> tuple[int, int]:
-    """Peak bytes beyond what was allocated before, and the number of allocations, of one call."""
+def peak_bytes(run: Run) -> int:
+    """Bytes that one call allocates at the most, beyond what was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    count = torch.cuda.memory_stats()["allocation.all.allocated"]
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_stats()["allocation.all.allocated"] - count
+    return torch.cuda.max_memory_allocated() - before
 
 
 def free_memory() -> None:
@@ -114,32 +94,6 @@ def copy_bandwidth() -> float:
     source = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 20) / 1e3)
-
-
-# --- What is in the L2 cache ------------------------------------------------------------------------------------------
-
-
-class FlushL2:
-    """Overwrites twice the L2 cache at each call: what runs next reads its operands from memory."""
-
-    def __init__(self) -> None:
-        size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
-
-    def __call__(self) -> None:
-        self._buffer.zero_()
-
-
-def rotating(make: Callable[[int], T], nbytes: int) -> Iterator[T]:
-    """Endless operands in turn, so many that none is in the L2 cache when its turn comes again.
-
-    :param make: makes the operands of a seed.
-    :param nbytes: what one call's operands hold.
-    """
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    operands = [make(seed) for seed in range(1 + -(-2 * cache // nbytes))]
-    while True:
-        yield from operands
 
 
 # --- Versions against each other --------------------------------------------------------------------------------------

@@ -110,26 +110,6 @@ def int4_config() -> dict[str, Any]:
     }
 
 
-def int4_packed(weight: Any) -> dict[str, Any]:
-    """A projection of an expert as that checkpoint has it: the nearest of 16 values, the largest of a group is 7 or -7.
-
-    :param weight: [out, in].
-    :returns: ``weight_packed`` int32 [out, in / 8], the first of eight numbers in the lowest bits, each with 8 added;
-        ``weight_scale`` bfloat16 [out, in / ``INT4_GROUP``]; ``weight_shape`` int32 [2].
-    """
-    import torch
-
-    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
-    scale = (groups.abs().amax(2, keepdim=True) / 7).clamp(min=1e-8).bfloat16()
-    nibbles = ((groups / scale.float()).round().clamp(-8, 7) + 8).flatten(1).to(torch.int64).unflatten(1, (-1, 8))
-    packed = (nibbles << torch.arange(0, 32, 4, device=weight.device)).sum(2)
-    return {
-        "weight_packed": torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32),
-        "weight_scale": scale.squeeze(2),
-        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
-    }
-
-
 def write_model(folder: Path, served: Served) -> Path:
     """The folder that the servers are given: configuration and tokenizer."""
     folder.mkdir(parents=True)

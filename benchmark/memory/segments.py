@@ -19,11 +19,11 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Asking:
     def __init__(self, server: Server, options: Any, vocabulary: int) -> None:
         self.server, self.options, self.client = server, options, Client(server.url)
         self.tokens = range(1000 if vocabulary > 2000 else 3, min(50_000, vocabulary))
-        self.said: list[str] = []
+        self.errors: list[str] = []
 
     def some(self, count: int, *seed: Any) -> list[int]:
         return random.Random(f"{count}/{seed}").choices(self.tokens, k=count)
@@ -75,12 +75,12 @@ class Asking:
         """Milliseconds until all are answered."""
         self.server.check()
         begun = time.perf_counter()
-        if said := self.client.generate(prompts, new_tokens):
-            raise Failed(said)
+        if error := self.client.generate(prompts, new_tokens):
+            raise Failed(error)
         return (time.perf_counter() - begun) * 1e3
 
     def prefills(self, count: int, seed: str) -> list[float]:
-        return [self.ms([self.some(self.options.chunk, seed, each)]) for each in range(count)]
+        return [self.ms([self.some(self.options.chunk, seed, number)]) for number in range(count)]
 
     def decode(self, requests: int, seed: str) -> float:
         """Milliseconds of a step of so many requests: of the longer run, without those of the shorter."""
@@ -91,8 +91,8 @@ class Asking:
     def mixed(self, seed: int) -> float:
         """Requests a second, of ``MIXED`` requests of many lengths."""
         draw = random.Random(seed)
-        most = self.options.chunk * 3 // 4
-        prompts = [self.some(draw.randrange(most // 48 + 1, most), seed, each) for each in range(self.options.mixed)]
+        longest = self.options.chunk * 3 // 4
+        prompts = [self.some(draw.randrange(longest // 48 + 1, longest), seed, n) for n in range(self.options.mixed)]
         return len(prompts) * 1e3 / self.ms(prompts, self.options.steps)
 
     def largest(self) -> None:
@@ -102,8 +102,8 @@ class Asking:
             self.ms([self.some(-(-chunk * part // 8), "rising")], 2)
         prefix = self.some(min(options.context - chunk - 16, 3 * chunk), "behind")
         self.ms([prefix + self.some(chunk - 16, "behind it")])
-        self.ms([self.some(chunk // 8, "at once", each) for each in range(9)], 2)
-        self.ms([self.some(8, "decode", each) for each in range(options.requests)], options.steps)
+        self.ms([self.some(chunk // 8, "at once", n) for n in range(9)], 2)
+        self.ms([self.some(8, "decode", n) for n in range(options.requests)], options.steps)
 
     def random(self, seconds: float) -> tuple[int, int]:
         """Prompts of random lengths from ``CLIENTS`` clients; (how many were answered, how many we left).
@@ -111,22 +111,22 @@ class Asking:
         :raises Failed: one was refused.
         """
         stop, counts = threading.Event(), [0, 0]
-        most = min(2 * self.options.chunk, self.options.context - 300)
+        longest = min(2 * self.options.chunk, self.options.context - 300)
 
         def work(number: int) -> None:
             draw = random.Random(number)
             while not stop.is_set():
-                count, new = (max(1, round(limit ** draw.random())) for limit in (most, 256))
+                count, new = (max(1, round(limit ** draw.random())) for limit in (longest, 256))
                 leaves = 0.05 + draw.random() if draw.random() < 0.1 else 900.0
                 try:
                     prompt = self.some(count, number, draw.random())
-                    said = self.client.generate([prompt], new, sampling={"temperature": 0.8}, patience_s=leaves)
+                    error = self.client.generate([prompt], new, sampling={"temperature": 0.8}, patience_s=leaves)
                 except Unanswered:
                     counts[1] += 1
                     continue
                 counts[0] += 1
-                if said and not stop.is_set():
-                    self.said.append(said)
+                if error and not stop.is_set():
+                    self.errors.append(error)
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             for number in range(CLIENTS):
@@ -137,40 +137,30 @@ class Asking:
                 time.sleep(0.5)
             stop.set()
             self.client.abort_all()
-        if self.said:
-            raise Failed(self.said[0])
+        if self.errors:
+            raise Failed(self.errors[0])
         return counts[0], counts[1]
 
 
-def measured(asking: Asking, path: Path) -> dict[str, Any]:
-    """Everything that one server is asked, and what its allocator held."""
+def measure(asking: Asking, path: Path) -> dict[str, Any]:
+    """Ask one server everything.
+
+    :param path: where it writes what its allocator holds.
+    """
     options = asking.options
-    found: dict[str, Any] = {"first_ms": asking.ms([asking.some(options.chunk, "first")])}
+    figures: dict[str, Any] = {"first_ms": asking.ms([asking.some(options.chunk, "first")])}
     asking.largest()
-    found["prefill_ms"] = asking.prefills(options.rounds, "later")
-    found["decode_ms"] = [asking.decode(1, f"one {n}") for n in range(options.rounds)]
-    found["batch_ms"] = [asking.decode(BATCH, f"batch {n}") for n in range(options.rounds)]
-    found["mixed_per_s"] = [asking.mixed(seed) for seed in range(options.rounds // 2 + 1)]
+    figures["prefill_ms"] = asking.prefills(options.rounds, "later")
+    figures["decode_ms"] = [asking.decode(1, f"one {n}") for n in range(options.rounds)]
+    figures["batch_ms"] = [asking.decode(BATCH, f"batch {n}") for n in range(options.rounds)]
+    figures["mixed_per_s"] = [asking.mixed(seed) for seed in range(options.rounds // 2 + 1)]
     before = len(held.read(path))
-    found["answered"], found["left"] = asking.random(options.seconds)
+    figures["answered"], figures["left"] = asking.random(options.seconds)
     during = held.read(path)[before:]
     asking.largest()
-    held.ask(path)
-    asking.ms([asking.some(SHORT, "last")], 2)
     lines = held.read(path)
-    took = held.slack(lines, during)
-    told = held.answered(path)
-    return found | {
-        "forwards": len(lines),
-        "tensors": took.tensors,
-        "reserved": took.reserved,
-        "slack": took.slack,
-        "lowest_free": took.lowest_free,
-        "grown": took.grown,
-        "before": {name: getattr(lines[0], name) for name in ("allocated", "reserved", "free")},
-        "curve": [(round(line.at - lines[0].at, 1), line.reserved) for line in lines[:: max(1, len(lines) // 200)]],
-        "parts": {name: each[:12] for name, each in told.items()},
-    }
+    slack = held.slack(lines, during)
+    return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
 def tiny_arguments(options: Any) -> list[str]:
@@ -180,7 +170,7 @@ def tiny_arguments(options: Any) -> list[str]:
 
 
 def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[str, Any]:
-    """One server, from start to end."""
+    """Start, ask and end one server."""
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
     own = processes.variables(work / "plugin", Path(__file__).parents[1])
@@ -193,23 +183,16 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        found = {"startup_s": round(server.startup_s, 1)} | measured(Asking(server, options, vocabulary), path)
-    said = [line for line in server.log_text().splitlines() if "activation-segments" in line]
-    print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line[-300:]}" for line in said), flush=True)
-    return found | {"log": said}
+        figures = {"startup_s": round(server.startup_s, 1)} | measure(Asking(server, options, vocabulary), path)
+    log_lines = [line for line in server.log_text().splitlines() if "activation-segments" in line]
+    print("\n".join([f"{name}: {json.dumps(figures)}", *(f"  {line[-300:]}" for line in log_lines)]), flush=True)
+    return figures | {"log": log_lines}
 
 
-def summary(found: dict[str, Any]) -> str:
-    return (
-        f"slack {found['slack'] / MB:,.0f} MB beside {found['tensors'] / MB:,.0f} MB of tensors, lowest free "
-        f"{found['lowest_free'] / MB:,.0f} MB, prefill {statistics.median(found['prefill_ms']):.1f} ms"
-    )
-
-
-def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
+def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
     """Each group's servers one after the other.
 
-    :param finished: is told what is known after each server.
+    :param finished: called with the figures so far after each server.
     """
     if options.quick:
         model = weights.write_model(work / "model", weights.Served(TINY, runner="triton"))
@@ -223,13 +206,13 @@ def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None])
     def in_turn(group: str, names: Sequence[str]) -> None:
         for name in names:
             try:
-                found = serve(name, options, work, model, group)
+                figures = serve(name, options, work, model, group)
             except Exception as error:  # what the other servers were seen to do is worth keeping
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
             with lock:
-                done[name] = found
-                finished({each: done[each] for each in SERVERS if each in done})
+                done[name] = figures
+                finished({server: done[server] for server in SERVERS if server in done})
 
     share = -(-len(options.servers) // len(groups))
     shares = [options.servers[at * share : (at + 1) * share] for at in range(len(groups))]
@@ -239,17 +222,10 @@ def all_of(options: Any, work: Path, finished: Callable[[dict[str, Any]], None])
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def predicted(figures: dict[str, Any], name: str) -> int | None:
-    """MB free at the worst moment, where that was said before."""
-    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "chunk", "tp"))
+def predicted_free(figures: dict[str, Any], name: str) -> int | None:
+    """MB free at the worst moment, where that was predicted."""
+    sizes = tuple(figures[size] for size in ("model", "shard", "layers", "chunk", "tp"))
     return PREDICTED_FREE.get(name) if sizes == ("kimi-k2.5", 4, 14, 16384, 1) else None
-
-
-def share_of_tensors(one: dict[str, Any], said: bool) -> str:
-    """The slack in parts of the tensors, with what was predicted of it."""
-    if not one["tensors"]:
-        return ""
-    return f"{round(100 * one['slack'] / one['tensors'])} %" + f" (at most {100 * PREDICTED_SLACK:.0f})" * said
 
 
 def tables(results: Sequence[output.Result]) -> str:
@@ -263,19 +239,22 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         run = f"{served.described(figures)}, {result['conditions']['engine']}"
         for place, (name, one) in enumerate(figures["servers"].items()):
-            said = predicted(figures, name)
+            free = predicted_free(figures, name)
+            share = f"{round(100 * one['slack'] / one['tensors'])} %" if one["tensors"] else ""
+            if share and free is not None and name in ("stock-segments", "patched"):
+                share += f" (at most {100 * PREDICTED_SLACK:.0f})"
             rows.append(
                 (
                     '"' if place else run,
                     name,
                     f"{one['tensors'] / MB:,.0f}",
                     f"{one['slack'] / MB:,.0f}",
-                    share_of_tensors(one, said is not None and name in ("stock-segments", "patched")),
+                    share,
                     f"{one['lowest_free'] / MB:,.0f}",
-                    "" if said is None else f"{said:,}",
+                    "" if free is None else f"{free:,}",
                     f"{one['grown'] / MB:,.0f}",
                     f"{one['first_ms'] / 1e3:.1f}",
-                    *(f"{statistics.median(one[each]):.1f}" for each in ("prefill_ms", "decode_ms", "batch_ms")),
+                    *(f"{statistics.median(one[what]):.1f}" for what in ("prefill_ms", "decode_ms", "batch_ms")),
                     f"{statistics.median(one['mixed_per_s']):.1f}",
                 )
             )
@@ -312,12 +291,8 @@ def main() -> None:
         if options.json:
             output.write(options.json, output.result("segments", figures))
 
-    with tempfile.TemporaryDirectory(prefix="segments-") as folder:
-        work = Path(folder)
-        try:
-            all_of(options, work, finished)
-        finally:
-            output.keep_logs(options, work)
+    with output.work_folder(options) as work:
+        serve_all(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("segments: no server was measured")
     result = output.result("segments", figures)

@@ -8,9 +8,10 @@
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
 are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
 `patched`: all changes. `stock-sized` and `sized` have kv-sizing besides, and a record: `stock-first` and `sized-first`
-are the starts that make it, by the rule; they rehearse and are asked nothing but the questions. With
---mem-fraction-static behind `--` the record decides all the same (SGLANG_MOE_PATCHES_KV_SIZING=always). What is known
-is written to --json after each server; with the same --work and --json a later run adds its servers to those.
+are the starts that make it, by the rule; they rehearse and are asked nothing but the questions. `post-capture` is the
+engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With --mem-fraction-static
+behind `--` the record decides all the same (SGLANG_MOE_PATCHES_KV_SIZING=always). What is known is written to --json
+after each server; with the same --work and --json a later or a second run adds its servers to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import machine, output, overfill, processes, served, servers, stand_ins, weights
+from common import dummy_weights, machine, output, overfill, processes, served, servers, stand_ins, weights
 from common.client import Client
 from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
@@ -47,6 +48,7 @@ SAYS = "sglang-moe-patches: kv-sizing: "
 #: SGLANG_MOE_PATCHES, and whose record it has; "": none.
 SERVERS = {
     "stock": ("none", ""),
+    "post-capture": ("none", ""),
     "patched": ("all", ""),
     "stock-first": ("kv-sizing", "stock"),
     "stock-sized": ("kv-sizing", "stock"),
@@ -75,6 +77,7 @@ ANSWER_TOKENS = 32
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
+POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
 REHEARSED = re.compile(r"rehearsed in (\d+) s")
 
 
@@ -149,38 +152,48 @@ def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
 
 
 @contextmanager
-def free_memory() -> Iterator[list[int]]:
-    """MiB free on each visible GPU, every quarter of a second within the block; nothing where nobody can tell."""
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--loop-ms=250"]
+def free_memory() -> Iterator[dict[str, int]]:
+    """MiB of the lowest free memory of each visible GPU, by its number, read every quarter of a second in the block.
+
+    Empty where nobody can tell.
+    """
+    command = ["nvidia-smi", "--query-gpu=index,memory.free", "--format=csv,noheader,nounits", "--loop-ms=250"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
-    seen: list[int] = []
+    lowest: dict[str, int] = {}
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
-        yield seen
+        yield lowest
         return
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             with suppress(ValueError):
-                seen.append(int(line))
+                gpu, free = line.split(",")
+                lowest[gpu] = min(int(free), lowest.get(gpu, int(free)))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        yield seen
+        yield lowest
     finally:
         process.terminate()
         process.wait()
         reader.join()
 
 
+def lowest_free(free: dict[str, int]) -> dict[str, Any]:
+    """Bytes of the GPU with the least, and of each; of :func:`free_memory`."""
+    gpus = [free[gpu] << 20 for gpu in sorted(free, key=int)]
+    return {"lowest_free": min(gpus, default=None), "lowest_free_of_each": gpus}
+
+
 def warm(client: Client, options: Any, vocabulary: int) -> None:
     """What a first request pays for: kernels of a whole chunk, of a small one, and of a decode of all."""
     draw = random.Random(5)
-    together = min(options.requests, options.prompts)
+    together = min(options.requests or options.prompts, options.prompts)
     for count, tokens in ((1, options.chunk * 15 // 16), (2, options.input[0]), (together, 8)):
         prompts = [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
         if said := client.generate(prompts, 8):
@@ -214,16 +227,18 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     if kept["completed"] != options.prompts:
         raise Failed(f"{options.prompts - kept['completed']} requests failed: {said.read_text()[-2000:]}")
     return kept | {
-        "lowest_free": min(free) << 20 if free else None,
+        **lowest_free(free),
         "retractions": server.log_text()[before:].count(RETRACTED),
     }
 
 
 def overfilled(server: Server, options: Any, info: Any, vocabulary: int) -> dict[str, Any]:
     """A load of another kind until the KV cache is full, and the lowest free memory meanwhile."""
+    # A release stopped answering after an abort where it speculates, stock as well.
+    may_abort = "--speculative-algorithm" not in options.arguments
     with free_memory() as free:
-        outcome = overfill.overfill(server, info, vocabulary, options.overfill)
-    return outcome | {"lowest_free": min(free) << 20 if free else None}
+        outcome = overfill.overfill(server, info, vocabulary, options.overfill, may_abort=may_abort)
+    return outcome | lowest_free(free)
 
 
 # --- One server ------------------------------------------------------------------------------------------------------
@@ -232,9 +247,9 @@ def overfilled(server: Server, options: Any, info: Any, vocabulary: int) -> dict
 def variables(name: str, work: Path, mode: str) -> dict[str, str]:
     """The environment of a server; ``mode``: of kv-sizing."""
     select, recorded = SERVERS[name]
-    own = processes.variables()
+    own = processes.variables(*dummy_weights.write_plugin(work / "plugin"))
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select}
+    own |= {SELECT_VARIABLE: select} | (POST_CAPTURE if name == "post-capture" else {})
     if recorded:
         own |= {KV_SIZING.name: mode, KV_RECORD.name: str(work / f"{recorded}.records.json")}
     return own
@@ -399,6 +414,7 @@ def main() -> None:
                     continue
                 print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line}" for line in found["said"]), flush=True)
                 if options.json:
+                    figures["servers"] = earlier(options.json, figures) | figures["servers"]
                     output.write(options.json, output.result("serving", figures))
         finally:
             output.keep_logs(options, work)

@@ -10,72 +10,55 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from common import output
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.reference.model import write_checkpoint
-from sglang_moe_patches.lab.regress import gsm8k
+from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.servers.server import Server
 
 from tiny_moe.export import MODEL, QUESTIONS, shipped_bf16
 from tiny_moe.train import SPEC
 
 SHIPPED = Path(__file__).parent
+MIN_ACCURACY = {"NVFP4": 0.85, "bf16": 0.90}
+NVFP4_ARGUMENTS = ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed")
+SHOTS = 1
 
 
 def tables(result: output.Result) -> str:
-    found = result["figures"]
+    figures = result["figures"]
+    questions = figures["questions"]
     rows = [
-        (name, f"{100 * right / found['questions']:.1f} %", f"{right} of {found['questions']}")
-        for name, right in found["right"].items()
+        (name, f"{100 * right / questions:.1f} %", f"{right} of {questions}")
+        for name, right in figures["right"].items()
     ]
-    return output.table((f"{found['shots']}-shot", "accuracy", "right"), rows)
+    return output.table((f"{SHOTS}-shot", "accuracy", "right"), rows)
 
 
 def main() -> None:
-    parser = output.parser(__doc__, quick={"questions": 24, "at_least": (0.0, 0.0)})
-    parser.add_argument("--folder", type=Path, default=SHIPPED, help="what export.py wrote (%(default)s)")
+    parser = output.parser(__doc__, quick={"questions": 24})
     parser.add_argument("--questions", type=int, default=600)
-    parser.add_argument("--shots", type=int, default=1)
-    parser.add_argument("--parallel", type=int, default=64)
-    parser.add_argument("--at-least", type=float, nargs=2, default=(0.85, 0.90), metavar=("NVFP4", "BF16"))
     options = output.parse(parser)
     variables = {**os.environ, **environment.variables(), patch.SELECT_VARIABLE: "none"}
-    found_right: dict[str, int] = {}
-    failed = False
+    evaluation = regress.Evaluation(SHIPPED / QUESTIONS, options.questions, SHOTS, 128, 64)
+    right: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        write_checkpoint(work / "bf16", SPEC, shipped_bf16(options.folder), quantized=False)
-        nvfp4 = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]
-        for name, model, arguments, wanted in (
-            ("NVFP4", options.folder / MODEL, nvfp4, options.at_least[0]),
-            ("bf16", work / "bf16", [], options.at_least[1]),
-        ):
-            given = environment.server_arguments(["--model-path", str(model), *arguments])
-            started = time.monotonic()
+        write_checkpoint(work / "bf16", SPEC, shipped_bf16(SHIPPED), quantized=False)
+        for name, model, more in (("NVFP4", SHIPPED / MODEL, NVFP4_ARGUMENTS), ("bf16", work / "bf16", ())):
             print(f"{name}: starting SGLang {engine.version()}, then {options.questions} questions", flush=True)
-            with Server(name, given, variables, work / f"{name}.log", timeout=600) as server:
-                asked = gsm8k.Evaluation(
-                    options.folder / QUESTIONS, options.questions, options.shots, 128, options.parallel
-                )
-                found = gsm8k.evaluate(server.url, variables, asked, work)
-            right = sum(answer["predicted"] == answer["label"] for answer in found["answers"])
-            found_right[name] = right
-            share = right / options.questions
-            failed |= share < wanted
-            print(
-                f"{name}: {100 * share:.1f} % ({right} of {options.questions}, {options.shots}-shot), wanted "
-                f"{100 * wanted:.0f} %; {time.monotonic() - started:.0f} s, {server.startup_s:.0f} s of them start-up",
-                flush=True,
-            )
-    figures = {"questions": options.questions, "shots": options.shots, "right": found_right}
-    result = output.result("accuracy", figures)
+            arguments = environment.server_arguments(["--model-path", str(model), *more])
+            with Server(name, arguments, variables, work / f"{name}.log", timeout=600) as server:
+                (run,) = regress.evaluate_urls({name: server.url}, variables, evaluation)
+            right[name] = run.correct
+    result = output.result("accuracy", {"questions": options.questions, "right": right})
     output.finish(options, result, tables(result))
-    if failed:
-        sys.exit("accuracy: below what is wanted")
+    low = [name for name, correct in right.items() if correct < MIN_ACCURACY[name] * options.questions]
+    if low and not options.quick:
+        sys.exit(f"accuracy: below what is wanted: {', '.join(low)}")
 
 
 if __name__ == "__main__":

@@ -100,9 +100,6 @@ def main() -> None:
     save_file(packed, str(options.folder / EXPERTS), metadata={"format": "pt"})
     lines = [problem.to_json() + "\n" for problem in islice(problems(0, test=True), options.questions)]
     (options.folder / QUESTIONS).write_text("".join(lines))
-    for path in sorted(options.folder.rglob("*")):
-        if path.is_file():
-            print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

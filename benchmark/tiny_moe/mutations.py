@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -162,7 +161,7 @@ def mutation_path(folder: Path, name: str) -> str:
 
 def row(name: str, run: Run, stock: Run) -> dict[str, Any]:
     """What became of the answers, and the exit codes that ``regress`` would end with."""
-    by_accuracy, identical = (compare(stock, run, require_identical=each) for each in (False, True))
+    by_accuracy, identical = (compare(stock, run, require_identical=required) for required in (False, True))
     return {
         "server": name,
         "accuracy": run.accuracy,
@@ -191,27 +190,14 @@ def cells(row: dict[str, Any], questions: int) -> tuple[str, ...]:
 
 
 def tables(result: output.Result) -> str:
-    found = result["figures"]
-    questions = found["questions"]
-    header = (
-        "accuracy",
-        "lost, gained",
-        "p",
-        "points lost, at most",
-        "answers that differ",
-        "by accuracy",
-        "by answers",
-    )
+    figures = result["figures"]
+    questions = figures["questions"]
+    header = ("", "accuracy", "lost, gained", "p", "points lost, at most", "answers that differ", "by accuracy")
+    stock = ("stock", f"{100 * figures['stock']:.1f} %", *[""] * (len(header) - 1))
+    rows = [stock, *(cells(row, questions) for row in figures["rows"])]
     return (
-        f"SGLang {result['conditions']['engine']}, `{found['backend']}`, {questions} held-out questions, "
-        f"{found['shots']}-shot\n\n"
-        + output.table(
-            ("", *header),
-            [
-                ("stock", f"{100 * found['stock']:.1f} %", *[""] * (len(header) - 1)),
-                *(cells(row, questions) for row in found["rows"]),
-            ],
-        )
+        f"SGLang {result['conditions']['engine']}, `{figures['backend']}`, {questions} held-out questions, "
+        f"{figures['shots']}-shot\n\n{output.table((*header, 'by answers'), rows)}"
     )
 
 
@@ -233,8 +219,8 @@ def main() -> None:
     evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, options.shots, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]
     arguments = environment.server_arguments([*arguments, "--moe-runner-backend", options.backend])
-    kept = processes.variables()
-    base = {**kept, **environment.variables(kept)}
+    own = processes.variables()
+    base = {**own, **environment.variables(own)}
     stock: Run | None = None
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -246,17 +232,14 @@ def main() -> None:
                 variables[patch.SELECT_VARIABLE] = "none"
             elif name != "patched":
                 variables["PYTHONPATH"] = mutation_path(work / "plugin", name)
-            started = time.monotonic()
             with Server(name, arguments, variables, work / "server.log", timeout=600) as server:
-                (found,) = regress.evaluate_urls({name: server.url}, base, evaluation)
+                (run,) = regress.evaluate_urls({name: server.url}, base, evaluation)
             if stock is None:
-                stock = found
-                print(f"stock: {100 * found.accuracy:.1f} %  ({time.monotonic() - started:.0f} s)", flush=True)
+                stock = run
+                print(f"stock: {100 * run.accuracy:.1f} %", flush=True)
             else:
-                rows.append(row(name, replace(found, name="patched"), stock))
-                print(
-                    f"{', '.join(cells(rows[-1], options.questions))}  ({time.monotonic() - started:.0f} s)", flush=True
-                )
+                rows.append(row(name, replace(run, name="patched"), stock))
+                print(", ".join(cells(rows[-1], options.questions)), flush=True)
     assert stock is not None
     figures = {"questions": options.questions, "shots": options.shots, "backend": options.backend}
     result = output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows})

@@ -4,8 +4,9 @@
 
 A few minutes on one GPU. The prompts are those of the engine's ``sglang.test.few_shot_gsm8k``: solved problems, one
 after the other. The loss counts the answers alone; after an answer the model is to stop, whatever follows in the row.
-Written are the bfloat16 weights; ``export.py`` quantizes them. The training ends long before the model has nothing left
-to learn: a model that is sure of everything would not notice a small error, and is no test of anything.
+Written are the bfloat16 weights; ``export.py`` quantizes them, ``accuracy.py`` measures both. The training ends long
+before the model has nothing left to learn: a model that is sure of everything would not notice a small error, and is no
+test of anything.
 """
 
 from __future__ import annotations
@@ -73,30 +74,6 @@ class Corpus:
         return self.tokens[at].long(), self.targets[at].long()
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # every batch has another shape
-def held_out_accuracy(model: Model, device: str, count: int, shots: int) -> float:
-    """Share of held-out problems whose whole answer the model says, each token given the right ones before it."""
-    tokens, targets, lengths = encode(count * (shots + 1), True, 1)
-    ends = np.cumsum(lengths)
-    right = 0
-    for first in range(0, count, 100):
-        rows = range(first, min(first + 100, count))
-        groups = [(row * (shots + 1), (row + 1) * (shots + 1) - 1) for row in rows]  # first and last problem
-        spans = [(ends[one] - lengths[one], ends[last]) for one, last in groups]
-        longest = max(end - start for start, end in spans)
-        ids = torch.zeros(len(spans), longest, dtype=torch.long)
-        wanted = torch.full_like(ids, IGNORED)
-        for row, (start, end) in enumerate(spans):
-            ids[row, : end - start] = torch.from_numpy(tokens[start:end].astype(np.int64))
-            asked = end - lengths[groups[row][1]]  # the shots before it are given
-            wanted[row, asked - start : end - start] = torch.from_numpy(targets[asked:end].astype(np.int64))
-        with torch.autocast(device, torch.bfloat16):
-            said = model(ids.to(device)).argmax(-1).cpu()
-        right += int(((said == wanted) | (wanted == IGNORED)).all(-1).sum())
-    return right / count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="where to write the bfloat16 weights")
@@ -106,7 +83,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=768, help="tokens per row (%(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--test", type=int, default=500, help="held-out problems to measure with (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
@@ -160,13 +136,6 @@ def main() -> None:
             clock = now
     save_file(to_checkpoint(model), str(options.output), metadata={"format": "pt"})
     print(f"{options.output}: after {time.monotonic() - started:.0f} s", flush=True)
-    for quantized in (False, True):
-        model.quantize(quantized)
-        found = [held_out_accuracy(model, options.device, options.test, shots) for shots in (0, 1, 5)]
-        print(
-            f"{'NVFP4' if quantized else 'bf16'} experts: whole answers right with 0, 1 and 5 shots: {found}",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,67 +46,48 @@ GPUS = re.compile(r"\b(\d+)-gpu")
 OTHERS = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci": "CPU"}
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of tests.
-
-    :param path: below `test/registered`.
-    :param against: why it is not run; "": it is.
-    """
-
-    path: str
-    against: str = ""
-
-
 # --- selection --------------------------------------------------------------------------------------------------------
 
 
-def against(source: str, gpus: int = 1) -> str:
+def skip_reason(source: str, gpus: int = 1) -> str:
     """Why a file of tests is not run; "": it is.
 
     :param source: its code.
     :param gpus: that there are.
     """
-    tree = ast.parse(source)
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    needed = sorted(name for name in named if name in NEEDS_MODEL or MODEL_NAME.match(name))
-    if needed:
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    if needed := sorted(name for name in names if name in NEEDS_MODEL or MODEL_NAME.match(name)):
         return f"needs a model: {next((name for name in needed if MODEL_NAME.match(name)), needed[0])}"
-    called = [
-        (node.func.id, ast.unparse(node))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    cuda = [code for name, code in called if name == "register_cuda_ci"]
-    others = [OTHERS[name] for name, _ in called if name in OTHERS]
+    calls = [(node.func.id, node) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    cuda = [ast.unparse(call) for name, call in calls if name == "register_cuda_ci"]
+    others = [OTHERS[name] for name, _ in calls if name in OTHERS]
     if not cuda and "CPU" not in others:
         return f"for {' and '.join(dict.fromkeys(others))} alone" if others else "not registered"
     wanted = [int(match) for code in cuda for match in GPUS.findall(code)]
-    if wanted and min(wanted) > gpus:
-        return f"needs {min(wanted)} GPUs"
-    return ""
+    return f"needs {min(wanted)} GPUs" if wanted and min(wanted) > gpus else ""
 
 
-def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> list[File]:
-    """The files that say something of MoE layers or of quantization, and whether each is run.
+def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:
+    """The files that say something of MoE layers or of quantization, below `test/registered`, and their skip reasons.
 
     :param only: parts of paths, of which one must be there.
     :raises SystemExit: there are no tests.
     """
     root = checkout / REGISTERED
-    found = []
+    reasons = {}
     for path in sorted(root.rglob("test_*.py")):
         name = str(path.relative_to(root))
         if not name.startswith(FOLDERS) or (only and not any(part in name for part in only)):
             continue
         source = path.read_text(encoding="utf-8")
         if name.startswith(("moe/", "quant/")) or ABOUT.search(source):
-            found.append(File(name, against(source, gpus)))
-    if not found:
+            reasons[name] = skip_reason(source, gpus)
+    if not reasons:
         raise SystemExit(f"engine_suite: no tests below {root}; give a checkout of SGLang")
-    return found
+    return reasons
 
 
 def described(checkout: Path) -> str:
@@ -129,44 +108,44 @@ def variables(*folders: Path) -> dict[str, str]:
     return own | {"HF_HUB_OFFLINE": "1"}
 
 
-def run(file: File, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
-    """What became of one file's tests on one side."""
-    name = f"{file.path.removesuffix('.py').replace('/', '-')}-{side}"
+def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dict[str, Any]:
+    """Run one file's tests on one side, and read what became of them."""
+    name = f"{file.removesuffix('.py').replace('/', '-')}-{side}"
     result = work / f"{name}.json"
     own = variables(*[work / "plugin"] * (side == "patched"))
     own |= {SELECT_VARIABLE: "all" if side == "patched" else "none"}
-    path = (checkout / REGISTERED / file.path).resolve()
+    path = (checkout / REGISTERED / file).resolve()
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
     begun = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
-        kept = Supervised(command, own, log, join_error=True, cwd=str(path.parent))
+        process = Supervised(command, own, log, join_error=True, cwd=str(path.parent))
         try:
-            while kept.exit_code() is None and time.monotonic() < begun + limit_s:
+            while process.exit_code() is None and time.monotonic() < begun + limit_s:
                 time.sleep(0.2)
-            code = kept.exit_code()
+            code = process.exit_code()
         finally:
-            kept.end()
-    took = round(time.monotonic() - begun, 1)
-    found: dict[str, Any] = {"tests": {}, "errors": [], "acted": {}, "changes": {}}
+            process.end()
+    seconds = round(time.monotonic() - begun, 1)
+    outcomes: dict[str, Any] = {"tests": {}, "errors": [], "acted": {}, "changes": {}}
     if result.exists():
-        found = json.loads(result.read_text())
+        outcomes = json.loads(result.read_text())
     elif code is None:
-        found["errors"] = [f"ended after {limit_s:.0f} s"]
+        outcomes["errors"] = [f"ended after {limit_s:.0f} s"]
     else:
         lines = (work / f"{name}.log").read_text(errors="replace").splitlines()
-        found["errors"] = [f"exit code {code}: {lines[-1][:300] if lines else ''}"]
-    print(f"  {file.path}, {side}: {said(found)}, {took:.0f} s", flush=True)
-    return found | {"seconds": took}
+        outcomes["errors"] = [f"exit code {code}: {lines[-1][:300] if lines else ''}"]
+    print(f"  {file}, {side}: {outcome_counts(outcomes)}, {seconds:.0f} s", flush=True)
+    return outcomes | {"seconds": seconds}
 
 
-def said(side: dict[str, Any]) -> str:
+def outcome_counts(side: dict[str, Any]) -> str:
     """Its outcomes in a few words."""
     counts = Counter(test["outcome"] for test in side["tests"].values())
     parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"
 
 
-def lacking(module: str = "sglang.test.test_utils") -> str:
+def import_error(module: str = "sglang.test.test_utils") -> str:
     """Why a test cannot import a module, or ""; an installation without all that it needs would fail each alike."""
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True)
@@ -178,14 +157,14 @@ def lacking(module: str = "sglang.test.test_utils") -> str:
 
 def differing(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
     """Tests whose outcome is not the same on both sides; "": the file as a whole."""
+
+    def outcome(side: dict[str, Any], name: str) -> tuple[Any, ...]:
+        test = side["tests"].get(name, {})
+        return test.get("outcome"), test.get("subtests")
+
     names = dict.fromkeys([*stock["tests"], *patched["tests"]])
-    found = [
-        name
-        for name in names
-        if stock["tests"].get(name, {}).get("outcome") != patched["tests"].get(name, {}).get("outcome")
-        or stock["tests"].get(name, {}).get("subtests") != patched["tests"].get(name, {}).get("subtests")
-    ]
-    return found + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
+    names_apart = [name for name in names if outcome(stock, name) != outcome(patched, name)]
+    return names_apart + [""] * (bool(stock["errors"]) != bool(patched["errors"]))
 
 
 def broken(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
@@ -198,8 +177,8 @@ def broken(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
 
 def failing(side: dict[str, Any]) -> dict[str, str]:
     """What fails, and with which words; "": the file as a whole."""
-    found = {name: test["said"] for name, test in side["tests"].items() if test["outcome"] == "failed"}
-    return found | ({"": side["errors"][0]} if side["errors"] else {})
+    messages = {name: test["said"] for name, test in side["tests"].items() if test["outcome"] == "failed"}
+    return messages | ({"": side["errors"][0]} if side["errors"] else {})
 
 
 def tables(result: output.Result) -> str:
@@ -221,7 +200,7 @@ def tables(result: output.Result) -> str:
         if stock["tests"] or patched["tests"] or other:
             subtests = sum(test["subtests"] for test in stock["tests"].values())
             acted = ", ".join(f"{name} {times:,}" for name, times in patched["acted"].items() if times)
-            outcomes = said(stock), said(patched)
+            outcomes = outcome_counts(stock), outcome_counts(patched)
             cells = (f"`{path}`", outcomes[0], '"' if outcomes[0] == outcomes[1] else outcomes[1], acted or "-")
             rows.append((*cells, f"{subtests:,}" if subtests else "-", str(len(other))))
     ran = {path: len(stock["tests"]) for path, (stock, _) in files.items() if stock["tests"]}
@@ -252,45 +231,41 @@ def main() -> int:
     options = output.parse(parser)
     files = select(options.checkout, options.only, options.gpus)
     if options.list:
-        for file in files:
-            print(f"{file.path}: {file.against or 'runs'}")
+        for file, reason in files.items():
+            print(f"{file}: {reason or 'runs'}")
         return 0
     machine.require_gpu("engine_suite", "--list says what would run")
     engine, tag = metadata.version("sglang"), options.tag or described(options.checkout)
-    if missing := lacking():
+    if missing := import_error():
         print(f"engine_suite: what the engine's tests share cannot be imported here: {missing}", file=sys.stderr)
         return 2
     if tag and tag != f"v{engine}":
         print(f"engine_suite: the tests are of {tag}, the engine is {engine}", file=sys.stderr)
-    figures = suite(files, options)
+    figures = run_suite(files, options)
     result = output.result("engine_suite", figures)
     output.finish(options, result, tables(result))
     return int(any(broken(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
 
 
-def suite(files: Sequence[File], options: argparse.Namespace) -> dict[str, Any]:
+def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """All files that are run, on both sides; what is known is written after each."""
     figures: dict[str, Any] = {
         "checkout": options.tag or described(options.checkout),
         "files": {},
-        "not_run": {file.path: file.against for file in files if file.against},
+        "not_run": {file: reason for file, reason in files.items() if reason},
     }
-    chosen = [file for file in files if not file.against]
-    with tempfile.TemporaryDirectory(prefix="engine-suite-") as folder:
-        work = Path(folder)
+    with output.work_folder(options) as work:
         plugins.write(work / "plugin", "benchmark_everywhere", "common.everywhere:register")
-        try:
-            with ThreadPoolExecutor(options.jobs) as pool:
-                at_work = {
-                    file.path: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
-                    for file in chosen
-                }
-                for path, sides in at_work.items():
-                    figures["files"][path] = dict(zip(SIDES, (each.result() for each in sides), strict=True))
-                    if options.json:
-                        output.write(options.json, output.result("engine_suite", figures))
-        finally:
-            output.keep_logs(options, work)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            at_work = {
+                file: [pool.submit(run, file, side, options.checkout, work, options.limit) for side in SIDES]
+                for file, reason in files.items()
+                if not reason
+            }
+            for path, sides in at_work.items():
+                figures["files"][path] = dict(zip(SIDES, (future.result() for future in sides), strict=True))
+                if options.json:
+                    output.write(options.json, output.result("engine_suite", figures))
     return figures
 
 

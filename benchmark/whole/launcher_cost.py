@@ -63,24 +63,23 @@ def launch(with_us: bool) -> dict[str, Any]:
             f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it through "
             "`sglang-moe-patches exec --reference-kernels --`"
         )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def measure(runs: int) -> dict[str, Any]:
     launched: dict[str, list[dict[str, Any]]] = {"stock": [], "patched": []}
-
     for run in range(runs + 1):
-        for name, each in launched.items():
-            found = launch(name == "patched")
+        for name, launches in launched.items():
+            one = launch(name == "patched")
             if run:  # the first ones warm the disk's cache
-                each.append(found)
-    stock, patched = (each[-1] for each in launched.values())
+                launches.append(one)
+    stock, patched = (launches[-1] for launches in launched.values())
     only_ours = set(patched["imported_by_plugins"]) - set(stock["imported_by_plugins"])
     return {
         "runs": runs,
         "medians": {
-            key: {name: statistics.median(r[key] for r in each) for name, each in launched.items()} for key in MEASURED
+            key: {name: statistics.median(one[key] for one in launches) for name, launches in launched.items()}
+            for key in MEASURED
         },
         "model_code": {"stock": stock["models"], "patched": patched["models"]},
         "our_packages": sorted({name.split(".")[0] for name in only_ours}),
@@ -88,17 +87,17 @@ def measure(runs: int) -> dict[str, Any]:
 
 
 def tables(result: output.Result) -> str:
-    found = result["figures"]
+    figures = result["figures"]
     rows = []
     for key, (label, digits) in MEASURED.items():
-        stock, patched = (found["medians"][key][name] for name in ("stock", "patched"))
+        stock, patched = (figures["medians"][key][name] for name in ("stock", "patched"))
         rows.append((label, f"{stock:.{digits}f}", f"{patched:.{digits}f}", f"{patched - stock:+.{digits}f}"))
-    code = {name: ", ".join(found["model_code"][name]) or "none" for name in ("stock", "patched")}
+    code = {name: ", ".join(figures["model_code"][name]) or "none" for name in ("stock", "patched")}
     return (
         output.table(("launcher", "without", "with sglang-moe-patches", "difference"), rows)
-        + f"\nMedians of {found['runs']} runs of each, in turn. Model code imported in the launcher: {code['patched']} "
-        f"with this package, {code['stock']} without. Packages that loading our plugin imports: "
-        f"{', '.join(found['our_packages'])}.\n"
+        + f"\nMedians of {figures['runs']} runs of each, in turn. Model code imported in the launcher: "
+        f"{code['patched']} with this package, {code['stock']} without. Packages that loading our plugin imports: "
+        f"{', '.join(figures['our_packages'])}.\n"
     )
 
 

@@ -25,15 +25,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from common import machine, output, servers, timing, weights
+from common import history, machine, output, servers, timing, weights
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
@@ -50,66 +48,45 @@ LINE_POINTS = 150
 MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", "minimax_m2.py")
 
 
-@contextmanager
-def asked_for(mb: int | None) -> Iterator[None]:
-    """SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of a prediction, as the patched server has it; ``None``: unset."""
-    before = os.environ.pop(MOE_WORKSPACE_MB.name, None)
-    if mb:
-        os.environ[MOE_WORKSPACE_MB.name] = str(mb)
-    try:
-        yield
-    finally:
-        os.environ.pop(MOE_WORKSPACE_MB.name, None)
-        if before is not None:
-            os.environ[MOE_WORKSPACE_MB.name] = before
-
-
-def by_sizes(
+def predict(
     served: weights.Served,
     server: str,
     tokens: int,
     *,
     tp: int = 1,
     workspace_mb: int = 0,
+    moe_workspace_mb: int | None = None,
     fusion: bool = True,
-    at_any_cost: bool = False,
+    width: int | None = None,
 ) -> prediction.Prediction:
     """What a server should need, by the sizes alone.
 
     :param server: ``stock`` or ``patched``.
+    :param moe_workspace_mb: SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server; ``None``: unset.
     :param fusion: whether the engine may run shared experts as routed ones.
-    :param at_any_cost: columns as up to 0.2.0, by memory alone.
+    :param width: of a column slice; ``None``: as moe-workspace decides today.
     """
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
     acting = prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock()
-    layout = Layout(tp=tp)
     workspace = workspace_mb * 2**20 + REFERENCE_SCRATCH
-    runner = prediction.Runner(served.runner, served.quantization, workspace=workspace)
-    if at_any_cost and served.runner == "triton":
-        scratch = acting.dead_input and not acting.shared_last
-        rank = model.per_rank(layout)
-        width = prediction.columns_width(rank, tokens, scratch=scratch, quantization=served.quantization)
-        runner = replace(runner, width=width)
-    elif at_any_cost:
-        runner = replace(runner, width=model.hidden)
-    return prediction.predict(model, layout, runner, tokens, acting)
+    runner = prediction.Runner(served.runner, served.quantization, width=width, workspace=workspace)
+    with mock.patch.dict(os.environ, {MOE_WORKSPACE_MB.name: str(moe_workspace_mb or "")}):
+        return prediction.predict(model, Layout(tp=tp), runner, tokens, acting)
 
 
-def expected(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
+def predict_both(served: weights.Served, options: argparse.Namespace) -> dict[str, Any]:
     """What stock and patched should need, as a result keeps it."""
     fusion = "--disable-shared-experts-fusion" not in options.server_arguments and has_gpu()
-    found = {}
-    for name in servers.SERVERS:
-        with asked_for(options.moe_workspace_mb):
-            made = by_sizes(
-                served, name, options.tokens, tp=options.tp, workspace_mb=options.workspace_mb, fusion=fusion
-            )
-        found[name] = asdict(made) | {"live_at_kernel_bytes": made.live, "peak_forward_bytes": made.peak}
-    return found
+    sizes = {name: getattr(options, name) for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
+    both = {name: predict(served, name, **sizes, fusion=fusion) for name in servers.SERVERS}
+    return {
+        name: asdict(one) | {"live_at_kernel_bytes": one.live, "peak_forward_bytes": one.peak}
+        for name, one in both.items()
+    }
 
 
 def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> dict[str, Any]:
-    predicted = expected(served, options)
+    predicted = predict_both(served, options)
     print(prediction_table(predicted), flush=True)
     symmetric = ["--enable-symm-mem"] if options.symm_mem else []
     setup = servers.Setup(
@@ -135,7 +112,7 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
                 ]
-                figures[name] = shortened(events.collect(setup.observed(name)))
+                figures[name] = shortened(events.collect(setup.observed(name)), history.collect(setup.observed(name)))
                 print(f"{name}: ready after {server.startup_s:.0f} s, asked {PROMPTS} prompts twice", flush=True)
 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
@@ -163,27 +140,23 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     }
 
 
-def shortened(process: events.Process | None) -> dict[str, Any]:
+def shortened(process: events.Process | None, recorded: history.History | None) -> dict[str, Any]:
     """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
 
-    :param process: what :func:`events.collect` found.
+    :param process: what :func:`events.collect` found, and ``recorded`` what :func:`history.collect` did.
     """
     if process is None or process.failure:
         raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
     figures = {**asdict(process.memory), "changes": process.changes}
-    if history := process.history:
+    if recorded:
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        values = [value for _, value in history.line]
-        figures |= {"line": thinned(values), "at_peak": asdict(history.at_peak)}
-        if history.alive:  # of equal moments the last
-            figures["at_kernel"] = asdict(max(reversed(history.alive), key=lambda moment: moment.bytes))
+        values = [value for _, value in recorded.line]
+        stretch = -(-len(values) // LINE_POINTS)
+        highest = [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
+        figures |= {"line": highest, "at_peak": asdict(recorded.at_peak)}
+        if recorded.alive:  # of equal moments the last
+            figures["at_kernel"] = asdict(max(reversed(recorded.alive), key=lambda moment: moment.bytes))
     return figures
-
-
-def thinned(values: list[float]) -> list[float]:
-    """At most ``LINE_POINTS`` of these, each the highest of its stretch."""
-    stretch = -(-len(values) // LINE_POINTS)
-    return [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -211,21 +184,13 @@ def in_mb(value: float | None) -> str:
     return "-" if value is None else f"{value / MB:,.1f}"
 
 
-def difference(found: dict[str, Any], key: str) -> str:
-    """Patched less stock, in MB. Transcribed results keep it: their two figures were rounded."""
-    stock, patched = (found["memory"][name][key] for name in servers.SERVERS)
-    if stock is None or patched is None:
-        return "-"
-    less = found.get("difference", {key: patched - stock})[key] / MB
-    return f"{less:+,.1f}" if less else "0.0"
-
-
+PEAK_COLUMNS = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
 ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilities apart, at most")
 
 
-def distances(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     """How far answers are from the stock server's first ones: its own second ones, and each other server's."""
-    prompts, answers = found["prompts"], found["answers"]
+    prompts, answers = figures["prompts"], figures["answers"]
     rows = []
     for name, given in answers.items():
         same = [
@@ -241,12 +206,19 @@ def distances(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def with_knob(result: output.Result) -> str:
     """The peak of one run with SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB, predicted beside measured, and its answers."""
-    found = result["figures"]
-    cells = [f"{found['model']}, TP={found['shard']}'s sizes, {found['moe_workspace_mb']} MB asked for"]
+    figures = result["figures"]
+    run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
+    table = output.table(PEAK_COLUMNS, [(run, *peaks_beside(result))])
+    return f"{table}\n{output.table(ANSWERS, distances(figures))}"
+
+
+def peaks_beside(result: output.Result) -> list[str]:
+    """MB at the peak, predicted by the formulas of today and measured, of each server."""
+    cells = []
     for server in servers.SERVERS:
-        cells += [in_mb(of_result(result, server).peak), in_mb(found["memory"][server]["peak_forward_bytes"])]
-    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
-    return output.table(header, [tuple(cells)]) + "\n" + output.table(ANSWERS, distances(found))
+        measured = result["figures"]["memory"][server]["peak_forward_bytes"]
+        cells += [in_mb(of_result(result, server).peak), in_mb(measured)]
+    return cells
 
 
 def prediction_table(predicted: dict[str, Any]) -> str:
@@ -264,37 +236,38 @@ def prediction_table(predicted: dict[str, Any]) -> str:
 
 
 def tables(result: output.Result) -> str:
-    found = result["figures"]
-    memory = [found["memory"][name] for name in servers.SERVERS]
-    served = found["served"]
+    figures = result["figures"]
+    memory = [figures["memory"][name] for name in servers.SERVERS]
+    served = figures["served"]
     runner = f"{served['runner']}{' with FP8 experts' if served['fp8'] else ''}"
     rows = []
     for title, key in (
         ("live when the routed kernel starts", "live_at_kernel_bytes"),
         ("peak of the forward", "peak_forward_bytes"),
     ):
-        stock, patched = (figures[key] for figures in memory)
-        predicted = [in_mb(found["predicted"][name][key]) for name in servers.SERVERS]
-        rows.append((title, predicted[0], in_mb(stock), predicted[1], in_mb(patched), difference(found, key)))
+        stock, patched = (one[key] for one in memory)
+        predicted = [in_mb(figures["predicted"][name][key]) for name in servers.SERVERS]
+        difference = "-" if None in (stock, patched) else f"{(patched - stock) / MB:+,.1f}"
+        rows.append((title, predicted[0], in_mb(stock), predicted[1], in_mb(patched), difference))
     header = ("MB, one rank", "stock: predicted", "measured", "patched: predicted", "measured", "difference")
     parts = [
-        prediction_table(found["predicted"]),
-        f"{found['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
+        prediction_table(figures["predicted"]),
+        f"{figures['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
         f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), {runner}, "
-        f"TP={found['tp']}"
-        f"{' with the shares of TP=' + str(found['shard']) if found['shard'] > 1 else ''}, "
-        f"{found['tokens']:,} tokens, kernel workspace {found['workspace_mb']} MiB"
-        f"{', --enable-symm-mem' if found['symm_mem'] else ''}. Answers equal: "
-        f"{found['prompts'] - len(found['differing']['patched'])} of {found['prompts']}; repeated by stock: "
-        f"{found['prompts'] - len(found['unrepeatable']['stock'])}.\n",
+        f"TP={figures['tp']}"
+        f"{' with the shares of TP=' + str(figures['shard']) if figures['shard'] > 1 else ''}, "
+        f"{figures['tokens']:,} tokens, kernel workspace {figures['workspace_mb']} MiB"
+        f"{', --enable-symm-mem' if figures['symm_mem'] else ''}. Answers equal: "
+        f"{figures['prompts'] - len(figures['differing']['patched'])} of {figures['prompts']}; repeated by stock: "
+        f"{figures['prompts'] - len(figures['unrepeatable']['stock'])}.\n",
         output.table(header, rows),
     ]
-    if found["differing"]["patched"]:
-        parts.append(output.table(ANSWERS, distances(found)))
+    if figures["differing"]["patched"]:
+        parts.append(output.table(ANSWERS, distances(figures)))
     if memory[0]["peak_forward_bytes"]:
         parts.append(gained(result) + "\n")
     for moment, title in {"at_kernel": "when the routed kernel starts", "at_peak": "at the peak"}.items():
-        if all(moment in figures for figures in memory):
+        if all(moment in one for one in memory):
             parts.append(f"Alive {title}:\n\n{alive(result, moment)}")
     return "\n".join(parts)
 
@@ -303,50 +276,37 @@ def summary(results: list[output.Result]) -> str:
     """The two figures of several runs, a row a run."""
     rows = []
     for result in results:
-        found = result["figures"]
-        stock, patched = (found["memory"][name] for name in servers.SERVERS)
+        figures = result["figures"]
+        stock, patched = (figures["memory"][name] for name in servers.SERVERS)
         cells = []
         for key in ("live_at_kernel_bytes", "peak_forward_bytes"):
             cells += [in_mb(stock[key]), in_mb(patched[key])]
-        ranks = f"{found['tp']}{', symmetric memory' if found['symm_mem'] else ''}"
-        rows.append((found["model"], result["conditions"]["engine"], ranks, *cells))
-    header = (
-        "MB",
-        "SGLang",
-        "TP",
-        "live when the routed kernel starts: stock",
-        "patched",
-        "peak of the forward: stock",
-    )
-    return output.table((*header, "patched"), rows, left=3)
+        ranks = f"{figures['tp']}{', symmetric memory' if figures['symm_mem'] else ''}"
+        rows.append((figures["model"], result["conditions"]["engine"], ranks, *cells))
+    live, peak = "live when the routed kernel starts: stock", "peak of the forward: stock"
+    return output.table(("MB", "SGLang", "TP", live, "patched", peak, "patched"), rows, left=3)
 
 
 def of_result(result: output.Result, server: str) -> prediction.Prediction:
-    """What a server of a result should have needed, by the prediction of today."""
-    found = result["figures"]
-    kept = found["served"]
-    served = weights.Served(MODELS[found["model"]].shard(found["shard"]), runner=kept["runner"], fp8=kept["fp8"])
-    knob = found["moe_workspace_mb"]
-    with asked_for(knob):
-        # Results without the knob are from before slices had a price.
-        return by_sizes(
-            served, server, found["tokens"], tp=found["tp"], workspace_mb=found["workspace_mb"], at_any_cost=not knob
-        )
+    """What a server of a result should have needed, by the formulas of today.
+
+    ``slice_columns``: what moe-workspace decided when the result was measured, before slices had a price.
+    """
+    figures = result["figures"]
+    kept = figures["served"]
+    served = weights.Served(MODELS[figures["model"]].shard(figures["shard"]), runner=kept["runner"], fp8=kept["fp8"])
+    sizes = {name: figures[name] for name in ("tokens", "tp", "workspace_mb", "moe_workspace_mb")}
+    return predict(served, server, **sizes, width=figures.get("slice_columns"))
 
 
 def against_sizes(results: list[output.Result]) -> str:
     """The peak of the forward, predicted beside measured, a row a run."""
     rows = []
     for result in results:
-        found = result["figures"]
-        predicted = {server: of_result(result, server) for server in servers.SERVERS}
-        cells = []
-        for server in servers.SERVERS:
-            cells += [in_mb(predicted[server].peak), in_mb(found["memory"][server]["peak_forward_bytes"])]
-        experts = "FP8" if found["served"]["fp8"] else "BF16"
-        rows.append((f"{found['model']} {experts}", *cells, predicted["patched"].where))
-    header = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured", "where, patched")
-    return output.table(header, rows)
+        figures = result["figures"]
+        run = f"{figures['model']} {'FP8' if figures['served']['fp8'] else 'BF16'}"
+        rows.append((run, *peaks_beside(result), of_result(result, "patched").where))
+    return output.table((*PEAK_COLUMNS, "where, patched"), rows)
 
 
 def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> str:
@@ -356,7 +316,7 @@ def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> s
         cells = []
         for runner in weights.RUNNERS:
             served = weights.Served(MODELS[name], runner=runner)
-            both = [by_sizes(served, server, tokens, tp=tp, workspace_mb=workspace_mb) for server in servers.SERVERS]
+            both = [predict(served, server, tokens, tp=tp, workspace_mb=workspace_mb) for server in servers.SERVERS]
             cells.append(" -> ".join(f"{one.peak / MB:,.0f}" for one in both))
         rows.append((name, *cells))
     return output.table(("MB", *weights.RUNNERS), rows)
@@ -367,10 +327,10 @@ def alive(result: output.Result, moment: str) -> str:
     sizes: dict[str, list[float | None]] = {}
     totals = []
     for column, name in enumerate(servers.SERVERS):
-        found = result["figures"]["memory"][name][moment]
-        totals.append(found["bytes"])
-        blocks = found["blocks"]
-        if released := sum(block["bytes"] for block in blocks) - found["bytes"]:
+        held = result["figures"]["memory"][name][moment]
+        totals.append(held["bytes"])
+        blocks = held["blocks"]
+        if released := sum(block["bytes"] for block in blocks) - held["bytes"]:
             blocks = [*blocks, {"bytes": -released, "code": ["released: memory from before the forward"]}]
         for size, _, code in by_code(blocks):
             sizes.setdefault(code, [None, None])[column] = size
@@ -382,9 +342,9 @@ def alive(result: output.Result, moment: str) -> str:
 
 def gained(result: output.Result) -> str:
     """What the lower peak buys, by the engine's own account of its KV cache."""
-    found, gpu_bytes = result["figures"], result["conditions"]["gpu_bytes"]
-    stock, patched = (found["memory"][name]["peak_forward_bytes"] for name in servers.SERVERS)
-    state, served = found["states"]["patched"], found["served"]
+    figures, gpu_bytes = result["figures"], result["conditions"]["gpu_bytes"]
+    stock, patched = (figures["memory"][name]["peak_forward_bytes"] for name in servers.SERVERS)
+    state, served = figures["states"]["patched"], figures["served"]
     layers, whole = served["dense_layers"] + served["moe_layers"], served["model"]["layers"]
     # The engine counts in GiB with two decimals: enough for a cache of some GB.
     cell = state["kvcache"] * 2**30 / state["token_capacity"] / layers
@@ -399,13 +359,13 @@ def gained(result: output.Result) -> str:
 
 
 def plot(result: output.Result, path: Path) -> None:
-    found = result["figures"]
-    if "line" not in found["memory"]["stock"]:
+    figures = result["figures"]
+    if "line" not in figures["memory"]["stock"]:
         raise SystemExit("peak_memory.py: nothing to draw: the allocator's history needs a GPU")
     pyplot = output.pyplot()
     figure, axes = pyplot.subplots(2, 1, figsize=(8, 4.5), sharex=True, sharey=True, layout="constrained")
     for axis, name in zip(axes, servers.SERVERS, strict=True):
-        values = [value / MB for value in found["memory"][name]["line"]]
+        values = [value / MB for value in figures["memory"][name]["line"]]
         steps = [index / len(values) for index in range(len(values))]
         axis.fill_between(steps, values, step="post", alpha=0.35)
         axis.axhline(max(values), linestyle=":", linewidth=0.8, color="black")
@@ -413,8 +373,8 @@ def plot(result: output.Result, path: Path) -> None:
         axis.set_ylabel("MB beyond the start")
     axes[1].set_xlabel("one forward, from its first allocation to its last")
     figure.suptitle(
-        f"{found['model']} widths, TP={found['tp']}, {found['tokens']:,} tokens, "
-        f"SGLang {result['conditions']['engine']}, kernel workspace {found['workspace_mb']} MiB",
+        f"{figures['model']} widths, TP={figures['tp']}, {figures['tokens']:,} tokens, "
+        f"SGLang {result['conditions']['engine']}, kernel workspace {figures['workspace_mb']} MiB",
         fontsize=10,
     )
     output.save(figure, path)
@@ -424,9 +384,7 @@ def parse() -> argparse.Namespace:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
-    parser.add_argument(
-        "--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed", help="default: %(default)s"
-    )
+    parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--shard", type=int, default=1, help="give each rank its share of so many times more ranks")
@@ -436,9 +394,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--moe-layers", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
     parser.add_argument("--moe-workspace-mb", type=int, help="MB that Triton or Marlin may hold; default: unset")
-    parser.add_argument(
-        "--symm-mem", action="store_true", help="with NCCL symmetric memory (NVLink multicast as it is)"
-    )
+    parser.add_argument("--symm-mem", action="store_true", help="NCCL symmetric memory (NVLink multicast as it is)")
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
     parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for both servers")
@@ -457,19 +413,15 @@ def main() -> int:
     except ValueError as error:
         print(f"peak_memory.py: {error}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="peak-memory-") as folder:
-        work = Path(folder) / "work"
-        try:
-            found = measure(options, served, work)
-        finally:
-            output.keep_logs(options, work)
-    result = output.result("peak_memory", found, {"engine": found["states"]["stock"]["version"]})
-    if wrong := set(found["differing"]["patched"]) - set(found["unrepeatable"]["stock"]):
+    with output.work_folder(options) as work:
+        figures = measure(options, served, work)
+    result = output.result("peak_memory", figures, {"engine": figures["states"]["stock"]["version"]})
+    if wrong := set(figures["differing"]["patched"]) - set(figures["unrepeatable"]["stock"]):
         if options.json:
             output.write(options.json, result)
         print(
             f"peak_memory.py: no figures: the patched server answered prompts {sorted(wrong)} otherwise than the stock "
-            f"server, which repeats them; otherwise the second time: {found['unrepeatable']}",
+            f"server, which repeats them; otherwise the second time: {figures['unrepeatable']}",
             file=sys.stderr,
         )
         return 1

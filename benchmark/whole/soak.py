@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import random
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -47,8 +46,8 @@ MB = 1e6
 SERVERS = {"stock": ("none", "off"), "patched": ("all", "on")}
 WORKSPACE_MB = "600"
 """Layers whose tiles are tuned, as Qwen3-30B's, stay whole by themselves: something is to be cut."""
-#: Of what forwards had reserved in the first half: by so much more in the second than tensors grew it counts as flat.
-TOLERANCE = 0.02
+#: Of what forwards had reserved in the first half: the most that the second may have more, beyond what tensors grew.
+MAX_GROWTH_FRACTION = 0.02
 #: Parts of all requests: whose client goes away, and which are aborted by their id.
 LEAVE, ABORT = 0.08, 0.08
 #: Of all requests, those that begin as others do.
@@ -59,7 +58,6 @@ FLUSH_EVERY, UPDATE_EVERY = 2, 4
 FATAL = re.compile(r"CUDA error|OutOfMemoryError|out of memory|Scheduler hit an exception|Traceback \(most recent")
 START_S, PATIENCE_S = 400.0, 300.0
 PROBE_TOKENS = 24
-POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,19 @@ class Record:
     :param dead_inputs: forwards in which a dead input was used.
     :param first_half: the most that the allocator had reserved in the first half. ``before``: before the first forward.
     :param first_peak: the most that was allocated at once in the first half.
-    :param curve: time, reserved, allocated.
     """
 
-    startup_s: float = 0.0
     seconds: float = 0.0
     rounds: int = 0
     answered: int = 0
     left: int = 0
     aborted: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
     flushes: int = 0
     updates: int = 0
     probes: int = 0
     errors: list[str] = field(default_factory=list)
-    answers: dict[str, dict[str, int]] = field(default_factory=dict)
-    logprobs: dict[str, dict[str, int]] = field(default_factory=dict)
+    answers: dict[str, Counter[str]] = field(default_factory=dict)
+    logprobs: dict[str, Counter[str]] = field(default_factory=dict)
     forwards: int = 0
     columns: int = 0
     dead_inputs: int = 0
@@ -134,25 +128,18 @@ class Record:
     first_peak: int = 0
     second_peak: int = 0
     lowest_free: int = 0
-    curve: list[tuple[float, int, int]] = field(default_factory=list)
-    log: list[str] = field(default_factory=list)
 
 
 # --- verdict ----------------------------------------------------------------------------------------------------------
 
 
-def flat(server: dict[str, Any]) -> bool:
-    """Whether more was reserved in the second half than in the first only as tensors grew, and for ``TOLERANCE``."""
-    return bool(grown(server) <= TOLERANCE * (server["first_half"] - server["before"]))
-
-
-def grown(server: dict[str, Any]) -> int:
-    """By how many bytes what is reserved has grown in the second half, and the tensors' peak has not."""
+def unexplained_growth(server: dict[str, Any]) -> int:
+    """By how many bytes more was reserved in the second half than in the first, beyond what tensors grew."""
     tensors = max(0, server["second_peak"] - server["first_peak"])
     return int(server["second_half"] - server["first_half"] - tensors)
 
 
-def distinct(servers: dict[str, Any], what: str = "answers") -> dict[str, set[str]]:
+def distinct_answers(servers: dict[str, Any], what: str = "answers") -> dict[str, set[str]]:
     """All servers' answers of each weights and fixed prompt."""
     keys = dict.fromkeys(key for server in servers.values() for key in server[what])
     return {key: {one for server in servers.values() for one in server[what].get(key, ())} for key in keys}
@@ -161,33 +148,32 @@ def distinct(servers: dict[str, Any], what: str = "answers") -> dict[str, set[st
 def reasons(figures: dict[str, Any]) -> list[str]:
     """Why it did not hold; none: it did."""
     servers = figures["servers"]
-    found = [f"{name}: not run" for name in SERVERS if name not in servers]
+    failures = [f"{name}: not run" for name in SERVERS if name not in servers]
     for name, server in servers.items():
         if server["errors"]:
-            found.append(f"{name}: {len(server['errors'])} errors, the first: {server['errors'][0]}")
-        for what in ("aborted", "left", "flushes", "updates"):
-            if not server[what]:
-                found.append(f"{name}: {what}: none")
-    answers = distinct(servers)
+            failures.append(f"{name}: {len(server['errors'])} errors, the first: {server['errors'][0]}")
+        failures += [f"{name}: {what}: none" for what in ("aborted", "left", "flushes", "updates") if not server[what]]
+    answers = distinct_answers(servers)
     if not answers:
-        found.append("no fixed prompt was asked")
-    for key, several in answers.items():
-        if len(several) > 1:
-            each = ", ".join(f"{name} {len(server['answers'].get(key, ()))}" for name, server in servers.items())
-            found.append(f"{key}: {len(several)} different answers ({each})")
+        failures.append("no fixed prompt was asked")
     by_prompt: dict[str, set[str]] = {}
     for key, several in answers.items():
         by_prompt.setdefault(key.split(", ")[1], set()).update(several)
+        if len(several) > 1:
+            counts = ", ".join(f"{name} {len(server['answers'].get(key, ()))}" for name, server in servers.items())
+            failures.append(f"{key}: {len(several)} different answers ({counts})")
     if answers and not any(len(several) > 1 for several in by_prompt.values()):
-        found.append("the other weights answer alike: no update was seen")
+        failures.append("the other weights answer alike: no update was seen")
     if (patched := servers.get("patched")) is not None:
-        if not flat(patched):
-            more = f"{grown(patched) / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
-            found.append(f"patched: {more}")
+        growth = unexplained_growth(patched)
+        if growth > MAX_GROWTH_FRACTION * (patched["first_half"] - patched["before"]):
+            failures.append(
+                f"patched: {growth / MB:,.0f} MB more reserved in the second half, beyond what tensors grew"
+            )
         # The activation's output does not fit into the dead input where the experts are as wide as Qwen3-30B's.
         if figures["gpu"] and not (patched["columns"] or patched["dead_inputs"]):
-            found.append("patched: no change was seen to act")
-    return found
+            failures.append("patched: no change was seen to act")
+    return failures
 
 
 # --- one server -------------------------------------------------------------------------------------------------------
@@ -196,14 +182,14 @@ def reasons(figures: dict[str, Any]) -> list[str]:
 class Driven:
     """A server that is asked, and what is known of it.
 
-    :param wrote: files of what its forwards held, and did.
+    :param forward_files: of what its forwards held, and did.
     """
 
-    def __init__(self, server: Server, options: Any, models: Sequence[Path], wrote: tuple[Path, Path]) -> None:
+    def __init__(self, server: Server, options: Any, models: Sequence[Path], forward_files: tuple[Path, Path]) -> None:
         import httpx
 
-        self.server, self.options, self.models, self.wrote = server, options, models, wrote
-        self.record = Record(startup_s=round(server.startup_s, 1))
+        self.server, self.options, self.models, self.forward_files = server, options, models, forward_files
+        self.record = Record()
         self._lock = threading.Lock()
         self._loaded = 0
         self._shared = prompt(options.longest, -1)
@@ -223,19 +209,19 @@ class Driven:
                 if number % UPDATE_EVERY == 0:
                     self.update()
                     self.probe()
-                    self.look(began)
+                    self.read_forwards(began)
                     finished()
                 self.record.rounds, self.record.seconds = number, round(time.time() - began, 1)
         except Exception as error:
             self.error(f"{type(error).__name__}: {str(error)[:2000]}")
         self.record.seconds = round(time.time() - began, 1)
-        self.look(began)
+        self.read_forwards(began)
         finished()
 
-    def error(self, said: str) -> None:
+    def error(self, message: str) -> None:
         with self._lock:
-            self.record.errors.append(said)
-        print(f"{self.server.name}: {said}", flush=True)
+            self.record.errors.append(message)
+        print(f"{self.server.name}: {message}", flush=True)
 
     def load(self, round_: int) -> None:
         """One round of requests; nothing runs any more when it returns."""
@@ -266,7 +252,7 @@ class Driven:
     def ask(self, draw: Draw, over: threading.Event) -> None:
         import httpx
 
-        tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, hash_of(draw.rid))
+        tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, draw.rid)
         body: dict[str, Any] = {"rid": draw.rid, "input_ids": tokens}
         body["sampling_params"] = {"temperature": 0.8, "max_new_tokens": draw.new_tokens, "ignore_eos": True}
         aborter = None
@@ -292,8 +278,6 @@ class Driven:
         with self._lock:
             if outcome == "answered":
                 self.record.answered += 1
-                self.record.prompt_tokens += draw.tokens
-                self.record.new_tokens += draw.new_tokens
             elif outcome == "aborted":
                 self.record.aborted += 1
         if outcome == "aborted" and draw.aborted_s is None and not over.is_set():
@@ -312,23 +296,21 @@ class Driven:
 
     def probe(self) -> None:
         """The fixed prompts, greedily, nothing of them taken from the prefix cache."""
-        for tokens in self.options.probes:
+        for length in self.options.probes:
             body = {
-                "input_ids": prompt(tokens, 0),
+                "input_ids": prompt(length, 0),
                 "sampling_params": {"temperature": 0, "max_new_tokens": PROBE_TOKENS, "ignore_eos": True},
                 "return_logprob": True,
                 "extra_key": f"probe {self.record.probes}",
             }
             answer = self._post("/generate", body)
             with_logprobs = answer["meta_info"]["output_token_logprobs"]
-            key = f"weights {self._loaded}, {tokens} tokens"
-            for kept, said in (
+            key = f"weights {self._loaded}, {length} tokens"
+            for counts, tokens in (
                 (self.record.answers, answer["output_ids"]),
-                (self.record.logprobs, [each[:2] for each in with_logprobs]),
+                (self.record.logprobs, [entry[:2] for entry in with_logprobs]),
             ):
-                counts = kept.setdefault(key, {})
-                digest = digest_of(said)
-                counts[digest] = counts.get(digest, 0) + 1
+                counts.setdefault(key, Counter())[digest_of(tokens)] += 1
             self.record.probes += 1
 
     def flush(self) -> None:
@@ -352,24 +334,22 @@ class Driven:
             raise RuntimeError(f"{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
-    def look(self, began: float) -> None:
+    def read_forwards(self, began: float) -> None:
         """What its forwards held and did, as far as they are written."""
-        record, (holding, did) = self.record, self.wrote
-        if lines := held.read(holding):
-            summed(record, lines, began)
-        acted = [one for one in forwards.read(did) if one.tokens is not None]
+        record, (held_file, acted_file) = self.record, self.forward_files
+        if lines := held.read(held_file):
+            add_up(record, lines, began)
+        acted = [forward for forward in forwards.read(acted_file) if forward.tokens is not None]
         record.forwards = len(acted)
-        record.columns = sum(bool(one.slices) for one in acted)
-        record.dead_inputs = sum(bool(one.outputs or one.scratch) for one in acted)
-        said = self.server.log_text().splitlines()
-        record.log = [line for line in said if "sglang-moe-patches" in line]
-        fatal = Counter(FATAL.search(line)[0] for line in said if FATAL.search(line))
-        known = [error for error in record.errors if not error.startswith("log: ")]
-        record.errors = known + [f"log: {what} ({count} times)" for what, count in fatal.items()]
+        record.columns = sum(bool(forward.slices) for forward in acted)
+        record.dead_inputs = sum(bool(forward.outputs or forward.scratch) for forward in acted)
+        fatal = Counter(match[0] for match in map(FATAL.search, self.server.log_text().splitlines()) if match)
+        others = [error for error in record.errors if not error.startswith("log: ")]
+        record.errors = others + [f"log: {message} ({count} times)" for message, count in fatal.items()]
 
 
-def summed(record: Record, lines: Sequence[held.Line], began: float) -> None:
-    """Of a server's lines what is kept. Its halves are those of the time since ``began``."""
+def add_up(record: Record, lines: Sequence[held.Line], began: float) -> None:
+    """A server's lines in two halves of the time since ``began``."""
     later = [line for line in lines if line.at >= began] or [lines[0]]
     middle = began + (later[-1].at - began) / 2
     record.before = lines[0].reserved
@@ -379,11 +359,6 @@ def summed(record: Record, lines: Sequence[held.Line], began: float) -> None:
     record.first_peak = max((line.peak for line in first), default=0)
     record.second_peak = max((line.peak for line in second), default=0)
     record.lowest_free = min(line.free for line in later)
-    every = max(1, -(-len(later) // POINTS))
-    record.curve = [
-        (round(part[-1].at - began, 1), max(line.reserved for line in part), max(line.peak for line in part))
-        for part in (later[at : at + every] for at in range(0, len(later), every))
-    ]
 
 
 def outcome_of(status: int, text: str) -> str:
@@ -395,13 +370,8 @@ def outcome_of(status: int, text: str) -> str:
     return "aborted" if reason.get("type") == "abort" else "answered"
 
 
-def digest_of(said: Any) -> str:
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
-
-
-def hash_of(text: str) -> int:
-    """The same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+def digest_of(tokens: Any) -> str:
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -429,28 +399,28 @@ def arguments(options: Any, model: Path) -> list[str]:
 def server(name: str, options: Any, work: Path, model: Path, group: str) -> tuple[Server, tuple[Path, Path]]:
     """Not started yet; and the files that its forwards write."""
     select, segments = SERVERS[name]
-    wrote = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
+    forward_files = (work / f"{name}-held.jsonl", work / f"{name}-forwards.jsonl")
     own = processes.variables(work / "plugins", Path(__file__).parents[1])
     own |= environment.variables(own) if options.quick else {}
     own |= {
         SELECT_VARIABLE: select,
         SEGMENTS.name: segments,
         MOE_WORKSPACE_MB.name: WORKSPACE_MB,
-        held.VARIABLE: str(wrote[0]),
-        forwards.VARIABLE: str(wrote[1]),
+        held.VARIABLE: str(forward_files[0]),
+        forwards.VARIABLE: str(forward_files[1]),
         forwards.UNTIMED: "1",
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     log, progress = work / f"{name}.log", processes.saying(name, 20)
-    return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), wrote
+    return Server(name, arguments(options, model), own, log, timeout=START_S, progress=progress), forward_files
 
 
-def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
+def serve_both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]) -> None:
     """Both servers, at the same time.
 
-    :param finished: is told what is known after each update of either, and in the end.
+    :param finished: called with the records so far after each update of either, and in the end.
     """
     begun = time.monotonic()
     device = "cuda" if has_gpu() else "cpu"
@@ -460,7 +430,7 @@ def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]
             writers.submit(weights.write_checkpoint, work / f"model-{seed}", served(options), seed, device)
             for seed in range(2)
         ]
-        models = [each.result() for each in writing]
+        models = [future.result() for future in writing]
     print(f"two checkpoints written after {time.monotonic() - begun:.0f} s", flush=True)
     plugins.write(work / "plugins", "benchmark_held", "common.held:register")
     plugins.write(work / "plugins", "benchmark_forwards", "common.forwards:register")
@@ -472,21 +442,18 @@ def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]
 
     def one(name: str, group: str) -> None:
         try:
-            started, wrote = server(name, options, work, models[0], group)
+            started, forward_files = server(name, options, work, models[0], group)
             with started:
                 ready.wait(START_S)
-                if options.within:
-                    with lock:
-                        options.seconds = min(options.seconds, options.within - (time.monotonic() - options.begun))
-                driven = Driven(started, options, models, wrote)
+                driven = Driven(started, options, models, forward_files)
                 records[name] = driven.record
 
-                def told() -> None:
+                def report() -> None:
                     with lock:
                         finished(records)
-                        print(f"{name}: {summary(driven.record)}", flush=True)
+                        print(f"{name}: {driven.record}", flush=True)
 
-                driven.run(told)
+                driven.run(report)
         except Exception as error:
             ready.abort()
             with lock:
@@ -496,14 +463,6 @@ def both(options: Any, work: Path, finished: Callable[[dict[str, Record]], None]
     with ThreadPoolExecutor(len(SERVERS)) as pool:
         for number, name in enumerate(SERVERS):
             pool.submit(one, name, groups[number % len(groups)])
-
-
-def summary(record: Record) -> str:
-    return (
-        f"{record.seconds:.0f} s, {record.rounds} rounds: {record.answered} answered, {record.aborted} aborted, "
-        f"{record.left} left, {record.updates} updates, {record.second_half / MB:,.0f} MB reserved, "
-        f"{len(record.errors)} errors"
-    )
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -531,13 +490,14 @@ def tables(result: output.Result) -> str:
         )
         for name, one in servers.items()
     ]
-    against = reasons(figures)
-    said = "**It held.**" if not against else f"**It did not hold**: {'; '.join(against)}."
-    alike = [f"{len(several)} of {key}" for key, several in distinct(servers).items()]
-    with_logprobs = max((len(several) for several in distinct(servers, "logprobs").values()), default=0)
-    said += f" Different answers to the fixed prompts, of both servers: {', '.join(alike) or 'none asked'}; "
-    said += "with their log-probabilities, bit for bit: at most "
-    return f"{output.table(header, rows)}\n{said}{with_logprobs}.\n"
+    failures = reasons(figures)
+    verdict = "**It held.**" if not failures else f"**It did not hold**: {'; '.join(failures)}."
+    alike = [f"{len(several)} of {key}" for key, several in distinct_answers(servers).items()]
+    with_logprobs = max((len(several) for several in distinct_answers(servers, "logprobs").values()), default=0)
+    return (
+        f"{output.table(header, rows)}\n{verdict} Different answers to the fixed prompts, of both servers: "
+        f"{', '.join(alike) or 'none asked'}; with their log-probabilities, bit for bit: at most {with_logprobs}.\n"
+    )
 
 
 def main() -> int:
@@ -546,7 +506,6 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b")
     parser.add_argument("--layers", type=int, default=4, help="with experts")
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--within", type=float, default=0.0, help="seconds for all, start-up included: runs shorter")
     parser.add_argument("--round", type=float, default=12.0, help="seconds of load between two quiet moments")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=16_384)
@@ -560,20 +519,12 @@ def main() -> int:
     parser.add_argument("--gpus", default="", help="a group for each server, as 0;1")
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
     options = output.parse(parser)
-    options.begun, options.seconds = time.monotonic(), 60 * options.minutes
+    options.seconds = 60 * options.minutes
     if not options.quick:
         machine.require_gpu("soak", "--quick runs without one")
     described_by = (
-        "model",
-        "layers",
-        "minutes",
-        "round",
-        "clients",
-        "chunk",
-        "captured",
-        "longest",
-        "new_tokens",
-        "seed",
+        *("model", "layers", "minutes", "round", "clients", "chunk", "captured", "longest"),
+        *("new_tokens", "seed"),
     )
     figures = {name: getattr(options, name) for name in described_by} | {"gpu": has_gpu(), "servers": {}}
     if options.quick:
@@ -585,11 +536,8 @@ def main() -> int:
         if options.json:
             output.write(options.json, output.result("soak", figures))
 
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        try:
-            both(options, Path(folder), finished)
-        finally:
-            output.keep_logs(options, Path(folder))
+    with output.work_folder(options) as work:
+        serve_both(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("soak: no server ran")
     result = output.result("soak", figures)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -44,26 +43,21 @@ def names_of(copies: int) -> list[str]:
     return [*SERVERS[: 3 if copies == 1 else 4], *more]
 
 
-def ask_batch(server: Any, requests: int, new_tokens: int, seed: int) -> None:
-    """Requests that decode together."""
-    body = {
-        "input_ids": [servers.prompt(SHORT, seed + at) for at in range(requests)],
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-    }
-    httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
-
-
-def mixed_s(server: Any, options: Any, seed: int) -> float:
-    """Seconds until --mixed requests of many lengths are answered."""
-    draw = random.Random(f"mixed/{seed}")
-    lengths = [draw.randrange(options.tokens // 48 + 1, options.tokens * 3 // 4) for _ in range(options.mixed)]
+def ask_at_once(server: Any, lengths: list[int], new_tokens: int, seed: int) -> float:
+    """Seconds until prompts of these lengths, asked in one request, are answered."""
     body = {
         "input_ids": [servers.prompt(length, seed + at) for at, length in enumerate(lengths)],
-        "sampling_params": {"temperature": 0, "max_new_tokens": options.new_tokens, "ignore_eos": True},
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
     }
     begun = time.perf_counter()
     httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status()
     return time.perf_counter() - begun
+
+
+def mixed_lengths(options: Any, seed: int) -> list[int]:
+    """Of --mixed requests."""
+    draw = random.Random(f"mixed/{seed}")
+    return [draw.randrange(options.tokens // 48 + 1, options.tokens * 3 // 4) for _ in range(options.mixed)]
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
@@ -88,26 +82,24 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     setups["stock"].prepare()
     plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
     answers: dict[str, list[Any]] = {name: [] for name in setups}
-    try:
-        with servers.running(setups, at_once=True) as running:
-            print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
-            rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
-            for round_, names in rounds:
-                for name in names:
-                    ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
-                    answers[name].append(servers.generate(running[name], ids, options.new_tokens))
-            # Not between the prompts: what a batch's last step leaves behind would count as held before them.
-            for round_, names in rounds:
-                for name in names:
-                    ask_batch(running[name], options.batch, options.new_tokens, round_)
-            asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
-            mixed: dict[str, list[float]] = {name: [] for name in running}
-            for round_, names in rounds if options.mixed else []:
-                for name in names:
-                    mixed[name].append(mixed_s(running[name], options, round_))
-            logs = {name: server.log_text().splitlines() for name, server in running.items()}
-    finally:
-        output.keep_logs(options, work)
+    with servers.running(setups, at_once=True) as running:
+        print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
+        rounds = [(n, list(running)[:: -1 if n % 2 else 1]) for n in range(WARM_UP + options.rounds)]
+        for round_, names in rounds:
+            for name in names:
+                ids = servers.prompt(options.tokens, round_ % (WARM_UP + 2))
+                answers[name].append(servers.generate(running[name], ids, options.new_tokens))
+        # Not between the prompts: what a batch's last step leaves behind would count as held before them.
+        for round_, names in rounds:
+            for name in names:
+                ask_at_once(running[name], [SHORT] * options.batch, options.new_tokens, round_)
+        asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
+        mixed: dict[str, list[float]] = {name: [] for name in running}
+        for round_, names in rounds if options.mixed else []:
+            for name in names:
+                lengths = mixed_lengths(options, round_)
+                mixed[name].append(ask_at_once(running[name], lengths, options.new_tokens, round_))
+        logs = {name: server.log_text().splitlines() for name, server in running.items()}
 
     def median_ms(steps: list[Forward]) -> float | None:
         return statistics.median(step.ms for step in steps) if steps else None
@@ -120,7 +112,7 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             raise SystemExit(f"triton_server: forwards of ranks {sorted(ranks)} were seen, of {options.tp}")
         wholes = [[one for one in ranks[rank] if one.tokens == options.tokens] for rank in sorted(ranks)]
         first = wholes[0][0]
-        wholes = [each[WARM_UP:] for each in wholes]
+        wholes = [of_rank[WARM_UP:] for of_rank in wholes]
         lines, whole = ranks[0], wholes[0]
         decode = [one for one in lines if one.decode and one.tokens == 1]
         batch = [one for one in lines if one.decode and one.tokens == options.batch]
@@ -143,18 +135,16 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
 
-    found: dict[str, Any] = {name: figures(name) for name in setups}
-    for name in list(found)[1:]:
-        found[name]["equal"] = list(map(servers.same, answers["stock"], answers[name]))
-        pairs = zip(found["stock"]["all_ms"], found[name]["all_ms"], strict=True)
-        found[name]["time"] = statistics.median(other / stock for stock, other in pairs)
-        if options.mixed:
-            pairs = zip(found["stock"]["mixed_s"], found[name]["mixed_s"], strict=True)
-            found[name]["mixed_s_ratio"] = statistics.median(other / stock for stock, other in pairs)
+    stock, *others = (figures(name) for name in setups)
+    for name, other in zip(list(setups)[1:], others, strict=True):
+        other["equal"] = list(map(servers.same, answers["stock"], answers[name]))
+        for key, ratio in (("all_ms", "time"), ("mixed_s", "mixed_s_ratio")):
+            if stock[key]:
+                other[ratio] = statistics.median(b / a for a, b in zip(stock[key], other[key], strict=True))
         for key in ("decode_ms", "batch_ms"):
-            if found["stock"][key] and found[name][key]:
-                found[name][f"{key}_ratio"] = found[name][key] / found["stock"][key]
-    return found
+            if stock[key] and other[key]:
+                other[f"{key}_ratio"] = other[key] / stock[key]
+    return dict(zip(setups, [stock, *others], strict=True))
 
 
 def tables(results: list[output.Result]) -> str:
@@ -166,8 +156,7 @@ def tables(results: list[output.Result]) -> str:
 
     rows = []
     for result in results:
-        found = result["figures"]
-        for place, (name, one) in enumerate(found.items()):
+        for place, (name, one) in enumerate(result["figures"].items()):
             rows.append(
                 [
                     '"' if place else run_of(result),
@@ -196,9 +185,8 @@ def in_short(results: list[output.Result]) -> str:
     """A row for each run: peaks, and times over the first stock server's (in brackets the second one's)."""
     rows = []
     for result in results:
-        found = result["figures"]
-        stock, patched = found["stock"], found["patched"]
-        again = found.get("stock-again", {})
+        figures = result["figures"]
+        stock, patched, again = figures["stock"], figures["patched"], figures.get("stock-again", {})
 
         def ratio(key: str, one: dict[str, Any] = patched, other: dict[str, Any] = again) -> str:
             if key not in one:
@@ -262,9 +250,9 @@ def main() -> None:
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(options, Path(folder) / "run")
-    result = output.result("triton_server", found)
+    with output.work_folder(options) as work:
+        figures = measure(options, work)
+    result = output.result("triton_server", figures)
     output.finish(options, result, tables([result]))
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches.core import patch, variables
-from sglang_moe_patches.core.log import logger
+from sglang_moe_patches.core import engine, log, patch, variables
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -35,7 +34,7 @@ def register() -> None:
     try:
         patch.check_environment(CHANGES)
     except ValueError as error:
-        raise SystemExit(f"sglang-moe-patches: {error}") from None
+        raise SystemExit(f"{log.PREFIX}{error}") from None
     if variables.REFERENCE_KERNELS.read():
         from sglang_moe_patches.lab.reference import environment
 
@@ -43,16 +42,16 @@ def register() -> None:
     names = patch.selected(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
-            wrapt.register_post_import_hook(_for_good(change.name, hook), module)
-    wrapt.register_post_import_hook(_hook_model_runner, MODEL_RUNNER_MODULE)
+            wrapt.register_post_import_hook(_make_on_import(change.name, hook), module)
+    wrapt.register_post_import_hook(_wrap_model_runner, MODEL_RUNNER_MODULE)
 
 
-def _for_good(name: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
-    """A launcher hook of a change, whose work stays for the life of the process: whole, or not at all."""
+def _make_on_import(change: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
+    """What runs a change's launcher hook: its wrappers stay for the life of the process, all of them or none."""
 
     def on_import(module: ModuleType) -> None:
         patcher = patch.Patcher()
-        with patch.best_effort(f"{module.__name__} (change {name})"):
+        with patch.best_effort(f"{module.__name__} (change {change})"):
             try:
                 hook(module, patcher)
             except Exception:
@@ -62,13 +61,13 @@ def _for_good(name: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> C
     return on_import
 
 
-def _hook_model_runner(module: Any) -> None:
+def _wrap_model_runner(module: Any) -> None:
     runner = getattr(module, "ModelRunner", None)
     if runner is None:
-        message = f"sglang-moe-patches: {MODEL_RUNNER_MODULE} has no ModelRunner; no change can be applied"
-        if patch.strict():
+        message = f"{log.PREFIX}{MODEL_RUNNER_MODULE} has no ModelRunner; no change can be applied"
+        if variables.STRICT.read():
             raise SystemExit(message)
-        logger.warning(message)
+        log.logger.warning(message)
         return
     original = runner.__init__
 
@@ -88,17 +87,17 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    from sglang_moe_patches.core import engine
     from sglang_moe_patches.registry import CHANGES
 
     plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
-    unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
+    is_unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())
-    if unsupported and patch.strict():
+    if is_unsupported and variables.STRICT.read():
         raise patch.PatchError(f"{variables.STRICT.name}=1 and a change cannot be applied. {summary}")
     for line in patch.unread(CHANGES):
-        logger.warning(f"sglang-moe-patches: {line}")
-    (logger.warning if unsupported else logger.info)(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
+        log.logger.warning(f"{log.PREFIX}{line}")
+    level = log.logger.warning if is_unsupported else log.logger.info
+    level(f"sglang-moe-patches on SGLang {engine.version()}: {summary}")
     if folder := variables.OBSERVE.read():
         from sglang_moe_patches.lab.observers import forwards
 

@@ -248,7 +248,6 @@ CONFIGS = {
         use_qk_norm=True,
         moe_router_enable_expert_bias=True,
     ),
-    "minimax-m3": config("MiniMaxM3ForCausalLM", "minimax_m3"),
     "exaone-moe": config(
         "ExaoneMoEForCausalLM",
         "exaone_moe",

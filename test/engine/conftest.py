@@ -72,7 +72,7 @@ def engine(checkpoint: Callable[..., Path]) -> Any:
 def installed(*changes: Any) -> Iterator[None]:
     """Within the block, the engine is patched with ``changes`` (those that apply to it).
 
-    None may be *unsupported*: a test that has put something of its own over a seam would compare stock with stock.
+    None may be *unsupported*: a test that has wrapped a hook point itself would compare stock with stock.
     """
     from sglang_moe_patches.core.patch import Patcher, Status, probe
 

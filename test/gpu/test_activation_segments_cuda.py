@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ if not torch.cuda.is_available():
 
 import httpx  # noqa: E402
 from common import plugins  # noqa: E402
+from common.servers import generate, prompt  # noqa: E402
 from sglang_moe_patches.lab.reference.families import ModelSpec  # noqa: E402
-from sglang_moe_patches.lab.reference.model import make_model, vocab_size  # noqa: E402
+from sglang_moe_patches.lab.reference.model import make_model  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: E402
 
 #: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
@@ -84,10 +86,7 @@ def eager(mb=50):
 
 
 def run(script: str) -> str:
-    """What the process said.
-
-    :raises AssertionError: it failed.
-    """
+    """What the process said, if it did not fail."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     done = subprocess.run([sys.executable, "-c", BEGIN + script], env=kept, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -175,7 +174,7 @@ assert torch.cuda.memory_reserved() == before, "unmapped again"
 
 def test_of_many_lengths_less_is_kept() -> None:
     """The point of it: tensors of rising and of random sizes, one set alive at a time."""
-    said = run("""
+    run("""
 import random
 def forwards():
     draw = random.Random(1)
@@ -187,16 +186,14 @@ def forwards():
 torch.cuda.empty_cache()
 torch.cuda.reset_peak_memory_stats()
 forwards()
-ordinary, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+ordinary = torch.cuda.memory_reserved()
 torch.cuda.empty_cache()
 start()
 torch.cuda.reset_peak_memory_stats()
 forwards()
-expandable = torch.cuda.memory_reserved()
-print("reserved", ordinary / MB, expandable / MB, "peak", peak / MB)
-assert expandable < 1.3 * torch.cuda.max_memory_allocated() < ordinary
+expandable, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+assert expandable < 1.3 * peak < ordinary, (expandable, peak, ordinary)
 """)
-    print(said)
 
 
 def test_an_allocator_that_does_not_do_it_is_left_alone() -> None:
@@ -212,17 +209,12 @@ assert kind(eager()) == "ordinary"
 
 # --- Real servers ----------------------------------------------------------------------------------------------------
 
-QWEN: dict[str, Any] = {
-    "family": "qwen3-moe",
-    "layers": 2,
-    "hidden": 2048,
-    "moe_intermediate": 256,
-    "heads": 32,
-    "kv_heads": 4,
-}
+QWEN: dict[str, Any] = {"family": "qwen3-moe", "layers": 2, "hidden": 2048, "moe_intermediate": 256}
+QWEN |= {"heads": 32, "kv_heads": 4}
 DEEPSEEK = {"layers": 2, "hidden": 512, "nextn": True}
 LENGTHS = (100, 3000, 700, 40)
 STEPS = 12
+GREEDY = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -264,21 +256,18 @@ def post(server: Server, path: str, **asked: Any) -> Any:
 
 def ask(server: Server) -> list[list[int]]:
     """The answers to prompts of several lengths, one after the other."""
-    vocabulary, answers = vocab_size() - 3, []
-    for length in LENGTHS:
-        prompt = [3 + (7 * at + length) % vocabulary for at in range(length)]
-        sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
-        answers.append(post(server, "generate", input_ids=prompt, sampling_params=sampling)["output_ids"])
-    assert all(len(answer) == STEPS for answer in answers)
-    return answers
+    found = [generate(server, prompt(length, 1), STEPS, logprobs=False)["tokens"] for length in LENGTHS]
+    assert all(len(answer) == STEPS for answer in found)
+    return found
 
 
 def abort_and_flush(server: Server) -> None:
     """Many requests are aborted while they run; the cache is flushed once they are gone."""
-    prompts = [[3 + (5 * at + each) % 1000 for at in range(200 + 50 * each)] for each in range(16)]
-    asked = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    asked = [prompt(200 + 50 * each, each) for each in range(16)]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(httpx.post, f"{server.url}/generate", json=asked, timeout=150)
+        sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+        body = {"input_ids": asked, "sampling_params": sampling}
+        running = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=150)
         time.sleep(2)
         assert not running.done()
         post(server, "abort_request", rid="", abort_all=True)
@@ -314,26 +303,22 @@ def load_adapter(server: Server, model: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     draw = torch.Generator().manual_seed(1)
     tensors = {}
-    for layer in range(QWEN["layers"]):
-        for name, count in rows.items():
-            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{key}.lora_A.weight"] = (torch.randn(rank, QWEN["hidden"], generator=draw) / 50).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = (torch.randn(count, rank, generator=draw) / 50).bfloat16()
+    for layer, (name, count) in product(range(QWEN["layers"]), rows.items()):
+        for part, shape in (("lora_A", (rank, QWEN["hidden"])), ("lora_B", (count, rank))):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weight"
+            tensors[key] = (torch.randn(*shape, generator=draw) / 50).bfloat16()
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     assert post(server, "load_lora_adapter", lora_name="late", lora_path=str(folder))["success"]
-    sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
-    asked = {"input_ids": [3 + at for at in range(500)], "sampling_params": sampling}
+    asked = {"input_ids": prompt(500, 1), "sampling_params": GREEDY}
     with_it, without = post(server, "generate", lora_path="late", **asked), post(server, "generate", **asked)
     assert with_it["output_ids"] != without["output_ids"], "or the adapter was not used"
 
 
 def evict(server: Server, model: Path) -> None:
     """A prompt's cache goes to the host while others are answered, and comes back."""
-    sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
-    prompts = [[3 + (11 * at + each) % 1000 for at in range(3000)] for each in range(4)]
-    for prompt in [*prompts, prompts[0]]:
-        cached = post(server, "generate", input_ids=prompt, sampling_params=sampling)["meta_info"]["cached_tokens"]
-    assert cached > 2000
+    for seed in (0, 1, 2, 3, 0):
+        answer = post(server, "generate", input_ids=prompt(3000, seed), sampling_params=GREEDY)
+    assert answer["meta_info"]["cached_tokens"] > 2000
 
 
 def serve(case: Case, mode: str, model: Path, work: Path) -> Seen:
@@ -408,24 +393,23 @@ SPECULATIVE = (
 )
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
 SMALL_CACHE = ("--max-total-tokens", "5000", "--enable-hierarchical-cache", "--hicache-ratio", "4")
-CASES = {
-    "update from tensor": Case(meanwhile=update_from_tensor),
-    "a draft model": Case(arguments=SPECULATIVE, spec=DEEPSEEK, aborts=False),
-    "LoRA": Case(arguments=LORA, meanwhile=load_adapter),
-    "hierarchical cache": Case(arguments=SMALL_CACHE, meanwhile=evict),
-    "2 expert-parallel ranks": Case(2, ("--ep", "2")),
-    "2 data-parallel ranks": Case(2, ("--dp", "2", "--enable-dp-attention")),
-    "2 pipeline stages": Case(1, ("--pp-size", "2")),
-}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[NEEDS_TWO] if name.startswith("2") else []) for name in CASES]
+    ("case", "ranks"),
+    [
+        pytest.param(Case(meanwhile=update_from_tensor), 1, id="update from tensor"),
+        pytest.param(Case(arguments=SPECULATIVE, spec=DEEPSEEK, aborts=False), 1, id="a draft model"),
+        pytest.param(Case(arguments=LORA, meanwhile=load_adapter), 1, id="LoRA"),
+        pytest.param(Case(arguments=SMALL_CACHE, meanwhile=evict), 1, id="hierarchical cache"),
+        pytest.param(Case(2, ("--ep", "2")), 2, id="expert-parallel ranks", marks=NEEDS_TWO),
+        pytest.param(Case(2, ("--dp", "2", "--enable-dp-attention")), 2, id="data-parallel ranks", marks=NEEDS_TWO),
+        pytest.param(Case(1, ("--pp-size", "2")), 2, id="pipeline stages", marks=NEEDS_TWO),
+    ],
 )
-def test_a_server_answers_as_without_the_change(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
+def test_a_server_answers_as_without_the_change(tmp_path: Path, case: Case, ranks: int) -> None:
     control, on = map(seen_of, at_once(case, ("control", "guarded"), tmp_path))
-    check_switched(on, ranks=2 if name.startswith("2") else 1)
+    check_switched(on, ranks)
     assert not any(on.prefills[-1]["pools"].values()), "nor have those of later captures"
     assert on.answers == control.answers
     assert control.prefills[-1]["expandable"] == 0
@@ -445,19 +429,15 @@ def test_a_graph_that_a_server_captures_while_it_serves_has_ordinary_memory(tmp_
 
 #: Custom all-reduce reads a graph's own tensors, and registers them: the second version on two H200s above 2 MiB.
 LARGE = ("--cuda-graph-bs", "1", "2", "4", "600", "--max-running-requests", "600")
-ALL_REDUCES = {
-    "v1": Case(2, LARGE, {"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0", "ANEW": "1"}, meanwhile=update_from_disk),
-    "v2": Case(2, LARGE, {"ANEW": "1"}, meanwhile=update_from_disk),
-}
 
 
 @NEEDS_TWO
-@pytest.mark.parametrize("version", ALL_REDUCES)
+@pytest.mark.parametrize("variables", [{"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"}, {}], ids=["v1", "v2"])
 def test_without_the_guard_two_ranks_end_where_they_capture_again_and_with_it_they_go_on(
-    tmp_path: Path, version: str
+    tmp_path: Path, variables: dict[str, str]
 ) -> None:
     """A handle of CUDA IPC cannot be had for what the new graphs read."""
-    case = ALL_REDUCES[version]
+    case = Case(2, LARGE, {"ANEW": "1", **variables}, meanwhile=update_from_disk)
     control, guarded, unguarded = at_once(case, ("control", "guarded", "unguarded"), tmp_path)
     for seen in (seen_of(control), seen_of(guarded)):
         assert all(prefill["custom_all_reduce"] for prefill in seen.prefills), "or nothing would have been shown"

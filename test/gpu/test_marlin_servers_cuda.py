@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: Marlin does not run on the CPU", allow_module_level=True)
 
 from common import forwards, plugins  # noqa: E402
-from common.weights import int4_config, int4_packed  # noqa: E402
+from common.weights import INT4_GROUP, int4_config  # noqa: E402
 from sglang_moe_patches.core.patch import SELECT_VARIABLE  # noqa: E402
 from sglang_moe_patches.lab.reference import environment  # noqa: E402
 from sglang_moe_patches.lab.reference.model import write_checkpoint  # noqa: E402
@@ -42,8 +42,26 @@ FORCED = """
 def register():
     from sglang_moe_patches.changes.moe_workspace import column_slices
     column_slices.packed_slice_width = lambda *args, **kwargs: column_slices.MARLIN_TILE_COLUMNS
-    column_slices.min_packed_tensor_bytes = lambda most: 1
+    column_slices.min_packed_tensor_bytes = lambda max_bytes: 1
 """
+
+
+def int4_packed(weight: Any) -> dict[str, Any]:
+    """A projection of an expert in Kimi-K2.5's format: the nearest of 16 values, the largest of a group is 7 or -7.
+
+    :param weight: [out, in].
+    :returns: ``weight_packed`` int32 [out, in / 8], the first of eight numbers in the lowest bits, each with 8 added;
+        ``weight_scale`` bfloat16 [out, in / ``INT4_GROUP``]; ``weight_shape`` int32 [2].
+    """
+    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    scale = (groups.abs().amax(2, keepdim=True) / 7).clamp(min=1e-8).bfloat16()
+    nibbles = ((groups / scale.float()).round().clamp(-8, 7) + 8).flatten(1).to(torch.int64).unflatten(1, (-1, 8))
+    packed = (nibbles << torch.arange(0, 32, 4, device=weight.device)).sum(2)
+    return {
+        "weight_packed": torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32),
+        "weight_scale": scale.squeeze(2),
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
+    }
 
 
 def write_int4(folder: Path) -> Path:

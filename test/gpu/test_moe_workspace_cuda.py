@@ -303,40 +303,47 @@ def test_columns_give_the_bits_of_the_whole(modules, ran, kind, inplace):
     assert same_bits(stock, ours)
 
 
+def elsewhere():
+    """Routing to experts of which some are on other ranks, and none of row 7's here."""
+    ids = layer()["topk_ids"].cpu().clone()
+    ids[ids >= 3] = -1
+    ids[7] = -1
+    return ids
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    "more",
+    ("more", "slices"),
     [
-        {"routed_scaling_factor": None},
-        {"apply_router_weight_on_input": True},
-        {"top_k": 4},
-        {"hidden": 352},  # the last slice is narrower, and the tile in it cut off
-        {"tokens": 33, "intermediate": 64},
-        {"down_config": {**CONFIG, "BLOCK_SIZE_N": 128}},
-        {"activation": "relu2", "is_gated": False},
+        pytest.param({"routed_scaling_factor": None}, 4, id="no factor"),
+        pytest.param({"apply_router_weight_on_input": True}, 4, id="weights on the input"),
+        pytest.param({"top_k": 4}, 4, id="top-k of 4"),
+        pytest.param({"hidden": 352}, 6, id="the last slice narrower, and the tile in it cut off"),
+        pytest.param({"tokens": 33, "intermediate": 64}, 2, id="few tokens"),
+        pytest.param({"down_config": {**CONFIG, "BLOCK_SIZE_N": 128}}, 2, id="other tiles for the second GEMM"),
+        pytest.param({"activation": "relu2", "is_gated": False}, 4, id="no gate"),
+        pytest.param({"biases": True}, 4, id="biases"),
+        pytest.param({"filter_expert": True}, 4, id="experts of other ranks"),
     ],
-    ids=str,
 )
-def test_whatever_the_sequence_is_asked_for(modules, ran, more):
+def test_whatever_the_sequence_is_asked_for(modules, ran, more, slices):
     if more.get("is_gated") is False:
-        w1 = layer(intermediate=16)["w1"]
-        more = {**more, "w1": w1}
+        more = {**more, "w1": layer(intermediate=16)["w1"]}
+    if more.get("filter_expert"):
+        more = {**more, "ids": elsewhere()}
+    if more.get("biases"):
+        b1, b2 = (torch.randn(4, columns, device=DEVICE).to(DTYPE) for columns in (64, 256))
+        more = {"b1": b1, "b2": b2}
     stock, ours = both(modules, layer(**more))
-    assert ran[0] > 1
+    assert ran == [slices]
     assert same_bits(stock, ours)
+    if "b2" in more:
+        assert not same_bits(stock, run(modules, layer(**more | {"b2": more["b2"].flip(1)})))
+    assert not more.get("filter_expert") or not ours[7].any()
 
 
 @pytest.mark.usefixtures("small")
-def test_biases(modules, ran):
-    b1, b2 = torch.randn(4, 64, device=DEVICE).to(DTYPE), torch.randn(4, 256, device=DEVICE).to(DTYPE)
-    stock, ours = both(modules, layer(b1=b1, b2=b2))
-    assert ran == [4]
-    assert same_bits(stock, ours)
-    assert not same_bits(stock, run(modules, layer(b1=b1, b2=b2.flip(1))))
-
-
-@pytest.mark.usefixtures("small")
-def test_an_activation_inside_the_first_gemm_leaves_the_promise_as_it_is(modules, ran, monkeypatch):
+def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, ran, monkeypatch):
     """From 0.5.20 on, off by default: the sequence has no first tensor then, and its GEMM fills the second one."""
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.SEQUENCE)).parameters:
         pytest.skip("not in this release")
@@ -372,19 +379,6 @@ def test_an_activation_inside_the_first_gemm_leaves_the_promise_as_it_is(modules
     assert all(map(same_bits, stock, ours))
     assert not same_bits(stock[0], run(modules, layer()))
     assert ran == [4, 4]
-
-
-@pytest.mark.usefixtures("small")
-def test_experts_of_other_ranks_add_nothing(modules, ran):
-    given = layer()
-    ids = given["topk_ids"].cpu().clone()
-    ids[ids >= 3] = -1
-    ids[7] = -1
-    given = layer(ids=ids, filter_expert=True)
-    stock, ours = both(modules, given)
-    assert ran == [4]
-    assert same_bits(stock, ours)
-    assert not ours[7].any()
 
 
 @pytest.mark.usefixtures("small")
@@ -458,10 +452,8 @@ def test_an_input_that_another_stream_reads_is_written_when_the_last_gemm_is_don
 @pytest.mark.usefixtures("small")
 def test_what_is_not_in_place_is_written_at_once(modules, ran, monkeypatch):
     monkeypatch.setattr(streams, "has_concurrent_reader", True)
-    given = layer()
-    stock = run(modules, given)
-    with patched(), Allocations() as ours:
-        assert same_bits(stock, run(modules, given))
+    with Allocations() as ours:
+        assert same_bits(*both(modules, layer()))
     assert ran == [4]
     assert (40, 192) not in ours.sizes
 
@@ -507,32 +499,29 @@ def test_in_place_the_activation_lies_in_the_dead_input_with_the_same_bits(modul
     assert dead.view(-1)[120 * 32 :].isnan().all()
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    "changes",
-    [(patched,), (output_into_dead_input,), (output_into_dead_input, patched), (patched, output_into_dead_input)],
+    ("changes", "slices"),
+    [
+        ((patched,), 4),
+        ((output_into_dead_input,), None),
+        ((output_into_dead_input, patched), 4),
+        ((patched, output_into_dead_input), 4),
+        ((output_into_dead_input, patched), None),  # a small sequence
+    ],
 )
-def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modules, changes):
+def test_not_in_place_the_output_lies_in_the_dead_input_with_the_same_bits(modules, ran, request, changes, slices):
+    if slices:
+        request.getfixturevalue("small")
     given = layer()
     stock, dead, hidden = run(modules, given), nans(40, 256), given["hidden_states"].clone()
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(change())
         ours = with_dead_input(modules, given, dead, hidden)
+    assert ran == ([slices] if slices else [])
     assert channel.shares_storage(ours, dead)
     assert same_bits(stock, ours)
     assert torch.equal(hidden, given["hidden_states"])  # the shared experts read it now
-
-
-def test_the_output_of_a_small_sequence_lies_in_the_dead_input(modules, ran):
-    """Beside moe-workspace, which leaves it alone."""
-    given, dead = layer(), nans(40, 256)
-    stock = run(modules, given)
-    with output_into_dead_input(), patched():
-        ours = with_dead_input(modules, given, dead)
-    assert ran == []
-    assert channel.shares_storage(ours, dead)
-    assert same_bits(stock, ours)
 
 
 UNUSABLE = {
@@ -685,14 +674,13 @@ def hooks():
 @pytest.mark.parametrize(
     ("more", "reached"),
     [
-        ({"top_k": 2, "routed_scaling_factor": 1.0}, False),
-        product({"top_k": 2}, False),
-        ({"top_k": 1, "routed_scaling_factor": 1.0}, False),
-        ({"tokens": 32}, False),
-        ({"hooks": hooks()}, False),
-        ({"kind": "w4a16-zero-points"}, True),
+        pytest.param({"top_k": 2, "routed_scaling_factor": 1.0}, False, id="top-k of 2"),
+        pytest.param({"top_k": 2}, False, id="top-k of 2, scaled", marks=pytest.mark.product),
+        pytest.param({"top_k": 1, "routed_scaling_factor": 1.0}, False, id="top-k of 1"),
+        pytest.param({"tokens": 32}, False, id="few tokens"),
+        pytest.param({"hooks": hooks()}, False, id="hooks"),
+        pytest.param({"kind": "w4a16-zero-points"}, True, id="zero points"),
     ],
-    ids=["top-k 2", "top-k 2 scaled", "top-k 1", "few tokens", "hooks", "zero points"],
 )
 def test_what_stays_whole(modules, ran, monkeypatch, more, reached):
     if more.get("tokens") == 32:  # the engine compiles that sum, in an order of its own

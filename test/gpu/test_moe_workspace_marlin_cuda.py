@@ -205,12 +205,12 @@ def quick(monkeypatch, request):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The ranges of each call since the test began."""
+    """The slices of each call since the test began."""
     found = []
-    ranges = marlin.choose_column_slices
+    choose = marlin.choose_column_slices
 
-    def counted(given, most_bytes):
-        found.append(ranges(given, most_bytes))
+    def counted(arguments, max_bytes):
+        found.append(choose(arguments, max_bytes))
         return found[-1]
 
     monkeypatch.setattr(marlin, "choose_column_slices", counted)
@@ -224,76 +224,59 @@ def takes(module, name):
 # --- The answers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "mxfp4", "nvfp4"])
-def test_columns_give_the_answers_of_the_whole(module, ran, kind):
-    if kind == "nvfp4" and not takes(module, "w2_global_scale"):
+FOUR = [(0, 128), (128, 256), (256, 384), (384, 512)]
+INDICES = ("g_idx1", "g_idx2", "sort_indices1", "sort_indices2")
+
+
+def biases():
+    return {name: torch.randn(4, columns).to(DTYPE) for name, columns in (("w1_bias", 256), ("w2_bias", 512))}
+
+
+@pytest.mark.parametrize(
+    ("more", "needs", "slices"),
+    [
+        pytest.param({}, "", FOUR, id="INT4"),
+        pytest.param({"kind": "int8"}, "", FOUR, id="INT8"),
+        pytest.param({"kind": "mxfp4"}, "clamp_limit", FOUR, id="MXFP4"),
+        pytest.param({"kind": "nvfp4"}, "w2_global_scale", FOUR, id="NVFP4"),
+        pytest.param({"tokens": 8}, "", FOUR, id="our own kernels"),
+        pytest.param({"routed_scaling_factor": None}, "", FOUR, id="no factor"),
+        pytest.param({"hidden": 640, "top_k": 4}, "", [*FOUR, (512, 640)], id="top-k of 4"),
+        pytest.param({"top_k": 1}, "", FOUR, id="top-k of 1"),
+        pytest.param({"inplace": True}, "", FOUR, id="in place"),
+        pytest.param({"is_k_full": False}, "", FOUR, id="k is not full"),
+        pytest.param({"clamp_limit": 0.5}, "clamp_limit", FOUR, id="a clamp"),
+        pytest.param({"is_gated": False, "gated": False, "activation": "relu2"}, "is_gated", FOUR, id="no gate"),
+        # As GPTQ's layers without act-order have them.
+        pytest.param(dict.fromkeys(INDICES, torch.empty(4, 0, dtype=torch.int32)), "", FOUR, id="empty indices"),
+        pytest.param(biases(), "w2_bias", FOUR, id="biases"),
+    ],
+)
+def test_columns_give_the_answers_of_the_whole(module, ran, more, needs, slices):
+    if needs and not takes(module, needs):
         pytest.skip("not in this release")
-    given = layer(kind=kind)
-    if kind == "mxfp4":
-        if not takes(module, "clamp_limit"):
-            pytest.skip("not in this release")
+    given = layer(**more)
+    if more.get("kind") == "mxfp4":
         given["hidden_states"] = given["hidden_states"].bfloat16()
     stock, ours = both(module, given)
     assert torch.isfinite(stock).all()
     assert stock.float().abs().max() > 0.01
-    assert ran == [[(0, 128), (128, 256), (256, 384), (384, 512)]]
+    assert ran == [slices]
     assert same(stock, ours)
+    if needs == "w2_bias":
+        assert not same(stock, run(module, layer(**more | {"w2_bias": more["w2_bias"].flip(1)})))
 
 
-def test_they_do_so_with_our_own_kernels(module, ran):
-    stock, ours = both(module, layer(tokens=8))
-    assert len(ran[0]) == 4
-    assert same(stock, ours)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"routed_scaling_factor": None},
-        {"hidden": 640, "top_k": 4},
-        {"top_k": 1},
-        {"inplace": True},
-        {"is_k_full": False},
-        {"clamp_limit": 0.5},
-        {"is_gated": False, "gated": False, "activation": "relu2"},
-        {"empty_indices": True},
-    ],
-    ids=str,
-)
-def test_whatever_the_function_is_asked_for(module, ran, more):
-    more = dict(more)
-    for name in ("clamp_limit", "is_gated"):
-        if name in more and not takes(module, name):
-            pytest.skip("not in this release")
-    if more.pop("empty_indices", False):  # as GPTQ's layers without act-order have them
-        more |= dict.fromkeys(
-            ("g_idx1", "g_idx2", "sort_indices1", "sort_indices2"), torch.empty(4, 0, dtype=torch.int32)
-        )
-    stock, ours = both(module, layer(**more))
-    assert len(ran[0]) > 1
-    assert same(stock, ours)
-
-
-def test_the_last_range_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
+def test_the_last_slice_is_narrower_and_still_a_whole_tile(module, ran, monkeypatch):
     monkeypatch.setattr(column_slices, "MARLIN_ALIGNMENT_COLUMNS", 256)
     stock, ours = both(module, layer(hidden=896, intermediate=64))
     assert ran == [[(0, 256), (256, 512), (512, 768), (768, 896)]]
     assert same(stock, ours)
 
 
-def test_biases_are_cut(module, ran):
-    if not takes(module, "w2_bias"):
-        pytest.skip("not in this release")
-    biases = {"w1_bias": torch.randn(4, 256).to(DTYPE), "w2_bias": torch.randn(4, 512).to(DTYPE)}
-    stock, ours = both(module, layer(**biases))
-    assert len(ran[0]) == 4
-    assert same(stock, ours)
-    assert not same(stock, run(module, layer(**biases | {"w2_bias": biases["w2_bias"].flip(1)})))
-
-
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_elsewhere_add_nothing(module, ran, given_map):
-    """Rows without an expert here are not written by the GEMM: what the range before left there must not count."""
+    """Rows without an expert here are not written by the GEMM: what the slice before left there must not count."""
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
     if not given_map:
@@ -326,7 +309,7 @@ def test_no_tensor_is_as_large_as_the_one_that_is_not_there(module, ran):
     assert poison.largest == 40 * 512  # the output
 
 
-def test_the_first_output_is_gone_before_the_ranges_begin(module, monkeypatch):
+def test_the_first_output_is_gone_before_the_slices_begin(module, monkeypatch):
     alive, sums = [], []
     fill, gemm_and_sum = marlin._FirstOutput.allocate, marlin.gemm_and_sum
 
@@ -376,23 +359,20 @@ def test_the_output_lies_in_the_dead_input(module, ran):
     assert same(stock, ours)
 
 
-def test_a_dead_input_that_shares_the_moe_input_s_memory_is_left_alone(module):
+@pytest.mark.parametrize("offered", ["the MoE input", "to a whole call"])
+def test_memory_that_is_not_a_dead_input_or_not_needed_is_left_alone(module, monkeypatch, offered):
     given = layer()
-    stock = run(module, given)
-    x = given["hidden_states"].clone()
-    with patched(), channel.moe_output_buffer_ctx(x.view(-1).view(40, 512)):
+    stock, x = run(module, given), given["hidden_states"].clone()
+    buffer = x.view(-1).view(40, 512)
+    if offered == "to a whole call":
+        monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
+        buffer = torch.zeros(40, 512, dtype=DTYPE, device=DEVICE)
+    before = buffer.clone()
+    with patched(), channel.moe_output_buffer_ctx(buffer):
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
+        assert (channel.offered() is buffer) == (offered == "to a whole call")
     assert same(stock, ours)
-    assert torch.equal(x, given["hidden_states"])
-
-
-def test_a_whole_call_takes_no_dead_input(module, monkeypatch):
-    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 1 << 40)
-    dead = torch.zeros(40, 512, dtype=DTYPE, device=DEVICE)
-    with patched(), channel.moe_output_buffer_ctx(dead):
-        run(module, layer())
-        assert channel.offered() is dead
-    assert not dead.any()
+    assert torch.equal(buffer, before)
 
 
 # --- What stays whole ------------------------------------------------------------------------------------------------
@@ -405,24 +385,13 @@ def reordered():
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"no_combine": True}, "the tensor itself is asked for"),
-        ({"w2_zeros": torch.zeros(4, 4, 64, dtype=torch.int32)}, "zero points"),
-        ({"g_idx2": reordered(), "sort_indices2": reordered()}, "act-order"),
-        ({"sort_indices2": reordered()}, "act-order"),
-        ({"hidden": 576}, "576 columns"),
-        ({"hidden": 256}, None),
-        ({"beside": True, "inplace": True}, "another stream"),
-        ({"beside": True}, 4),
-    ],
-    ids=[
-        "no_combine",
-        "zero points",
-        "act-order",
-        "act-order, no groups",
-        "tiles",
-        "narrow",
-        "beside in place",
-        "beside",
+        pytest.param({"no_combine": True}, "the tensor itself is asked for", id="no_combine"),
+        pytest.param({"w2_zeros": torch.zeros(4, 4, 64, dtype=torch.int32)}, "zero points", id="zero points"),
+        pytest.param({"g_idx2": reordered(), "sort_indices2": reordered()}, "act-order", id="act-order"),
+        pytest.param({"sort_indices2": reordered()}, "act-order", id="act-order, no groups"),
+        pytest.param({"hidden": 576}, "576 columns", id="tiles"),
+        pytest.param({"hidden": 256}, None, id="narrow"),
+        pytest.param({"beside": True, "inplace": True}, "another stream", id="beside in place"),
     ],
 )
 def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
@@ -442,9 +411,6 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
                 run(module, layer(**more))
     finally:
         patcher.undo()
-    if reason == 4:
-        assert (len(ran[0]), whole) == (4, [])
-        return
     assert [len(found) for found in ran] == [1, 1]
     assert len(whole) == 2
     assert original is getattr(module, marlin.NAME)
@@ -453,8 +419,19 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
     assert reason is None or reason in said[0]
 
 
-def test_small_tensors_run_the_engine_s_own_operator(module, ran, monkeypatch):
-    monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 192 << 20)
+def test_beside_another_stream_what_is_not_in_place_is_cut(module, ran, monkeypatch):
+    monkeypatch.setattr(streams, "has_concurrent_reader", True)
+    stock, ours = both(module, layer())
+    assert ran == [FOUR]
+    assert same(stock, ours)
+
+
+@pytest.mark.parametrize("why", ["small tensors", "dynamo traces"])
+def test_the_engines_own_operator_runs(module, ran, monkeypatch, why):
+    if why == "small tensors":
+        monkeypatch.setattr(column_slices, "MIN_TENSOR_BYTES", 192 << 20)
+    else:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     stock, ours = both(module, layer())
     assert ran == []
     assert same(stock, ours)
@@ -470,14 +447,7 @@ def test_arguments_by_their_place(module, ran):
     assert same(stock, ours)
 
 
-def test_dynamo_traces_the_operator(module, ran, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    stock, ours = both(module, layer())
-    assert ran == []
-    assert same(stock, ours)
-
-
-# --- Looking ---------------------------------------------------------------------------------------------------------
+# --- Probing ---------------------------------------------------------------------------------------------------------
 
 
 def test_taking_it_back_leaves_the_module_as_it_was(module):
@@ -534,7 +504,7 @@ def test_a_function_with_other_uses_is_unsupported(module, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("tokens", "columns_", "start", "stop"), [(5, 512, 128, 384), (3, 4096, 0, 2304), (0, 320, 256, 320)]
 )
-def test_our_kernels_sum_one_range_and_copy_another_and_touch_nothing_else(dtype, tokens, columns_, start, stop):
+def test_our_kernels_sum_one_slice_and_copy_another_and_touch_nothing_else(dtype, tokens, columns_, start, stop):
     width = stop - start
     experts_output = torch.randn(tokens, 3, width, device=DEVICE).to(DTYPE)
     both = [torch.full((tokens + 2, columns_), math.nan, device=DEVICE).to(DTYPE) for _ in range(2)]

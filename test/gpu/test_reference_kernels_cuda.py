@@ -17,7 +17,7 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
-from nvfp4_moe import batch, layer, routed  # noqa: E402
+from nvfp4_moe import answer, batch, layer, routed  # noqa: E402
 from sglang_moe_patches.core.variables import REFERENCE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels  # noqa: E402
 from sglang_moe_patches.lab.reference import nvfp4, nvfp4_triton  # noqa: E402
@@ -52,30 +52,18 @@ def plain(monkeypatch, function, *args, **kwargs):
 
 def in_triton(**arguments):
     """``routed`` by the Triton kernels on whatever device."""
-    if DEVICE == "cuda":
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels._Layer, "has_triton_kernels", True)
         return routed(**arguments)
-    gated = arguments["activation_type"] == kernels.ACTIVATION_SWIGLU
-    ids, weights = kernels._unpack_topk(arguments["topk_ids"])
-    _, hidden, k = arguments["gemm2_weights"].shape
-    rows, device = arguments["gemm1_weights"].shape[1], arguments["gemm1_weights"].device
-    output = torch.empty(len(ids), hidden, dtype=torch.bfloat16)
-    orders = kernels._unshuffle_orders
-    nvfp4_triton.run_experts(
-        ids - arguments["local_expert_offset"],
-        weights,
-        arguments["hidden_states"],
-        arguments["hidden_states_scale"],
-        arguments["gemm1_weights"],
-        arguments["gemm1_weights_scale"],
-        orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device),
-        arguments["gemm2_weights"],
-        arguments["gemm2_weights_scale"],
-        orders("get_w2_permute_indices_with_cache", hidden, k * 2, None, device),
-        *(arguments[f"output{name}"] for name in ("1_scale_scalar", "1_scale_gate_scalar", "2_scale_scalar")),
-        output,
-        gated=gated,
-    )
-    return output
+
+
+def peak_bytes(function):
+    """What it allocates at once, at its second call."""
+    function()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated() - before
 
 
 # --- fp4_quantize ----------------------------------------------------------------------------------------------------
@@ -115,13 +103,9 @@ def test_fp4_quantize_at_real_sizes(monkeypatch, swizzled):
 
 @ON_GPU
 def test_quantize_allocates_its_result_only():
-    x = torch.randn(4096, 7168, device="cuda").bfloat16()
-    multiplier = torch.tensor([1.0], device="cuda")
-    nvfp4_triton.quantize(x, multiplier)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = nvfp4_triton.quantize(x, multiplier)
-    assert torch.cuda.max_memory_allocated() - before <= sum(t.nbytes for t in result) + MIB
+    x, multiplier = torch.randn(4096, 7168, device="cuda").bfloat16(), torch.tensor([1.0], device="cuda")
+    of_result = sum(t.nbytes for t in nvfp4_triton.quantize(x, multiplier))
+    assert peak_bytes(lambda: nvfp4_triton.quantize(x, multiplier)) <= of_result + MIB
 
 
 # --- The routed experts ----------------------------------------------------------------------------------------------
@@ -198,13 +182,19 @@ def test_passes_and_strips_change_nothing(monkeypatch):
 
 @ON_GPU
 def test_can_be_captured_and_replayed_with_other_routing():
+    """With its sum, and left to be finalized."""
     shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
     buffers: dict[str, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
     output = torch.empty(40, 1024, dtype=torch.bfloat16, device="cuda")
-    routed(**shared, **buffers, output=output)
+
+    def both():
+        routed(**shared, **buffers, output=output)
+        return answer(**shared, **buffers, do_finalize=False)
+
+    both()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        routed(**shared, **buffers, output=output)
+        rows, weights, row_of = both()
     for seed in (5, 6):
         other = batch(40, 32, 1024, 4, seed=seed)
         for name, value in other.items():
@@ -212,56 +202,27 @@ def test_can_be_captured_and_replayed_with_other_routing():
                 buffers[name].copy_(value)
         output.zero_()
         graph.replay()
-        assert torch.equal(output, routed(**shared, **other))
-
-
-@ON_GPU
-def test_what_is_left_to_be_finalized_can_be_captured():
-    shared, first = layer(32, 1024, 256), batch(40, 32, 1024, 4)
-    buffers = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in first.items()}
-    nothing = ["routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias"]
-    nothing += ["n_group", "topk_group", "routed_scaling_factor"]
-
-    def unfinalized():
-        return kernels.trtllm_fp4_block_scale_routed_moe(
-            **dict.fromkeys(nothing), **shared, **buffers, do_finalize=False
-        )
-
-    unfinalized()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows, weights, row_of = unfinalized()
-    other = batch(40, 32, 1024, 4, seed=5)
-    for buffer, value in zip(buffers.values(), other.values(), strict=True):
-        if isinstance(buffer, torch.Tensor):
-            buffer.copy_(value)
-    graph.replay()
-    by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
-    assert_close(by_hand.bfloat16(), routed(**shared, **other))
+        expected = routed(**shared, **other)
+        assert torch.equal(output, expected)
+        by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
+        assert_close(by_hand.bfloat16(), expected)
 
 
 @ON_GPU
 def test_scratch_is_bounded_and_no_weights_are_decoded():
     shared, arguments = layer(64, 7168, 512), batch(16384, 64, 7168, 8)
     output = torch.empty(16384, 7168, dtype=torch.bfloat16, device="cuda")
-    routed(**shared, **arguments, output=output)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    routed(**shared, **arguments, output=output)
     # Index lists: a few int64 per token and expert, and what the sorts of them need.
-    assert torch.cuda.max_memory_allocated() - before < nvfp4_triton.SCRATCH_BYTES + 16 * MIB
+    most = nvfp4_triton.SCRATCH_BYTES + 16 * MIB
+    assert peak_bytes(lambda: routed(**shared, **arguments, output=output)) < most
 
 
 @ON_GPU
 def test_workspace_of_a_stated_size(monkeypatch):
-    shared, arguments = layer(4, 256, 64), batch(4, 4, 256, 2)
-    routed(**shared, **arguments)
     monkeypatch.setenv(REFERENCE_WORKSPACE_MB.name, "96")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    output = routed(**shared, **arguments)
-    assert torch.cuda.max_memory_allocated() - before >= 96 * MIB
-    assert torch.cuda.memory_allocated() - before <= output.nbytes + MIB
+    shared, arguments, before = layer(4, 256, 64), batch(4, 4, 256, 2), torch.cuda.memory_allocated()
+    assert peak_bytes(lambda: routed(**shared, **arguments)) >= 96 * MIB
+    assert torch.cuda.memory_allocated() - before < 96 * MIB
 
 
 # --- FlashInfer's own ------------------------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: the engine's Triton runner does not run on the CPU", allow_module_level=True)
 
 import httpx  # noqa: E402
-from common import forwards, mismatch, plugins  # noqa: E402
-from common.mismatch import Asked  # noqa: E402
+import mismatch  # noqa: E402
+from common import forwards, plugins  # noqa: E402
 from common.servers import EAGER, Setup, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
+from mismatch import Asked  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 

@@ -10,7 +10,6 @@ Signatures: ``mori/ops/dispatch_combine.py`` of ROCm/mori, ``aiter/fused_moe.py`
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -260,9 +259,6 @@ class _Meeting:
         self._barrier.wait()
         return self._result[rank]
 
-    def abandon(self) -> None:
-        self._barrier.abort()
-
     def dispatch(self, rank: int, sent: Sent) -> Received:
         return self._meet(rank, sent, self.network.dispatch)
 
@@ -280,15 +276,6 @@ def networks() -> list[Network]:
 def forget_networks() -> None:
     """Operations made from now on meet anew."""
     _Meeting._all.clear()
-
-
-def leave() -> None:
-    """A rank has failed: the others shall not wait for it.
-
-    They get a :class:`threading.BrokenBarrierError`, and their operations are of no use any more.
-    """
-    for meeting in _Meeting._all.values():
-        meeting.abandon()
 
 
 # --- AITER's interface ------------------------------------------------------------------------------------------------
@@ -406,8 +393,11 @@ def fused_moe(
 # --- For the engine --------------------------------------------------------------------------------------------------
 
 
-def modules() -> dict[str, ModuleType]:
-    """Modules ``mori``, ``aiter`` and ``aiter.fused_moe``, for ``sys.modules``."""
+def modules(fused_moe: Callable[..., torch.Tensor]) -> dict[str, ModuleType]:
+    """Modules ``mori``, ``aiter`` and ``aiter.fused_moe``, for ``sys.modules``.
+
+    :param fused_moe: :func:`fused_moe`, or what calls it.
+    """
     mori, aiter, aiter_fused_moe = (ModuleType(name) for name in ("mori", "aiter", "aiter.fused_moe"))
     mori.ops = SimpleNamespace(  # type: ignore[attr-defined]
         EpDispatchCombineConfig=EpDispatchCombineConfig,
@@ -415,38 +405,8 @@ def modules() -> dict[str, ModuleType]:
         EpDispatchCombineOp=EpDispatchCombineOp,
     )
     mori.shmem = SimpleNamespace(shmem_torch_process_group_init=lambda name: None)  # type: ignore[attr-defined]
-    for name, value in {
-        "QuantType": QuantType,
-        "ActivationType": ActivationType,
-        "get_hip_quant": get_hip_quant,
-    }.items():
-        setattr(aiter, name, value)
+    for value in (QuantType, ActivationType, get_hip_quant):
+        setattr(aiter, value.__name__, value)
     aiter_fused_moe.fused_moe = fused_moe  # type: ignore[attr-defined]
     aiter.fused_moe = aiter_fused_moe  # type: ignore[attr-defined]
     return {"mori": mori, "aiter": aiter, "aiter.fused_moe": aiter_fused_moe}
-
-
-def stand_in(set_attribute: Callable[[Any, str, Any], None], set_item: Callable[[Any, Any, Any], None]) -> None:
-    """Give the engine's MoRI modules, imported on a machine without ROCm, what they import on one with it.
-
-    :param set_attribute: ``setattr``, or what undoes it later. :param set_item: the same for ``sys.modules``.
-    """
-    from sglang.srt.layers.moe.ep_moe import layer
-    from sglang.srt.layers.moe.token_dispatcher import moriep
-
-    for name, module in modules().items():
-        set_item(sys.modules, name, module)
-    for module, names in {
-        layer: {
-            "_is_hip": True,
-            "_use_aiter": True,
-            "fused_moe": fused_moe,
-            "QuantType": QuantType,
-            "ActivationType": ActivationType,
-        },
-        moriep: {"_use_aiter": True, "QuantType": QuantType, "get_hip_quant": get_hip_quant},
-    }.items():
-        for name, value in names.items():
-            set_attribute(module, name, value)
-    # The engine makes the expert mask on "the current GPU".
-    set_attribute(torch.cuda, "current_device", lambda: "cpu")

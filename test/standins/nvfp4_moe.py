@@ -75,9 +75,15 @@ def batch(
     }
 
 
-def routed(**arguments: Any) -> torch.Tensor:
+def answer(**arguments: Any) -> list[torch.Tensor]:
     """``trtllm_fp4_block_scale_routed_moe`` with what these arguments leave open."""
-    nothing = ("routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias")
-    return flashinfer_kernels.trtllm_fp4_block_scale_routed_moe(
-        **dict.fromkeys(nothing), n_group=None, topk_group=None, routed_scaling_factor=None, **arguments
-    )[0]
+    nothing = ["routing_bias", "gemm1_bias", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm2_bias"]
+    nothing += ["n_group", "topk_group", "routed_scaling_factor"]
+    found: list[torch.Tensor] = flashinfer_kernels.trtllm_fp4_block_scale_routed_moe(
+        **dict.fromkeys(nothing), **arguments
+    )
+    return found
+
+
+def routed(**arguments: Any) -> torch.Tensor:
+    return answer(**arguments)[0]

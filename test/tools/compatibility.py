@@ -138,17 +138,20 @@ def differences(release: str, found: dict[str, Any]) -> list[str]:
     :param found: what was found on all releases, oldest first.
     :returns: a line for each change, and one for the tests.
     """
-    names, now = list(found), found[release]
-    earlier = names[names.index(release) - 1] if release != names[0] else None
-    before = found[earlier] if earlier else {"changes": {}, "tests": None}
+    names = list(found)
+    earlier = names[names.index(release) - 1] if release != names[0] else ""
+
+    def answers(name: str) -> dict[str, str]:
+        facts = found.get(name, {"changes": {}, "tests": ""})
+        changes = {change: ", because ".join(filter(None, answer)) for change, answer in facts["changes"].items()}
+        return {**changes, "tests": facts["tests"]}
+
     lines = [f"SGLang {release}, compared with {earlier or 'nothing: it is the oldest'}:"]
-    for name, told in now["changes"].items():
-        was = before["changes"].get(name)
-        said = ", because ".join(filter(None, told))
-        note = "as before" if was == told else f"was {', because '.join(filter(None, was))}" if was else "new"
-        lines.append(f"  {' ' if was == told else '!'} {name}: {said} ({note})")
-    note = "as before" if before["tests"] == now["tests"] else f"before: {before['tests']}"
-    lines.append(f"  {' ' if before['tests'] == now['tests'] else '!'} tests: {now['tests']} ({note})")
+    before = answers(earlier)
+    for name, now in answers(release).items():
+        was = before.get(name)
+        note = "as before" if was == now else f"was {was}" if was else "new"
+        lines.append(f"  {' ' if was == now else '!'} {name}: {now} ({note})")
     return lines
 
 

@@ -24,13 +24,14 @@ from sglang_moe_patches.core.dead_input.families import MODELS, REFUSED
 
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
 """What routed experts are made by."""
-_SAYS = ("read", "update")
+_DECLARES = frozenset({"declare_attn", "declare_ffn"})
+"""What stages of a layer are declared by, where the engine's batches carry the residual."""
+_RESIDUAL_KEYWORDS = ("read", "update")
+"""Their keywords for how the residual is read and updated."""
 _PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {
     *("PLAIN_RESIDUAL_OPS", "PLAIN_RESIDUAL", "NormQuantRead", "NormRead", "NORM_QUANT_READ", "NORM_READ", "ADD"),
 }
-"""Plain ones, as the engine calls them."""
-_DECLARES = frozenset({"declare_attn", "declare_ffn"})
-"""What stages of a layer are declared by, where the engine's batches carry the residual."""
+"""Values of these keywords by which the residual is a sum and no more."""
 
 
 def models_folder() -> Path:
@@ -58,16 +59,14 @@ def scan(folder: Path) -> dict[str, str]:
     :returns: by the module of each layer stack with routed experts, why it does not, or ``""``.
     """
     engine = _read(folder)
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str | None]] = {}
     for module in engine.with_experts:
         for stack in module.classes.values():
-            if "forward" in stack.methods or stack.bases:
-                loop = engine.method(stack, "forward")
-                if loop is None or not any(proofs.loops(loop)):
-                    continue
-                for layer in engine.layers(stack):
-                    found.setdefault(module.name, []).append(engine.why_not(stack, loop, layer))
-    return {name: "" if "" in reasons else reasons[0] for name, reasons in sorted(found.items())}
+            loop = engine.method(stack, "forward")
+            if loop is not None and any(proofs.loops(loop)):
+                reasons = [engine.skip_reason(stack, loop, layer) for layer in engine.layers(stack)]
+                found.setdefault(module.name, []).extend(reasons)
+    return {name: "" if None in reasons else str(reasons[0]) for name, reasons in sorted(found.items()) if reasons}
 
 
 def out_of_place(folder: Path, families: dict[str, str]) -> list[str]:
@@ -278,32 +277,43 @@ class _Engine:
         inner = [found for each in used for name in each.mentions for found in self._known(each.module, name)]
         return {each.module.name for each in (*used, *inner) if each.makes_experts}
 
-    def why_not(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str:
-        forward = self.method(layer, "forward")
+    def skip_reason(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str | None:
+        """Why a layer of a stack does not offer its input."""
+        name, forward = layer.node.name, self.method(layer, "forward")
         assert forward is not None
-        method_of = functools.partial(self.method, layer)
-        reason = proofs.layer_skip_reason(layer.node.name, forward, method_of)
-        reason = reason or proofs.loop_skip_reason(stack.node.name, loop)
-        return reason or REFUSED.get(layer.node.name, "") or self._why_no_sum(layer) or self._why_no_one_take(layer)
+        return (
+            proofs.layer_skip_reason(name, forward, functools.partial(self.method, layer))
+            or proofs.loop_skip_reason(stack.node.name, loop)
+            or REFUSED.get(name)
+            or self._sum_skip_reason(layer, forward)
+            or self._experts_skip_reason(layer)
+        )
 
-    def _why_no_sum(self, layer: _Class) -> str:
+    def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
         """Why its residual may not be a plain sum: by what the layer declares of how it is updated and read, unless the
         configuration decides that, or which communicator it gets."""
-        forward = self.method(layer, "forward")
-        if forward is None or "self.attn_boundary.prepare" not in ast.unparse(forward):
-            return ""
-        functions = [each for one in self.line(layer) for each in one.methods.values()]
+        if "self.attn_boundary.prepare" not in ast.unparse(forward):
+            return None
+        functions = [method for kind in self.line(layer) for method in kind.methods.values()]
         functions += [node for node in layer.module.tree.body if isinstance(node, ast.FunctionDef)]
-        calls = [(each, node) for each in functions for node in ast.walk(each) if isinstance(node, ast.Call)]
-        declared = [(each, call) for each, call in calls if ast.unparse(call.func) in _DECLARES]
-        told = [(each, word.value) for each, call in declared for word in call.keywords if word.arg in _SAYS]
-        plain = bool(declared) and all(_may_be_plain(value, each) for each, value in told)
-        return "" if plain else proofs.NO_PLAIN_SUM.format(layer.node.name)
+        declarations = [
+            (function, node)
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _DECLARES
+        ]
+        is_plain = bool(declarations) and all(
+            _may_be_plain(keyword.value, function)
+            for function, call in declarations
+            for keyword in call.keywords
+            if keyword.arg in _RESIDUAL_KEYWORDS
+        )
+        return None if is_plain else proofs.NO_PLAIN_SUM.format(layer.node.name)
 
-    def _why_no_one_take(self, layer: _Class) -> str:
-        used = [found for name in layer.mentions for found in self._known(layer.module, name)]
-        most = max((len(each.makes_experts) for one in (layer, *used) for each in self.line(one)), default=0)
-        return proofs.TOO_MANY_EXPERTS.format(layer.node.name, most) if most > 1 else ""
+    def _experts_skip_reason(self, layer: _Class) -> str | None:
+        used = [kind for name in layer.mentions for kind in self._known(layer.module, name)]
+        most = max((len(above.makes_experts) for kind in (layer, *used) for above in self.line(kind)), default=0)
+        return proofs.TOO_MANY_EXPERTS.format(layer.node.name, most) if most > 1 else None
 
 
 @cache

@@ -19,17 +19,9 @@ def passed(tests: Sequence[str], arguments: Sequence[str] = (), *, timeout: floa
     :param arguments: more of pytest's.
     :param timeout: seconds.
     """
+    files = [str(GPU / test) for test in tests]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *(str(GPU / test) for test in tests),
-            *arguments,
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ def span(names: list[str], every: list[str]) -> str:
     return f"up to {names[-1]}" if names[0] == every[0] else f"from {names[0]} to {names[-1]}"
 
 
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
 SAME = '"'
 """A cell that says what the one above it does."""
 NOT_ASKED = ("not asked", "")
@@ -95,12 +99,11 @@ def package() -> tuple[Any, Any]:
 
 def changes(found: dict[str, Any]) -> str:
     """A table with a line for each change."""
-    lines = ["| change | what it does | on which SGLang |", "| --- | --- | --- |"]
-    for change in package()[0].CHANGES:
-        lines.append(
-            f"| [{change.name}](docs/changes/{change.name}.md) | {change.summary} | {status(change.name, found)} |"
-        )
-    return "\n".join(lines)
+    rows = [
+        (f"[{change.name}](docs/changes/{change.name}.md)", change.summary, status(change.name, found))
+        for change in package()[0].CHANGES
+    ]
+    return table(("change", "what it does", "on which SGLang"), rows)
 
 
 def variables() -> str:
@@ -108,31 +111,24 @@ def variables() -> str:
     stated, patch = package()
     from sglang_moe_patches.core.variables import BY_COMMANDS
 
-    lines = [
-        "| variable | default | read by | meaning |",
-        "| --- | --- | --- | --- |",
+    rows = [
+        (f"`{variable.name}`", f"`{variable.default}`" if variable.default else "unset", reader, variable.meaning)
+        for reader, variable in patch.variables(stated.CHANGES)
+        if reader not in BY_COMMANDS
     ]
-    for reader, variable in patch.variables(stated.CHANGES):
-        if reader in BY_COMMANDS:
-            continue
-        default = f"`{variable.default}`" if variable.default else "unset"
-        lines.append(f"| `{variable.name}` | {default} | {reader} | {variable.meaning} |")
-    return "\n".join(lines)
+    return table(("variable", "default", "read by", "meaning"), rows)
 
 
 def statuses(found: dict[str, Any]) -> str:
     """A table with a line for neighbouring releases that are alike; in bold those that are tested every time."""
     names = known(found)
-    lines = ["| SGLang | torch | " + " | ".join(names) + " | tests passed |", "| --- " * (len(names) + 3) + "|"]
-    told = {}
+    cells = {}
     for release, facts in found.items():
         tests = facts["tests"] if "failed" in facts["tests"] else facts["tests"].split(" ")[0]
-        asked = (facts["changes"].get(name, NOT_ASKED)[0] for name in names)
-        told[release] = " | ".join((facts["torch"], *asked, tests))
-    for line, alike in runs(told):
-        shown = (f"**{release}**" if release in releases.EVERY_TIME else release for release in alike)
-        lines.append(f"| {', '.join(shown)} | {line} |")
-    return "\n".join(lines)
+        cells[release] = (facts["torch"], *(facts["changes"].get(name, NOT_ASKED)[0] for name in names), tests)
+    bold = {release: f"**{release}**" if release in releases.EVERY_TIME else release for release in found}
+    rows = [(", ".join(map(bold.__getitem__, alike)), *row) for row, alike in runs(cells)]
+    return table(("SGLang", "torch", *names, "tests passed"), rows)
 
 
 def reasons(found: dict[str, Any]) -> str:
@@ -190,22 +186,18 @@ def families(found: dict[str, Any]) -> str:
     }
     rows = {name: tuple(cell(*kind, part) for part in parts) for name, kind in kinds.items() if apart or kind[0]}
     rows[effects.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
-    titles = (f"`{part}`" if part in named else part for part in parts)
-    columns = dict(zip(titles, zip(*rows.values(), strict=True), strict=True))
-    grouped = [list(same) for _, same in groupby(columns, key=columns.__getitem__)]
-    lines = [
-        f"| family | {' | '.join(', '.join(names) for names in grouped)} |",
-        "| --- " * (len(grouped) + 1) + "|",
-    ]
-    places = {name: number for number, name in enumerate(rows)}
-    above: list[str] = []
-    for _, alike in groupby(rows, key=rows.__getitem__):
-        models = list(alike)
-        told = [columns[names[0]][places[models[0]]] for names in grouped]
-        shown = (SAME if above and cell == above[place] else cell for place, cell in enumerate(told))
-        lines.append(f"| {'; '.join(models)} | {' | '.join(shown)} |")
-        above = told
-    return "\n".join(lines)
+    titles = [f"`{part}`" if part in named else part for part in parts]
+    columns = list(zip(*rows.values(), strict=True))
+    grouped = [list(alike) for _, alike in groupby(range(len(parts)), key=columns.__getitem__)]
+    above: list[str] = [""] * len(grouped)
+    shown: list[Sequence[str]] = []
+    for row, alike in groupby(rows, key=rows.__getitem__):
+        cells = [row[group[0]] for group in grouped]
+        shown.append(
+            ("; ".join(alike), *(SAME if now == before else now for now, before in zip(cells, above, strict=True)))
+        )
+        above = cells
+    return table(("family", *(", ".join(titles[part] for part in group) for group in grouped)), shown)
 
 
 def offering(family: str, found: dict[str, Any]) -> list[str]:
@@ -216,28 +208,23 @@ def offering(family: str, found: dict[str, Any]) -> list[str]:
 def offers(found: dict[str, Any]) -> str:
     """A table of the families that offer, by the engine's modules, and of those that do not on the newest release."""
     names = sorted({name for facts in found.values() for name in facts["families"]})
-    since: dict[str, list[str]] = {}
+    where: dict[str, list[str]] = {}
     for name in names:
-        where = offering(name, found)
-        if where:
-            since.setdefault(span(where, list(found)), []).append(f"`{name}`")
-    lines = ["| offers, or does not in the newest release | where, or why |", "| --- | --- |"]
-    lines += [f"| {', '.join(since[where])} | {where} |" for where in sorted(since)]
+        if places := offering(name, found):
+            where.setdefault(span(places, list(found)), []).append(f"`{name}`")
     why: dict[str, list[str]] = {}
     for name, reason in found[list(found)[-1]]["families"].items():
         if reason:
-            why.setdefault(re.sub(r"\b\w+(Layer|Model)\b", r"its \1", reason).replace("its L", "its l"), []).append(
-                name
-            )
-    lines += [f"| {', '.join(f'`{name}`' for name in alike)} | {reason} |" for reason, alike in sorted(why.items())]
-    return "\n".join(lines).replace("its Model", "its loop")
+            of_a_class = re.sub(r"\b\w+(Layer|Model)\b", r"its \1", reason)
+            why.setdefault(of_a_class.replace("its Layer", "its layer"), []).append(f"`{name}`")
+    rows = [(", ".join(alike), cell) for cells in (where, why) for cell, alike in sorted(cells.items())]
+    return table(("offers, or does not in the newest release", "where, or why"), rows).replace("its Model", "its loop")
 
 
 def whole(outcomes: dict[str, Any]) -> str:
     """A table of the last runs of all tests."""
-    lines = ["| SGLang | all tests, on | outcome |", "| --- | --- | --- |"]
-    lines += [f"| {release} | {run['date']} | {run['outcome']} |" for release, run in outcomes.items()]
-    return "\n".join(lines)
+    rows = [(release, run["date"], run["outcome"]) for release, run in outcomes.items()]
+    return table(("SGLang", "all tests, on", "outcome"), rows)
 
 
 def generated(name: str) -> str:

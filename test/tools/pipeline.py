@@ -19,11 +19,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import forwards, mismatch, plugins
-from common.mismatch import Asked
+import mismatch
+from common import forwards, plugins
 from common.servers import EAGER, Setup, running
 from common.shapes import MODELS, TINY
 from common.weights import Served
+from mismatch import Asked
 from sglang_moe_patches.core.machine import has_gpu
 
 STOCK, CONTROL, PATCHED = NAMES = ("stock", "stock-again", "patched")

@@ -40,7 +40,7 @@ def test_help_imports_neither_torch_nor_the_engine():
     code = (
         "import sys; sys.argv = ['x', '--help']\nfrom sglang_moe_patches import cli\n"
         "try:\n    cli.main()\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'sglang', 'scipy', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('torch', 'sglang', 'scipy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -192,7 +192,7 @@ def test_what_cannot_be_served_is_refused_at_once(regress_of, tmp_path, argument
     "given", [["--nnodes", "1"], ["--disaggregation-mode", "null"], ["--tp", "4"], ["--config", "no"]]
 )
 def test_what_can_be_served_is_not_refused(given):
-    refusals.check_server_arguments(given, regress.REFUSED)
+    refusals.check_server_arguments(given)
 
 
 def test_a_file_s_setting_is_passed_over_where_the_command_in_hand_gives_it_itself(tmp_path):
@@ -279,8 +279,7 @@ def without_extras(tmp_path):
     [
         (
             ["regress"],
-            "regress needs scipy, psutil, httpx, jinja2, matplotlib: "
-            "pip install '.[regress]' in a clone of sglang-moe-patches",
+            "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]' in a clone of sglang-moe-patches",
         ),
         (
             ["make-model", "x"],

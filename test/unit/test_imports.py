@@ -19,7 +19,7 @@ FLOORS = (
 )
 """From the bottom up: the package's modules and wings. ``plugin`` is the engine's way in, ``cli`` the user's."""
 ROOMS = (
-    {"extras", "pages", "effects", "reference", "observers"},
+    {"extras", "effects", "reference", "observers"},
     {"predict", "servers"},
     {"regress"},
     {"doctor", "kv_records"},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import second_start
+from second_start import Start
 from sglang_moe_patches.lab.reference import environment
 
 RECORDED = "[2026-11-23 07:11:25 TP0] sglang-moe-patches: kv-sizing: 0.9009 instead of 0.9000: 9 tokens"
@@ -35,13 +36,15 @@ def test_a_second_start_by_the_rule_is_a_failure(gpu, tokens, log, code, monkeyp
 
     def start(name, arguments, variables, output):
         started.append((name, variables))
-        return tokens[len(started) - 1], second_start.said(log)
+        return Start(name, tokens[len(started) - 1], 21.4, second_start.said(log))
 
     monkeypatch.setattr(second_start, "start", start)
     monkeypatch.setattr(second_start, "has_gpu", lambda: gpu)
     monkeypatch.setattr(environment, "variables", lambda environ: {environment.SWITCH: "1"})
-    folder = tmp_path / "folder"
-    assert second_start.main(["--model", "m", "--output", str(folder), "--", "--tp", "2"]) == code
+    folder, page = tmp_path / "folder", tmp_path / "report.html"
+    page.write_text("<table>\n<!-- overview --></table>\n<!-- sections --><h2>Next</h2>")
+    command = ["--model", "m", "--output", str(folder), "--report", str(page), "--", "--tp", "2"]
+    assert second_start.main(command) == code
     assert [name for name, _ in started] == ["first", "second"]
     assert started[0][1] == started[1][1]
     variables = started[0][1]
@@ -49,4 +52,9 @@ def test_a_second_start_by_the_rule_is_a_failure(gpu, tokens, log, code, monkeyp
     assert variables["SGLANG_MOE_PATCHES_KV_RECORD"] == str(folder / "records.json")
     assert (environment.SWITCH in variables) == (not gpu)
     assert ("standins" in variables.get("PYTHONPATH", "")) == (not gpu)
+    overview, _, section = page.read_text().partition("</table>")
+    said = f"{tokens[0]} tokens at the first start, {tokens[1]} at the second, "
+    assert said + ("not sized by a record." if code else "sized by the record of the first.") in overview
+    assert second_start.said(log)[0].removeprefix(second_start.SAYS).replace("'", "&#x27;") in section
+    assert ("is a stand-in's" in overview) == ("is a stand-in's" in section) == (not gpu)
     assert ("is not sized by the record" in capsys.readouterr().err) == bool(code)

@@ -4,16 +4,21 @@ Why
     In ``DeepseekV2MoE.forward_normal`` the shared experts run first, so their hidden-size output stays allocated while
     the routed kernel has its workspace: 235 MB at a 16K-token prefill of Kimi-K2.5.
 
+Hook points
+    ``DeepseekV2MoE.__init__``; in 0.5.11 its ``forward_normal`` and ``_forward_shared_experts``, too. Of
+    :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and the Triton runner's sequence.
+
+Skipped
+    with runners that do not leave their input alone. Layer by layer: with fused shared experts, all-to-all, or
+    single-batch overlap; Triton in a server with LoRA adapters, and on AMD.
+
 How
-    The runners that leave their input alone are marked as what they are (``inplace`` off), layer by layer: the TRT-LLM
-    kernels, Marlin, CUTLASS, FlashInfer CUTLASS. Triton can be told to; its output then goes into the layer's dead
-    input (:mod:`sglang_moe_patches.core.dead_input`), so that it costs nothing. Not in a server with LoRA adapters, and
-    Triton not on AMD.
+    The runners that leave their input alone are marked as what they are (``inplace`` off): the TRT-LLM kernels, Marlin,
+    CUTLASS, FlashInfer CUTLASS. Triton can be told to; its output then goes into the layer's dead input, so that it
+    costs nothing. Releases from 0.5.12 defer by themselves where ``inplace`` is off; from 0.5.13 on it is off for the
+    TRT-LLM runners.
 
-    Releases from 0.5.12 defer by themselves where ``inplace`` is off, and the rest is theirs; from 0.5.13 on it is off
-    for the TRT-LLM runners.
-
-    In 0.5.11, ``_forward_shared_experts`` returns a promise during ``forward_normal`` of a layer that defers. The
+    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during ``forward_normal`` of a layer that defers. The
     engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds
     it: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off for so long alone: where
     nothing waits, as in a traced prefill graph, another output would be one tensor more.
@@ -71,10 +76,10 @@ def may_defer(
     )
 
 
-class SharedExpertsLater:
+class DeferredSharedExperts:
     """The output of the shared experts, computed when it is added in place to the routed output.
 
-    It is no tensor: anything but ``routed += promise`` is a use that was not foreseen, and an error.
+    It is no tensor: anything but ``routed += deferred`` is a use that was not foreseen, and an error.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -83,15 +88,15 @@ class SharedExpertsLater:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(function, "__name__", "") in ("__iadd__", "add_") and len(args) == 2 and not kwargs:
-            routed, promise = args
-            return routed.add_(promise._compute())
+            routed, deferred = args
+            return routed.add_(deferred._compute())
         raise TypeError(
             "sglang-moe-patches: the engine used the deferred shared experts in an unexpected way "
             f"({getattr(function, '__name__', function)}); set SGLANG_MOE_PATCHES to leave deferred-shared-experts out"
         )
 
 
-def _make_forward_normal(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
+def _wrap_forward_normal(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_normal(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not getattr(self, _DEFERS, False):
@@ -105,18 +110,18 @@ def _make_forward_normal(original: Callable[..., Any], is_compiling: Callable[[]
     return forward_normal
 
 
-def _make_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
+def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _forward_shared_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Asked first: the tracer knows no ContextVar, and piecewise CUDA graphs trace this without a way out.
         if is_compiling() or not _deferring.get():
             return original(self, *args, **kwargs)
-        return SharedExpertsLater(lambda: original(self, *args, **kwargs))
+        return DeferredSharedExperts(lambda: original(self, *args, **kwargs))
 
     return _forward_shared_experts
 
 
-def _make_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Callable[..., None]:
     """Decide, when a layer is built, whether it defers.
 
     :param mark: given the configuration of its routed experts' runner, has them leave their input alone.
@@ -142,11 +147,11 @@ def _make_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Ca
     return __init__
 
 
-def _out_of_place(config: Any) -> None:
+def _clear_inplace(config: Any) -> None:
     config.inplace = False
 
 
-# --- The plan --------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
 def _plan() -> Plan:
@@ -161,7 +166,7 @@ def _plan() -> Plan:
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
     )
-    offers, into_buffer = probe.offers(), takers.triton()
+    offers, install_triton_output = probe.offers(), takers.triton()
     engine.require(DEEPSEEK in offers.families, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:
@@ -173,17 +178,19 @@ def _plan() -> Plan:
             "forward_normal does not add the shared experts' output in place",
         )
     is_compiling = torch.compiler.is_compiling
-    waiting = functools.partial(runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get())
+    clear_while_deferring = functools.partial(
+        runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get()
+    )
 
     def install(patcher: Patcher) -> None:
-        mark = _out_of_place if defers_itself else waiting
-        patcher.wrap(moe, "__init__", lambda original: _make_init(original, mark))
+        mark = _clear_inplace if defers_itself else clear_while_deferring
+        patcher.wrap(moe, "__init__", lambda original: _wrap_init(original, mark))
         offers.install(patcher)
-        into_buffer(patcher)
+        install_triton_output(patcher)
         if not defers_itself:
-            patcher.wrap(moe, "forward_normal", lambda original: _make_forward_normal(original, is_compiling))
+            patcher.wrap(moe, "forward_normal", lambda original: _wrap_forward_normal(original, is_compiling))
             patcher.wrap(
-                moe, "_forward_shared_experts", lambda original: _make_forward_shared_experts(original, is_compiling)
+                moe, "_forward_shared_experts", lambda original: _wrap_forward_shared_experts(original, is_compiling)
             )
 
     if not defers_itself:

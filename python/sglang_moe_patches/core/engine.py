@@ -23,7 +23,7 @@ from sglang_moe_patches.core.machine import PLUGIN_NAME
 PLUGIN_MODULE = "sglang.srt.plugins"
 
 _OURS = __name__.partition(".")[0]
-# Wrappers that belong to nobody in particular: what they wrap is what counts.
+# Wrappers from these packages are neutral: what they wrap is what counts.
 _NEUTRAL = ("torch", "contextlib", "functools")
 
 
@@ -55,7 +55,7 @@ def has_plugin_framework() -> bool:
     return any((Path(place) / "srt" / "plugins" / "__init__.py").is_file() for place in spec.submodule_search_locations)
 
 
-# --- Looking ---------------------------------------------------------------------------------------------------------
+# --- Modules and their members ---------------------------------------------------------------------------------------
 
 
 def require(condition: object, reason: str) -> None:
@@ -70,10 +70,10 @@ def resolved(server_args: Any) -> Any:
 
 
 def has_module(name: str) -> bool:
-    """Whether the module is there, found without importing it (its parent packages are imported)."""
+    """Whether the module exists. It is not imported; its parent packages are."""
     try:
         return util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent is not there; somebody put a module there that has no spec
+    except (ImportError, ValueError):  # a parent does not exist, or a module without a spec was put in its place
         return False
 
 
@@ -82,12 +82,12 @@ def module(*names: str) -> ModuleType:
 
     :raises Unsupported: it has none of them, or the one cannot be imported.
     """
-    found = next((name for name in names if has_module(name)), None)
-    require(found, f"the engine has no {' or '.join(names)}")
+    name = next((name for name in names if has_module(name)), "")
+    require(name, f"the engine has no {' or '.join(names)}")
     try:
-        return importlib.import_module(str(found))
-    except Exception as error:  # whatever a module of the engine's does, and its plugins do, while it is imported
-        raise Unsupported(f"cannot import {found}: {type(error).__name__}: {error}") from error
+        return importlib.import_module(name)
+    except Exception as error:  # importing runs code of the engine and of its plugins
+        raise Unsupported(f"cannot import {name}: {type(error).__name__}: {error}") from error
 
 
 def get(owner: Any, name: str) -> Any:
@@ -107,42 +107,42 @@ def own(owner: Any, name: str, package: str = "sglang") -> Any:
     through.
 
     :param owner: a module or class, itself found by ``own`` where it is a class.
-    :param package: whose it must be.
-    :raises Unsupported: there is none, or it is somebody else's.
+    :param package: the package that it must come from.
+    :raises Unsupported: it does not exist, or comes from another package.
     """
-    found = get(owner, name)
-    if isinstance(found, type):
-        home = _home(found.__module__)
-        require(home in (package, _OURS), f"{_named(owner)}.{name} is {found.__module__}.{found.__qualname__}")
-        return found
+    value = get(owner, name)
+    if isinstance(value, type):
+        home = _home(value.__module__)
+        require(home in (package, _OURS), f"{_named(owner)}.{name} is {value.__module__}.{value.__qualname__}")
+        return value
     original = None
-    for function in _layers(found):
+    for function in _wrapped(value):
         home = _home(getattr(function, "__globals__", {}).get("__name__", ""))
         require(
             home in (package, _OURS, *_NEUTRAL),
-            f"{_named(owner)}.{name} is wrapped or replaced by {_where(function)}",
+            f"{_named(owner)}.{name} is wrapped or replaced by {_definition_place(function)}",
         )
         if original is None and home != _OURS:
             original = function
-    return found if original is None else original
+    return value if original is None else original
 
 
-def _layers(found: Any) -> Iterator[Any]:
+def _wrapped(function: Any) -> Iterator[Any]:
     """A function and, one after another, the functions that it wraps."""
-    seen = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        found = getattr(found, "__func__", found)
-        yield found
-        found = getattr(found, "__wrapped__", None)
+    before = set()
+    while function is not None and id(function) not in before:
+        before.add(id(function))
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _home(name: str) -> str:
-    """The package of a module, where the engine's own machinery for plugins is nobody's."""
+    """The package of a module; the engine's own plugin framework counts as a plugin."""
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 
 
-def _where(function: Any) -> str:
+def _definition_place(function: Any) -> str:
     code = getattr(function, "__code__", None)
     module_name = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
     if module_name.startswith(PLUGIN_MODULE):
@@ -154,6 +154,9 @@ def _named(owner: Any) -> str:
     return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__qualname__)
 
 
+# --- What its code says ----------------------------------------------------------------------------------------------
+
+
 def parameters(function: Callable[..., Any]) -> list[str]:
     """The names of ``function``'s parameters, in order."""
     return list(inspect.signature(function).parameters)
@@ -161,8 +164,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 def takes(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> bool:
     """Whether ``function`` starts with the ``expected`` parameters, or has exactly those."""
-    found = parameters(function)
-    return (found if exactly else found[: len(expected)]) == list(expected)
+    names = parameters(function)
+    return (names if exactly else names[: len(expected)]) == list(expected)
 
 
 def require_parameters(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> None:
@@ -206,9 +209,9 @@ def defined(owner: ModuleType, name: str) -> FunctionType:
     get_code = getattr(getattr(owner.__spec__, "loader", None), "get_code", None)
     code = get_code(owner.__name__) if get_code else None
     inner = code.co_consts if isinstance(code, CodeType) else ()
-    found = [constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name]
-    require(len(found) == 1, f"the source of {owner.__name__} has no {name}, or several")
-    return FunctionType(found[0], vars(owner), name)
+    codes = [constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name]
+    require(len(codes) == 1, f"the source of {owner.__name__} has no {name}, or several")
+    return FunctionType(codes[0], vars(owner), name)
 
 
 def mentions(function: Callable[..., Any] | None, *names: str) -> bool:
@@ -226,7 +229,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def sets(function: Callable[..., Any], attribute: str) -> bool:
-    """Whether a function's code assigns to an attribute of that name, of whatever object."""
+    """Whether a function's code assigns to an attribute of that name, of any object."""
     return any(
         i.opname == "STORE_ATTR" and i.argval == attribute for i in dis.get_instructions(inspect.unwrap(function))
     )

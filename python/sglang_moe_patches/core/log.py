@@ -19,7 +19,7 @@ def once(level: int, key: str, message: str, *arguments: Any) -> None:
     """Log once in this process what would be logged at every forward.
 
     :param level: one of ``logging``'s.
-    :param key: identifies the message, whatever the arguments are.
+    :param key: identifies the message; the arguments do not count.
     """
     if key not in _logged:
         _logged.add(key)

@@ -4,6 +4,9 @@ A *change* is one module or package in ``changes`` or ``memory``. It states one 
 :class:`Plan`, it probes the installed engine and answers with a status and, where it has something to install, with
 the function that does: the branch taken while probing *is* the installer, so nothing is probed twice. Probing never
 changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
+
+This file goes the way of a server: what a change states, the variables that select changes, how they are applied, and
+the patcher with which each is put in place.
 """
 
 from __future__ import annotations
@@ -22,9 +25,7 @@ from typing import Any
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.variables import OWN, STRICT, Variable
 
-SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
-_OURS = "SGLANG_MOE_PATCH"
-"""What the names of variables begin with that are ours, or were meant to be."""
+# --- What a change states --------------------------------------------------------------------------------------------
 
 
 class Status(StrEnum):
@@ -50,78 +51,11 @@ ACTIVE = (Status.APPLIED, Status.HARDENED)
 """With these a change has patched the engine."""
 
 
-class PatchError(RuntimeError):
-    """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
-
-
-_ABSENT = object()
-
-
-class Patcher:
-    """Sets attributes of modules and classes and can put every one of them back."""
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Replace ``owner.name``.
-
-        What ``owner`` inherits is replaced on ``owner`` alone, and found in the base again when undone.
-
-        :raises AttributeError: there is none.
-        """
-        inspect.getattr_static(owner, name)
-        self.add(owner, name, new)
-
-    def add(self, owner: Any, name: str, new: Any) -> None:
-        """Give ``owner`` (a module or class) an attribute, whether it has one of that name or not."""
-        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, new)
-
-    def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by ``make_wrapper(original)``.
-
-        The wrapper is an ordinary function: ``torch.compile`` traces through it, and a call costs one frame.
-        """
-        self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
-
-    def undo(self) -> None:
-        """Put the originals back, last change first."""
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
-def _unused(module: ModuleType, name: str) -> str:
-    """``name``, or one like it that the module does not have: several changes may replace the same one."""
-    while hasattr(module, name):
-        name += "_"
-    return name
-
-
-def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
-    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
-
-    The replacements get names of their own in the module, and the function's code is made to ask for those: finding
-    a name costs what it did.
-    """
-    new = {name: _unused(module, f"_moe_patches_{name}") for name in replaced}
-    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
-    for name, value in replaced.items():
-        patcher.add(module, new[name], value)
-    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    return bound
-
-
-Install = Callable[[Patcher], None]
-
-
 class Off(str):
     """A skip reason that a variable of ours takes away: the change is off, and may be of use here."""
+
+
+Install = Callable[["Patcher"], None]
 
 
 @dataclass(frozen=True)
@@ -164,20 +98,15 @@ class Plan:
         return f"{self.status}, because {self.reason}" if self.reason else str(self.status)
 
 
-def _once(result: Any, *args: Any, **kwargs: Any) -> int:
-    return 1
-
-
 @dataclass(frozen=True)
 class Count:
-    """Something that a change does, which :mod:`sglang_moe_patches.lab.observers.acted` counts.
-
-    Nothing is counted in a process that is not observed.
+    """Something that a change does, which :mod:`sglang_moe_patches.lab.observers.acted` counts in observed processes.
 
     :param name: what it is found by; changes that share one have the same.
     :param description: the same for people, after the change's name: "ran in columns".
-    :param module: and ``function``, of ours where there is one: called whenever it may be done, by attribute of the
-        module, or of a class in it ("Class.method").
+    :param module: one of ours that has the function.
+    :param function: what is called whenever it may be done: an attribute of the module, or of a class in it
+        ("Class.method").
     :param amount: how much was done, from what the function returned and what it was given; 0: nothing.
     :param unit: what that is a number of, for people; "": of nothing.
     :param before_layer: it is done before the layer's routed experts run, and counts for those.
@@ -189,7 +118,7 @@ class Count:
     description: str
     module: str
     function: str
-    amount: Callable[..., int] = _once
+    amount: Callable[..., int] = lambda result, *args, **kwargs: 1
     unit: str = ""
     before_layer: bool = False
     skip_reason: Callable[[int, int, int, int], str] = lambda tokens, top_k, hidden, itemsize: ""
@@ -221,15 +150,20 @@ class Change:
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 
+# --- The variables, and the changes that they select -----------------------------------------------------------------
+
+SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
+_PREFIX_OF_OURS = "SGLANG_MOE_PATCH"
+"""What the names of variables begin with that are ours, or were meant to be."""
+
+
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
     """``SGLANG_MOE_PATCHES``, which names some of ``changes``."""
     known = [change.name for change in changes]
 
     def parse(text: str) -> set[str]:
-        if text == "all":
-            return set(known)
-        if text == "none":
-            return set()
+        if text in ("all", "none"):
+            return set(known) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in names if name not in known]:
             raise ValueError(
@@ -249,14 +183,6 @@ def selected(changes: Iterable[Change], environ: Mapping[str, str] = os.environ)
     return _selection(changes).read(environ)
 
 
-def strict(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``SGLANG_MOE_PATCHES_STRICT`` asks that a change which cannot be applied ends the start-up.
-
-    :raises ValueError: the variable is neither ``0`` nor ``1``.
-    """
-    return STRICT.read(environ)
-
-
 def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
     """Every environment variable that this package and ``changes`` read, each with who reads it."""
     changes = tuple(changes)
@@ -272,52 +198,28 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
     :raises ValueError: one line that names the variable and its valid values.
     """
     changes = tuple(changes)
-    idle = {change.name for change in changes} - selected(changes, environ)
+    not_selected = {change.name for change in changes} - selected(changes, environ)
     for reader, variable in variables(changes):
-        if reader not in idle:
+        if reader not in not_selected:
             variable.read(environ)
 
 
 def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each variable that is set, is called like one of ours, and that nobody reads: a typing error."""
+    """A line for each variable that is set, is called like one of ours, and that no code reads: a typing error."""
     known = [variable.name for _, variable in variables(changes)]
     lines = []
     for name in sorted(environ):
-        if name.startswith(_OURS) and name not in known:
+        if name.startswith(_PREFIX_OF_OURS) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             lines.append(f"{name} is set, and nothing reads it" + "".join(f"; is it {other}?" for other in near))
     return lines
 
 
-def probe(change: Change) -> Plan:
-    """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
-    try:
-        return change.plan()
-    except engine.Unsupported as error:
-        return Plan.unsupported(str(error))
-    except Exception as error:
-        return Plan.unsupported(f"probing the engine failed: {one_line_error(error)}")
+# --- Applying changes ------------------------------------------------------------------------------------------------
 
 
-def one_line_error(error: Exception) -> str:
-    """An exception that nobody foresaw, in one line."""
-    return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def best_effort(what: str) -> Iterator[None]:
-    """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
-
-    :param what: stays as the engine has it if this fails, with one line in the log.
-    :raises PatchError: it failed, and ``SGLANG_MOE_PATCHES_STRICT=1``.
-    """
-    try:
-        yield
-    except Exception as error:
-        message = f"sglang-moe-patches: {what} is left alone: {one_line_error(error)}"
-        if strict():
-            raise PatchError(f"{STRICT.name}=1, and {message}") from error
-        log.once(logging.WARNING, message, "%s", message)
+class PatchError(RuntimeError):
+    """A selected change could not be applied and ``SGLANG_MOE_PATCHES_STRICT=1`` forbids to go on without it."""
 
 
 def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -> dict[str, Plan]:
@@ -328,14 +230,6 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
     plans = {change.name: _apply_one(change, names, server_args) for change in changes}
     _in_force.update(plans)
     return plans
-
-
-_in_force: dict[str, Plan] = {}
-
-
-def in_force() -> Mapping[str, Plan]:
-    """What became of each change in this process; of none before they were applied."""
-    return _in_force
 
 
 def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
@@ -357,3 +251,103 @@ def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
         patcher.undo()
         return Plan.unsupported(f"installing failed and was undone: {one_line_error(error)}")
     return plan
+
+
+def probe(change: Change) -> Plan:
+    """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
+    try:
+        return change.plan()
+    except engine.Unsupported as error:
+        return Plan.unsupported(str(error))
+    except Exception as error:
+        return Plan.unsupported(f"probing the engine failed: {one_line_error(error)}")
+
+
+_in_force: dict[str, Plan] = {}
+
+
+def in_force() -> Mapping[str, Plan]:
+    """What became of each change in this process; of none before they were applied."""
+    return _in_force
+
+
+def one_line_error(error: Exception) -> str:
+    """An unexpected exception as one line of text."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def best_effort(what: str) -> Iterator[None]:
+    """What we do beside the engine while it starts, and need not do: no server ends because we are installed.
+
+    :param what: stays as the engine has it if this fails, with one line in the log.
+    :raises PatchError: it failed, and ``SGLANG_MOE_PATCHES_STRICT=1``.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = f"{log.PREFIX}{what} is left alone: {one_line_error(error)}"
+        if STRICT.read():
+            raise PatchError(f"{STRICT.name}=1, and {message}") from error
+        log.once(logging.WARNING, message, "%s", message)
+
+
+# --- Putting one in place, and taking it back ------------------------------------------------------------------------
+
+_ABSENT = object()
+
+
+class Patcher:
+    """Sets attributes of modules and classes and can put every one of them back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Replace ``owner.name``.
+
+        What ``owner`` inherits is replaced on ``owner`` alone, and found in the base again when undone.
+
+        :raises AttributeError: there is none.
+        """
+        inspect.getattr_static(owner, name)
+        self.add(owner, name, new)
+
+    def add(self, owner: Any, name: str, new: Any) -> None:
+        """Give ``owner`` (a module or class) an attribute, whether it has one of that name or not."""
+        self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, new)
+
+    def wrap(self, owner: Any, name: str, make_wrapper: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by ``make_wrapper(original)``.
+
+        The wrapper is an ordinary function: ``torch.compile`` traces through it, and a call costs one frame.
+        """
+        self.replace(owner, name, make_wrapper(inspect.getattr_static(owner, name)))
+
+    def undo(self) -> None:
+        """Put the originals back, last change first."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def with_globals(function: FunctionType, module: ModuleType, patcher: Patcher, **replaced: Any) -> FunctionType:
+    """``function`` with some of its globals replaced; it finds all others in its module at the time of the call.
+
+    The replacements get names of their own in the module, and the function's code is made to ask for those: finding
+    a name costs what it did.
+    """
+    new = {}
+    for name, value in replaced.items():
+        new[name] = f"_moe_patches_{name}"
+        while hasattr(module, new[name]):  # several changes may replace the same one
+            new[name] += "_"
+        patcher.add(module, new[name], value)
+    code = function.__code__.replace(co_names=tuple(new.get(name, name) for name in function.__code__.co_names))
+    bound = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound

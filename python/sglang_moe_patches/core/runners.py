@@ -60,7 +60,7 @@ def runner_of(experts: Any) -> str | None:
 def leaves_its_input_alone(experts: Any) -> bool:
     """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
 
-    Others do whatever they are told (DeepGEMM frees it), or are not known.
+    Others write into it, or free it as DeepGEMM does, even then, or are not known.
     """
     import torch
 
@@ -73,7 +73,7 @@ def leaves_its_input_alone(experts: Any) -> bool:
 
 
 def serves_lora() -> bool:
-    """Whether this server may run LoRA adapters, whose runners are others and honour ``inplace``."""
+    """Whether this server may run LoRA adapters: they have runners of their own, which honour ``inplace``."""
     try:
         from sglang.srt.runtime_context import get_lora
     except ImportError:
@@ -94,7 +94,7 @@ def without_flashinfer() -> Plan | None:
 SYMMETRIC_MEMORY_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 IN_POOL = "is_tensor_in_symmetric_mempool"
 """The engine's function in that module."""
-_ADDRESSES = 4096
+_MAX_ADDRESSES = 4096
 """So many are remembered."""
 
 
@@ -138,7 +138,7 @@ def remembering(walk: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor]
     def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
         if address not in known:
-            if len(known) == _ADDRESSES:
+            if len(known) == _MAX_ADDRESSES:
                 known.clear()
             known[address] = walk(tensor)
         return known[address]
@@ -162,9 +162,9 @@ def symmetric_memory() -> SymmetricMemory:
 
 
 def probe_inplace(fused_moe: Any) -> Any:
-    """The engine's ``FusedMoE``, whose layers say whether their runner may write its output over its input.
+    """The engine's ``FusedMoE``: its layers tell their runner whether it may write its output over its input.
 
-    :raises engine.Unsupported: it does not say it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
+    :raises engine.Unsupported: they do not tell it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
     """
     layer = engine.own(fused_moe, "FusedMoE")
     engine.require_mentions(engine.own(layer, "__init__"), "use_flashinfer_trtllm_moe", "moe_runner_config")

@@ -86,19 +86,12 @@ REFERENCE_WORKSPACE_MB = Variable(
 OBSERVE = Variable(
     "SGLANG_MOE_PATCHES_OBSERVE", "folder for what each model process observes of itself; `regress` sets it", str
 )
-OBSERVE_HISTORY = Variable(
-    "SGLANG_MOE_PATCHES_OBSERVE_HISTORY",
-    "of the second forward with so many tokens, what is alive when, and which code made it (CUDA); 0: of none",
-    whole_number,
-    "0",
-)
 
 OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
     ("reference kernels", REFERENCE_KERNELS),
     ("reference kernels", REFERENCE_WORKSPACE_MB),
     ("observers", OBSERVE),
-    ("observers", OBSERVE_HISTORY),
 )
 """Who reads it, and the variable."""
 BY_COMMANDS = ("reference kernels", "observers")

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
+from sglang_moe_patches.core.variables import STRICT
 
 
 class EngineUnusable(RuntimeError):
@@ -68,7 +69,7 @@ def _examine_here() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpus": gpus,
-        "strict": patch.strict(),
+        "strict": STRICT.read(),
         "changes": changes,
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import util
 
 EXTRAS = {
-    "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2", "matplotlib")),
+    "regress": ("regress", ("scipy", "psutil", "httpx", "jinja2")),
     "make-model": ("model", ("safetensors", "tokenizers")),
 }
 """The extra that a command needs, and the modules that it brings."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import graph_arguments, padded_tokens
 from sglang_moe_patches.changes import cutedsl_sizing
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, limits_of
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import Pools, forward_limits
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import ForwardLimits, max_forward_tokens, wrapper_tokens
 from sglang_moe_patches.core.patch import Status, probe
 from share import cases
@@ -235,7 +235,7 @@ def outcomes(tokens_of_forwards) -> list[Outcome]:
         args, found = tokens_of_forwards(case)
         pools = Pools(case.request_slots, case.cache_tokens, case.context_length)
         own = args.cutedsl_moe_max_num_tokens() if hasattr(args, "cutedsl_moe_max_num_tokens") else None
-        made.append(Outcome(case, limits_of(args, pools), max(found), own))
+        made.append(Outcome(case, forward_limits(args, pools), max(found), own))
     return made
 
 
@@ -273,15 +273,14 @@ def test_the_bound_is_upstreams_number_where_that_is_the_worst_case(outcomes):
 
 @pytest.mark.parametrize(
     "without",
-    [{"chunk_tokens": 0}, {"request_tokens": 0}, {"unchecked_requests": False}, {"requests": 0}],
+    [
+        *({"chunk_tokens": 0}, {"request_tokens": 0}, {"unchecked_requests": False}, {"requests": 0}),
+        {"other_tokens_per_request": 1},  # draft and draft-extend forwards
+    ],
     ids=lambda without: next(iter(without)),
 )
 def test_each_term_is_needed(outcomes, without):
     assert any(o.largest > max_forward_tokens(replace(o.limits, **without)) for o in outcomes)
-
-
-def test_draft_and_draft_extend_forwards_are_needed(outcomes):
-    assert any(o.largest > max_forward_tokens(replace(o.limits, other_tokens_per_request=1)) for o in outcomes)
 
 
 @pytest.mark.usefixtures("tokens_of_forwards")

@@ -14,7 +14,7 @@ from conftest import installed
 from harness import graph_arguments
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, limits_of
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
 from sglang_moe_patches.core.dead_input import channel
@@ -29,12 +29,6 @@ PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 
 TOKENS = sum(map(len, PROMPTS))
 STEPS = 6
 CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
-LARGE_ENOUGH = {
-    "moe_runner_backend": "flashinfer_cutedsl",
-    "chunked_prefill_size": 512,
-    "max_prefill_tokens": 512,
-}
-SMALL = {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +45,12 @@ def experts(model):
 
 
 def large_enough():
-    return {**LARGE_ENOUGH, **graph_arguments(512)}
+    sizes = {"chunked_prefill_size": 512, "max_prefill_tokens": 512}
+    return {"moe_runner_backend": "flashinfer_cutedsl", **sizes, **graph_arguments(512)}
 
 
 def small():
-    return {**SMALL, **graph_arguments(4)}
+    return {"chunked_prefill_size": 64, "max_prefill_tokens": 64, "max_running_requests": 4, **graph_arguments(4)}
 
 
 def run(engine, path, *changes, steps=STEPS, **arguments):
@@ -116,7 +111,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     `run` returns, must not be what layers share."""
     if not guarded:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
-        monkeypatch.setattr(wrapper, "_output", lambda shape, dtype, device: own.view(shape))
+        monkeypatch.setattr(wrapper, "_allocate_output", lambda shape, dtype, device: own.view(shape))
     with engine.arguments(**large_enough()), installed(*CHANGES):
         first, second = experts(engine.load(checkpoint(dense_layers=0)))[:2]
         output = first.quant_method.apply(first, dispatched(first, 0)).hidden_states
@@ -219,10 +214,10 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
         model_config=SimpleNamespace(context_len=1024),
         server_args=engine.server_args,
     )
-    wrapper._make_init_memory_pool(lambda self: None)(runner)
+    wrapper._wrap_init_memory_pool(lambda self: None)(runner)
     assert wrapper._largest_pools == Pools(300, 8192, 1024)
     with installed(*CHANGES), engine.arguments(**small()):
-        assert max_forward_tokens(limits_of(engine.server_args, wrapper._largest_pools)) == 300
+        assert max_forward_tokens(forward_limits(engine.server_args, wrapper._largest_pools)) == 300
         assert bound(engine.server_args) == engine.server_args.cutedsl_moe_max_num_tokens() == 64
 
 
@@ -231,7 +226,7 @@ def test_the_pools_that_start_up_decides_enter_the_bound(engine):
 
 def bound(args):
     """What a wrapper's buffers are sized by when start-up has not decided anything yet."""
-    return max_forward_tokens(limits_of(args, Pools()))
+    return max_forward_tokens(forward_limits(args, Pools()))
 
 
 @pytest.fixture
@@ -247,51 +242,44 @@ def server_args():
         yield make
 
 
-def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_args):
-    for expected, args in (
-        (16384, server_args(max_prefill_tokens=16384, **graph_arguments(512, 2048))),
-        (
-            4096,
-            server_args(
-                max_prefill_tokens=512,
-                speculative_algorithm="EAGLE",
-                speculative_num_draft_tokens=8,
-                **graph_arguments(512, 512),
-            ),
-        ),
-        (512, server_args(max_prefill_tokens=512, **graph_arguments(64))),
-    ):
-        assert bound(args) == args.cutedsl_moe_max_num_tokens() == expected
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
+ADAPTIVE = {**EAGLE, "speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_adaptive": True}
+DP_ATTENTION = {"enable_dp_attention": True}
+UNCHUNKED = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
 
 
-def test_beyond_upstreams_terms_each_flag_counts(server_args):
-    """Engines with a number of their own keep it, and it is less."""
-    own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
-    base = {"max_prefill_tokens": 512, **graph_arguments(64)}
-    whole = {"chunked_prefill_size": -1, "model_config": SimpleNamespace(context_len=3000)}
-    for more, expected in (
+@pytest.mark.parametrize(
+    ("graphs", "more", "expected"),
+    [
+        ((512, 2048), {"max_prefill_tokens": 16384}, 16384),
+        ((512, 512), EAGLE | {"speculative_num_draft_tokens": 8}, 4096),
+        ((64,), {}, 512),
+    ],
+)
+def test_where_upstreams_terms_are_the_worst_case_it_is_upstreams_number(server_args, graphs, more, expected):
+    args = server_args(**{"max_prefill_tokens": 512} | more, **graph_arguments(*graphs))
+    assert bound(args) == args.cutedsl_moe_max_num_tokens() == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
         ({"chunked_prefill_size": 700}, 700),
-        (whole, 3000),
-        ({**whole, "disable_radix_cache": True}, 3511),
-        ({"max_running_requests": 4096, "enable_dp_attention": True, "dp_size": 4, "tp_size": 4}, 1024),
+        (UNCHUNKED, 3000),
+        ({**UNCHUNKED, "disable_radix_cache": True}, 3511),
+        ({**DP_ATTENTION, "max_running_requests": 4096, "dp_size": 4, "tp_size": 4}, 1024),
         ({"max_running_requests": 600}, 600),
-        ({"max_prefill_tokens": 513, "enable_dp_attention": True, "dp_size": 2, "tp_size": 8}, 516),
-        ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4, "speculative_eagle_topk": 16}, 1024),
-        (
-            {
-                "speculative_algorithm": "EAGLE",
-                "speculative_num_draft_tokens": 4,
-                "speculative_num_steps": 3,
-                "speculative_eagle_topk": 1,
-                "speculative_adaptive": True,
-                "max_running_requests": 128,
-            },
-            1024,  # the engine's own candidates go up to 7 steps
-        ),
-    ):
-        args = server_args(**{**base, **more})
-        assert bound(args) == expected, more
-        assert (args.cutedsl_moe_max_num_tokens() < expected) == own, more
+        ({**DP_ATTENTION, "max_prefill_tokens": 513, "dp_size": 2, "tp_size": 8}, 516),
+        ({**EAGLE, "speculative_eagle_topk": 16}, 1024),
+        ({**ADAPTIVE, "max_running_requests": 128}, 1024),  # the engine's own candidates go up to 7 steps
+    ],
+)
+def test_beyond_upstreams_terms_each_flag_counts(server_args, more, expected):
+    """Engines with a number of their own keep it, and it is less."""
+    args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
+    assert bound(args) == expected
+    own = probe(cutedsl_sizing.CHANGE).status is Status.HARDENED
+    assert (args.cutedsl_moe_max_num_tokens() < expected) == own
 
 
 def test_prefill_graphs_of_every_kind_count(server_args):
@@ -307,17 +295,9 @@ def test_prefill_graphs_of_every_kind_count(server_args):
 def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_mends_it(server_args, monkeypatch):
     """Ours, or where it has one the engine's own; 0.5.11 and 0.5.12.post1 do not allow this combination at all."""
     args = server_args(
-        moe_runner_backend="flashinfer_cutedsl",
-        moe_a2a_backend="flashinfer",
-        ep_size=8,
-        tp_size=8,
-        max_prefill_tokens=16385,
-        **graph_arguments(512),
-        disaggregation_mode="null",
-        chunked_prefill_size=8192,
-        served_model_name="dummy",
-        page_size=1,
-        enable_grpc=False,
+        **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},
+        **{"max_prefill_tokens": 16385, "chunked_prefill_size": 8192, "page_size": 1, "enable_grpc": False},
+        **{"disaggregation_mode": "null", "served_model_name": "dummy", **graph_arguments(512)},
     )
     check = getattr(args, "_validate_cutedsl_a2a_token_budget", args.check_server_args)
     monkeypatch.delenv(BUDGET.name, raising=False)

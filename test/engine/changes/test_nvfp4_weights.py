@@ -71,31 +71,36 @@ def test_two_swapped_rows_would_be_seen(engine, checkpoint, tensor):
     assert not torch.equal(engine.generate(model, PROMPTS, 4)[1], right[1])
 
 
+def scale_bytes(experts):
+    """Bytes of a layer's swizzled block scales."""
+    scales = [getattr(experts, name) for name in PLACEHOLDERS]
+    return sum(0 if one is None else one.nbytes for one in scales)
+
+
+SCALES = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 256 rows of 8)
+
+
+def scale_bytes_while_loading(engine, path):
+    """Of each layer, before the engine replaces them."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod as Method
+
+    seen, original = [], Method.process_weights_after_loading
+
+    def process(self, layer):
+        seen.append(scale_bytes(layer))
+        return original(self, layer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Method, "process_weights_after_loading", process)
+        engine.load(path)
+    return seen
+
+
 def test_placeholders_are_not_allocated(engine, checkpoint):
-    def bytes_of_placeholders():
-        """While loading, before the engine replaces them."""
-        seen = []
-        from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod as Method
-
-        original = Method.process_weights_after_loading
-
-        def process(self, layer):
-            placeholders = [getattr(layer, name) for name in PLACEHOLDERS]
-            seen.append(sum(0 if placeholder is None else placeholder.nbytes for placeholder in placeholders))
-            return original(self, layer)
-
-        Method.process_weights_after_loading = process
-        try:
-            engine.load(checkpoint())
-        finally:
-            Method.process_weights_after_loading = original
-        return seen
-
-    scales = 8 * (256 * 16 + 256 * 8)  # experts x (w13: 256 rows of 16 scales, w2: 256 rows of 8)
-    stock = bytes_of_placeholders()
-    assert stock in ([scales] * 3, [0] * 3)  # none from 0.5.13 on
+    stock = scale_bytes_while_loading(engine, checkpoint())
+    assert stock in ([SCALES] * 3, [0] * 3)  # none from 0.5.13 on
     with installed(nvfp4_weights.CHANGE):
-        assert bytes_of_placeholders() == ([2 * 8] * 3 if stock[0] else [0] * 3)
+        assert scale_bytes_while_loading(engine, checkpoint()) == ([2 * 8] * 3 if stock[0] else [0] * 3)
 
 
 @pytest.fixture
@@ -116,22 +121,16 @@ def marlin(engine, monkeypatch):
     monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
     monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
-    return modelopt_quant
 
 
-def placeholder_bytes(model):
-    """How many bytes each layer's swizzled block scales take."""
-    experts = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-    found = [[getattr(each, name) for name in PLACEHOLDERS] for each in experts]
-    return [sum(0 if one is None else one.nbytes for one in pair) for pair in found]
-
-
+@pytest.mark.usefixtures("marlin")
 @pytest.mark.parametrize("backend", ["auto", "marlin"])
-def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, marlin, backend):
+def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, backend):
     def load_then_update():
         with engine.arguments(moe_runner_backend=backend):
             model = engine.load(checkpoint())
-            state = parameters(model), placeholder_bytes(model)
+            layers = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+            state = parameters(model), [scale_bytes(experts) for experts in layers]
             try:
                 update(engine, model, checkpoint(seed=1))
                 outcome = "updated"
@@ -140,7 +139,7 @@ def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, marlin, 
         return *state, outcome, parameters(model)
 
     stock = load_then_update()
-    assert stock[1] == [8 * (256 * 16 + 256 * 8)] * 3  # kept for good: here they would be given up
+    assert stock[1] == [SCALES] * 3  # kept for good
     with installed(nvfp4_weights.CHANGE):
         patched = load_then_update()
     assert patched[1] == [2 * 8] * 3
@@ -149,20 +148,11 @@ def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, marlin, 
     assert_same(stock[3], patched[3])
 
 
-def test_what_another_kernel_reads_stays(engine, checkpoint, marlin, monkeypatch):
+@pytest.mark.usefixtures("marlin")
+def test_what_another_kernel_reads_stays(engine, checkpoint):
     """On the same GPU with other kernels asked for: the engine's own choice for the layer counts, not the machine."""
-    seen = []
-    method = marlin.ModelOptNvFp4FusedMoEMethod
-    process = method.process_weights_after_loading
-
-    def watched(self, layer):
-        seen.append(sum(getattr(layer, name).nbytes for name in PLACEHOLDERS))
-        return process(self, layer)
-
     with installed(nvfp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
-        monkeypatch.setattr(method, "process_weights_after_loading", watched)
-        engine.load(checkpoint())
-    assert seen == [8 * (256 * 16 + 256 * 8)] * 3
+        assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
 def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatch):

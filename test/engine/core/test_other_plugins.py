@@ -19,8 +19,7 @@ import torch
 from sglang_moe_patches import plugin
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import patch, runners
-from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.dead_input import probe as look_at
+from sglang_moe_patches.core.dead_input import channel, probe
 from sglang_moe_patches.core.patch import Patcher, Status
 from sglang_moe_patches.core.variables import STRICT
 from sglang_moe_patches.registry import CHANGES
@@ -34,13 +33,13 @@ replaced it."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Where moe-workspace looks at a model; where it cannot, it writes late in any model."""
 OFFERING = {
-    *("DeepseekV2DecoderLayer", "DeepseekV2Model", look_at.INITIALIZE),
+    *("DeepseekV2DecoderLayer", "DeepseekV2Model", probe.INITIALIZE),
     channel.ENGINE_OFFER,
     runners.IN_POOL,
 }
 """What offers dead inputs: a change may do without that of one family, or without any."""
 LEFT_ALONE = {Status.UNSUPPORTED, Status.NATIVE, Status.NOT_NEEDED}
-Seam = tuple[Any, str]
+HookPoint = tuple[Any, str]
 
 
 class Recorder(Patcher):
@@ -48,15 +47,15 @@ class Recorder(Patcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seams: dict[tuple[int, str], Seam] = {}
+        self.hook_points: dict[tuple[int, str], HookPoint] = {}
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         if dotted(owner).partition(".")[0] in PACKAGES:
-            self.seams[id(owner), name] = (owner, name)
+            self.hook_points[id(owner), name] = (owner, name)
         super().replace(owner, name, new)
 
 
-def seams_of(change: patch.Change) -> list[Seam]:
+def hook_points_of(change: patch.Change) -> list[HookPoint]:
     """What the change's plan replaces on this engine: (module or class, attribute)."""
     plan = patch.probe(change)
     if plan.install is None:
@@ -64,7 +63,7 @@ def seams_of(change: patch.Change) -> list[Seam]:
     recorder = Recorder()
     plan.install(recorder)
     recorder.undo()
-    return list(recorder.seams.values())
+    return list(recorder.hook_points.values())
 
 
 def dotted(owner: Any, name: str = "") -> str:
@@ -123,17 +122,17 @@ def subclasses(owner: Any, name: str) -> None:
         hook(dotted(owner), type(owner)(owner.__name__, (owner,), {"__module__": __name__}), "REPLACE")
 
 
-WAYS = [wraps, replaces, hooks_around, hooks_instead, subclasses]
+TAKEOVERS = [wraps, replaces, hooks_around, hooks_instead, subclasses]
 BY_HOOKS = [hooks_around, hooks_instead]
-"""They end in the same assignment as the others: for one change of two seams that is seen every time."""
+"""They end in the same assignment as the others: for one change with two hook points that is seen every time."""
 
 
 @contextmanager
-def another_plugin(way: Callable[[Any, str], None], *seams: Seam) -> Iterator[None]:
+def another_plugin(takeover: Callable[[Any, str], None], *hook_points: HookPoint) -> Iterator[None]:
     before = contents()
     try:
-        for owner, name in seams:
-            way(owner, name)
+        for owner, name in hook_points:
+            takeover(owner, name)
         yield
     finally:
         put_back(before)
@@ -143,29 +142,29 @@ def another_plugin(way: Callable[[Any, str], None], *seams: Seam) -> Iterator[No
 
 
 @pytest.mark.parametrize(
-    ("change", "way"),
+    ("change", "takeover"),
     [
         pytest.param(
             change,
-            way,
-            id=f"{change.name}-{way.__name__}",
-            marks=[pytest.mark.product] if way in BY_HOOKS and change.name != "nvfp4-weights" else [],
+            takeover,
+            id=f"{change.name}-{takeover.__name__}",
+            marks=[pytest.mark.product] if takeover in BY_HOOKS and change.name != "nvfp4-weights" else [],
         )
         for change in CHANGES
-        for way in WAYS
+        for takeover in TAKEOVERS
     ],
 )
-def test_a_seam_that_is_somebody_elses_is_left_to_it(change, way):
-    """Seam by seam: one of them is enough for the change to do nothing at all, rather than half of it. Where dead
-    inputs are offered, what the change does without is named."""
-    seams = seams_of(change)
-    if way is subclasses:
-        seams = [seam for seam in seams if isinstance(seam[0], type)]
-    if not seams:
+def test_a_hook_point_that_is_somebody_elses_is_left_to_it(change, takeover):
+    """One hook point after another: a single one is enough for the change to do nothing at all, rather than half of it.
+    Where dead inputs are offered, what the change does without is named."""
+    hook_points = hook_points_of(change)
+    if takeover is subclasses:
+        hook_points = [hook_point for hook_point in hook_points if isinstance(hook_point[0], type)]
+    if not hook_points:
         pytest.skip(f"{change.name} replaces nothing of the kind on this engine release")
     taken = []
-    for owner, name in seams:
-        with another_plugin(way, (owner, name)):
+    for owner, name in hook_points:
+        with another_plugin(takeover, (owner, name)):
             before = contents()
             outcome, patcher = patch.probe(change), Patcher()
             if outcome.install is not None:
@@ -197,21 +196,21 @@ def plans(*names: str) -> dict[str, patch.Plan]:
 
 def test_a_family_that_is_somebody_elses_is_left_alone_and_the_changes_stand():
     layer = layer_of("qwen3_moe")
-    assert look_at.probe_layer(layer).family == "qwen3_moe"
+    assert probe.probe_layer(layer).family == "qwen3_moe"
     with another_plugin(replaces, (layer, "forward")):
         for name, plan in plans("output-buffer", "deferred-shared-experts", "moe-workspace").items():
             assert plan.install is not None, name
         with pytest.raises(engine_code.Unsupported, match=r"Qwen3MoeDecoderLayer.forward is wrapped or replaced by"):
-            look_at.probe_layer(layer)
+            probe.probe_layer(layer)
     somebody_elses = type("Layer", (layer,), {"__module__": "another_plugin"})
     with pytest.raises(engine_code.Unsupported, match=r"Layer is another_plugin\.Layer"):
-        look_at.probe_layer(somebody_elses)
+        probe.probe_layer(somebody_elses)
 
 
-@pytest.mark.parametrize("way", [wraps, replaces, subclasses], ids=lambda way: way.__name__)
-def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
+@pytest.mark.parametrize("takeover", [wraps, replaces, subclasses], ids=lambda takeover: takeover.__name__)
+def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(takeover):
     layer = layer_of("deepseek_v2")
-    with another_plugin(way, (layer, "forward")):
+    with another_plugin(takeover, (layer, "forward")):
         found = plans("output-buffer", "deferred-shared-experts", "moe-workspace")
         assert found["deferred-shared-experts"].status is Status.UNSUPPORTED
         assert found["output-buffer"].install is not None
@@ -221,7 +220,7 @@ def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(way):
 
 @pytest.fixture
 def everything_is_somebody_elses() -> Iterator[None]:
-    with another_plugin(hooks_around, *(seam for change in CHANGES for seam in seams_of(change))):
+    with another_plugin(hooks_around, *(hook_point for change in CHANGES for hook_point in hook_points_of(change))):
         yield
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from servers import ASKED, LONGEST, NATIVE_BUFFER, ROUTED, SERVER, SHIPPED, check_figures, regress, shortest
 from sglang_moe_patches.lab.observers import events
-from sglang_moe_patches.lab.regress.compare import Comparison
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_the_report_has_both_runs_answers_memory_and_changes(arithmetic):
     stock, patched = report["runs"]["stock"], report["runs"]["patched"]
     assert [a["tokens"] for a in stock["answers"]] == [a["tokens"] for a in patched["answers"]]
     assert len(stock["answers"]) == ASKED
-    found = Comparison.from_dict(report)
-    processes = (events.Process(run.changes, run.memory, run.acted) for run in (found.stock, found.patched))
+    names = ("changes", "memory", "acted")
+    processes = (events.made(events.Process, {name: run[name] for name in names}) for run in (stock, patched))
     check_figures(*processes, moe_layers=3)
     assert (arithmetic / "report.html").stat().st_size > 10_000

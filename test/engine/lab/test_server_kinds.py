@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import tempfile
-import time
-import uuid
 from pathlib import Path
 
 import psutil
@@ -25,7 +23,6 @@ from servers import (
     child_environment,
     figures,
     on_path,
-    regress,
     server,
     started,
 )
@@ -70,45 +67,6 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(che
 # --- Ends ------------------------------------------------------------------------------------------------------------
 
 
-def processes_with(marker: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-@DEFAULT_ENGINE_ONLY
-def test_ctrl_c_leaves_no_process_and_no_report(checkpoint, tmp_path):
-    marker = uuid.uuid4().hex
-    output = tmp_path / "report"
-    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
-    process = subprocess.Popen(
-        [*REGRESS, *arguments, *SERVER, ROUTED],
-        env=child_environment(MARKER=marker),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while len(processes_with(marker)) < 3:  # ours, the launcher, and a process that it has spawned
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, message = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert message.strip() == "sglang-moe-patches: interrupted; the servers are stopped and no report was written"
-    assert processes_with(marker) == []
-    assert not output.exists()
-
-
 def shared_by(processes: list[psutil.Process]) -> set[Path]:
     """Files in shared memory that these processes have."""
     inodes = set()
@@ -119,12 +77,14 @@ def shared_by(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
 
 
-@pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.product)])
+def test_an_end_leaves_no_process_and_nothing_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):
     """Semaphores, the message queue of two ranks, sockets; and our folders where the command is killed.
-    Of a server that stands in: `test_a_killed_regress_leaves_no_file_and_loses_none`."""
+
+    Of a server that stands in: `test_two_signals_leave_no_process_and_no_report` and
+    `test_a_killed_regress_leaves_no_file_and_loses_none`.
+    """
     output = tmp_path / "report"
     arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--", "--tp", "2"]
     with tempfile.TemporaryDirectory(prefix="t") as temporary:  # not in tmp_path: sockets have short paths
@@ -149,23 +109,11 @@ def test_nothing_is_left_in_shared_memory_nor_of_temporary_files(checkpoint, tmp
         assert [path for path in shared if path.exists()] == []
         # PyTorch's compiled kernels are for the next server.
         assert [path.name for path in Path(temporary).iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert output.exists() == (number == signal.SIGKILL)
     if output.exists():
         assert [path.name for path in output.iterdir()] == ["stock.log"]
         assert "The server is fired up" in (output / "stock.log").read_text()
-
-
-@DEFAULT_ENGINE_ONLY
-def test_a_server_that_cannot_start_gives_exit_2_with_its_log(checkpoint, tmp_path):
-    marker = uuid.uuid4().hex
-    output = tmp_path / "report"
-    arguments = ["--model", str(checkpoint()), *EVALUATION, "--output", str(output), "--"]
-    done = regress(*arguments, *SERVER, "no_such_backend", MARKER=marker)
-    assert done.returncode == 2
-    assert "the stock server ended with exit code" in done.stderr
-    assert "invalid choice: 'no_such_backend'" in done.stderr
-    assert processes_with(marker) == []
-    assert [path.name for path in output.iterdir()] == ["stock.log"]  # the whole log, and no report
 
 
 ANOTHER_PLUGIN = """

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,13 @@ ELSEWHERE = {
 """Arguments that only some of the tested releases have."""
 
 
+NO_STORES = {
+    *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
+    "enable_streaming_session",
+}
+"""Arguments that schedulers look at there, and that keep nothing that a flush leaves."""
+
+
 @pytest.mark.every_release
 @pytest.mark.parametrize("page", [1, 64])
 @pytest.mark.parametrize("eagle", [True, False])
@@ -89,22 +97,59 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
     assert limits.chunk >= sum(map(len, sharing)) - sum(map(found, sharing)) >= bound.tokens
 
 
-@pytest.mark.every_release
-def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
-    """Or a server that has it would never be recognized."""
+def arguments() -> set[str]:
+    """The names of this release's server arguments."""
     from sglang.srt.server_args import ServerArgs
+
+    return set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+
+
+def asked(*reasons: eligibility.Reasons) -> set[str]:
+    """The arguments by which servers are recognized that a record does not size."""
 
     class Asked(dict):
         def get(self, name, default=None):
             names.add(name)
             return super().get(name, default)
 
-    names = set(fingerprint.VOLATILE)
-    for reasons in (eligibility.MONITOR_ONLY, eligibility.INELIGIBLE):
-        for applies, _ in reasons.values():
-            applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
-    fields = getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__
-    assert names - set(fields) <= ELSEWHERE
+    names: set[str] = set()
+    for applies, _ in (each for table in reasons for each in table.values()):
+        applies(Asked(speculative_algorithm="EAGLE", attn_dp_size=2))
+    return names
+
+
+@pytest.mark.every_release
+def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
+    """Or a server that has it would never be recognized."""
+    names = asked(eligibility.MONITOR_ONLY, eligibility.INELIGIBLE) | set(fingerprint.VOLATILE)
+    assert names - arguments() <= ELSEWHERE
+
+
+@pytest.mark.every_release
+def test_every_store_of_prompts_that_a_scheduler_may_make_is_named():
+    """By what its code asks when it chooses its cache of prefixes: a flush does not empty what outlives the process."""
+    if seen.has_module("sglang.srt.mem_cache.registry"):
+        registry = seen.module("sglang.srt.mem_cache.registry")
+        chooses = [registry.default_radix_cache_factory, registry.create_tree_cache]
+    else:
+        chooses = [seen.module("sglang.srt.managers.scheduler").Scheduler.init_cache_with_memory_pool]
+    names = {name for name in arguments() if any(seen.mentions(each, name) for each in chooses)}
+    stores = {name for name in names if name.startswith("enable_") or name.endswith("_backend")}
+    assert "enable_lmcache" in stores
+    assert stores - asked(eligibility.INELIGIBLE) <= NO_STORES
+
+
+@pytest.mark.every_release
+def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
+    if not seen.has_module("sglang.srt.model_executor.cuda_graph_config"):
+        assert "cuda_graph_max_bs" in arguments()
+        assert phases._asked_to_capture({"cuda_graph_max_bs": 48}) == 48
+        return
+    graphs = seen.module("sglang.srt.model_executor.cuda_graph_config")
+    for backend, largest in ((graphs.Backend.FULL, 48), (graphs.Backend.DISABLED, 0)):
+        config = graphs.CudaGraphConfig(decode=graphs.PhaseConfig(backend=backend, max_bs=48))
+        for told in (config, asdict(config)):  # a server's own, and what it tells of itself
+            assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +185,73 @@ def samples(metrics: str) -> list[list[str]]:
     """Name and value of each line that Prometheus reads, without its process."""
     lines = [re.sub(r',?pid="\d+"', "", line) for line in metrics.splitlines() if not line.startswith("#")]
     return [line.rsplit(" ", 1) for line in lines]
+
+
+UNALIKE = re.compile(
+    r"port$|launch_command|ts_tic|created|modified_at|seconds|throughput|(startup|load_weights)_time"
+    r"|available_gpu_memory|endpoint=\"/health\""
+)
+"""What differs between two stock servers: where they listen, when and how fast something was, and of the machine's
+memory what is free; and how often a starting server was asked whether it is ready."""
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
+    """The plain values in a value of JSON, each by its path."""
+    nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if nested is None:
+        yield name, value
+    else:
+        for key, each in nested:
+            yield from leaves(f"{name} {key}", each)
+
+
+def everything(running: Server) -> dict[str, object]:
+    """What a server answers wherever it is asked by GET, and its metrics, but for what is :data:`UNALIKE`."""
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True) as client:
+        endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
+        found: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
+        for path, methods in endpoints.items():
+            # What takes POST as well does something; what has a parameter is no one page.
+            if "get" in methods and "post" not in methods and "{" not in path:
+                answer = client.get(path)
+                is_json = "json" in answer.headers.get("content-type", "")
+                found |= leaves(path, {"status": answer.status_code, "says": answer.json() if is_json else answer.text})
+        found |= samples(client.get("/metrics").raise_for_status().text)
+    return {name: value for name, value in found.items() if not UNALIKE.search(name)}
+
+
+@pytest.mark.every_release
+def test_a_server_says_and_counts_what_stock_does_without_the_variable_without_a_record_and_after_a_rehearsal(
+    folder: Path, checkpoint
+):
+    place = folder / "alike"
+    place.mkdir()
+    (place / "file").write_text("no folder")
+    alike = ["--max-total-tokens", "2000", "--random-seed", "1", "--enable-metrics"]
+    nowhere = {eligibility.KV_RECORD.name: str(place / "file" / "records.json")}
+    servers = [
+        sized("stock", checkpoint(), place, *alike, SGLANG_MOE_PATCHES="none"),
+        sized("nowhere", checkpoint(), place, *alike, **nowhere),
+        sized("rehearsed", checkpoint(), place, *alike),
+    ]
+    if RELEASE == DEFAULT:  # nothing of kv-sizing runs then, whatever the release
+        servers.append(sized("unset", checkpoint(), place, *alike, **{eligibility.KV_SIZING.name: ""}))
+    for each in servers:  # a cache of prefixes drops some in a rehearsal, and counts them
+        each._arguments.remove("--disable-radix-cache")
+    with started(*servers):
+        stock_says, *others_say = answers(*servers)
+        assert all(said == stock_says for said in others_say)
+        stock, *others = map(everything, servers)
+    assert {"/server_info status", "/v1/models status"} <= set(stock)
+    for running, other in zip(servers[1:], others, strict=True):
+        ours = {name for name in other if name.startswith(metrics.PREFIX)}
+        assert bool(ours) == (running.name != "unset")
+        assert {name: value for name, value in other.items() if name not in ours} == stock
+    told = {running.name: said(running) for running in servers}
+    refused = f"no rehearsal: {nowhere[eligibility.KV_RECORD.name]} cannot be written ("
+    assert told["nowhere"][-1].startswith(refused)
+    assert "rehearsed in" in told["rehearsed"][-1]
+    assert told["stock"] == told.get("unset", []) == []
 
 
 def sure(running: Server) -> dict[str, float]:
@@ -369,7 +481,7 @@ def test_two_ranks_rehearse_in_step_and_where_one_fails_both_serve_by_the_rule(f
     assert len(measured.ranks) == 2
     assert measured.missed == ()
     assert said(bad)[-1] == (
-        "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+        "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     )
     failed = the_record(other)
     assert (failed.need, failed.attempts) == (0, 1)
@@ -408,7 +520,7 @@ def two_starts(begin: Callable[..., Server], place: Path) -> tuple[record.Record
     assert (measured.missed, len(measured.ranks), measured.unfinished) == ((), 2, ())
     assert {"prefill chunk behind the longest prefix", "8 requests behind one prefix"} <= set(measured.reached)
     assert "eager decode of 10 requests" in measured.reached
-    told = "the run failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
+    told = "the rehearsal failed, and nothing is recorded: rank 1: RuntimeError: the driver does not answer"
     assert said(bad)[-1] == told
     assert (not_measured.need, not_measured.attempts) == (0, 1)
     assert failed["max_total_num_tokens"] == rule["max_total_num_tokens"] == measured.rule_tokens
@@ -557,7 +669,7 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
         sized("half", checkpoint(), half),
         sized("closed", checkpoint(), closed, SGLANG_MOE_PATCHES_KV_RECORD=nowhere),
         sized("given", checkpoint(), given, *by_hand, GIVEN="0.91"),
-        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="given"),
+        sized("begun", checkpoint(), begun, *by_hand, GIVEN="0.91", SGLANG_MOE_PATCHES_KV_SIZING="always"),
     ]
     with started(*servers):
         first, *others = answers(*servers, prompts=PROMPTS)
@@ -568,8 +680,10 @@ def test_whatever_is_wrong_with_the_record_a_server_starts_by_the_rule_and_says_
     assert f"{half / 'records.json'} is not whole JSON; measuring during this start" in told[0][0]
     assert the_record(half).need
     assert (half / "records.json.unreadable").exists()
-    assert told[1][-1].startswith(f"no run: {nowhere} cannot be written (")
-    assert told[2] == ["--mem-fraction-static 0.9100 it is used unchanged"]
-    assert not (given / "records.json").exists()
-    assert told[3][0].startswith("--mem-fraction-static is given, 0.9100: nothing is recorded")
+    assert told[1][-1].startswith(f"no rehearsal: {nowhere} cannot be written (")
+    by_the_user = "using the given --mem-fraction-static 0.9100: "
+    nothing_yet = "no record for this configuration; measuring during this start"
+    assert told[2][0] == f"{by_the_user}it is used unchanged; {nothing_yet}"
+    assert told[3][0] == f"{by_the_user}{nothing_yet}"
+    assert the_record(given).rule_fraction == 0.91
     assert the_record(begun).rule_fraction == 0.91

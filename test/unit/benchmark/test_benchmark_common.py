@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from common import output, timing
+from common import timing
 from common.shapes import MODELS, TINY, Layout, Rank
 
 
@@ -71,31 +69,3 @@ def test_versions_run_in_turn_and_every_other_round_backwards():
     assert timing.against_stock(samples) == {
         "patched": {"stock": 4.0, "other": 2.0, "ratio": 2.0, "lowest": 1.0, "highest": 3.0, "pairs": 3}
     }
-
-
-def test_what_a_benchmark_found_is_kept_with_its_conditions(tmp_path, capsys):
-    parser = output.parser("What it does.", logs=True)
-    file, page, logs = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "logs"
-    options = output.parse(parser, ["--json", str(file), "--markdown", str(page), "--logs", str(logs)])
-    found = output.result("this", {"ms": 3}, {"engine": "0.0"})
-    table = output.table(("model", "ms"), [("kimi", "3")])
-    output.finish(options, found, table)
-    assert capsys.readouterr().out.strip() == page.read_text().strip() == table.strip()
-    kept = json.loads(file.read_text())
-    assert kept["figures"] == {"ms": 3}
-    assert kept["conditions"]["engine"] == "0.0"
-    assert {"date", "machine", "torch", "python"} <= set(kept["conditions"])
-    (tmp_path / "work" / "patched").mkdir(parents=True)
-    (tmp_path / "work" / "patched" / "server.log").write_text("ready")
-    output.keep_logs(options, tmp_path / "work")
-    assert [path.read_text() for path in logs.iterdir()] == ["ready"]
-
-
-def test_a_quick_run_has_other_defaults_where_nothing_else_is_asked_for(capsys):
-    parser = output.parser("What it does.", quick={"rounds": 2, "steps": 3})
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=200)
-    assert output.parse(parser, []).rounds == 15
-    quick = output.parse(parser, ["--quick", "--steps", "7"])
-    assert (quick.rounds, quick.steps) == (2, 7)
-    assert "rounds 2, steps 3" in parser.format_help()

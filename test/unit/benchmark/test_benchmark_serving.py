@@ -55,17 +55,6 @@ def test_int4_experts_are_packed_as_the_engine_reads_them():
     assert not any(re.match(name, "model.layers.1.mlp.experts.0.gate_proj") for name in kept)
 
 
-def test_int4_weights_are_the_nearest_that_compressed_tensors_unpacks():
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed = weights.int4_packed(weight)
-    values = unpack_from_int32(packed["weight_packed"], 4, torch.Size(weight.shape)).float()
-    scale = packed["weight_scale"].float().repeat_interleave(weights.INT4_GROUP, 1)
-    assert values.unique().tolist() == list(range(-7, 8))
-    assert (values * scale - weight.float()).abs().le(scale * 0.51).all()
-
-
 def test_fp8_experts_have_a_scale_for_each_block():
     """As DeepSeek-V3's checkpoint: e4m3 weights, float32 scales of 128 x 128 blocks, everything else as it is."""
     config = weights.config(weights.Served(TINY, runner="triton", fp8=True))

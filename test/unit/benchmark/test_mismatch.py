@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
+import mismatch
 import pytest
-from common import mismatch
-from common.mismatch import Answer, Asked
+from mismatch import Answer, Asked
 
 REQUESTS = [Asked(9, 1, 3), *mismatch.at_once(8, 2)]
 STOCK = [Answer([5, 6, 7], [-0.5, -0.25, -1.0]), Answer([3], [-0.125]), Answer([4], [-2.0])]
@@ -25,27 +23,6 @@ def test_the_first_token_or_log_probability_that_differs_is_named(other, said):
     (found,) = mismatch.differences(REQUESTS, STOCK, [other, *STOCK[1:]])
     assert str(found) == f"request 0 (9 tokens, seed 1), {said}"
     assert mismatch.differences(REQUESTS, STOCK, STOCK) == []
-
-
-def test_a_request_among_others_is_named_as_such():
-    (found,) = mismatch.differences(REQUESTS, STOCK, [*STOCK[:2], Answer([9], [-2.0])])
-    assert str(found).startswith("request 2 (8 tokens, seed 2, among others), token 0")
-
-
-def test_all_that_is_needed_to_look_again_is_kept_and_nothing_overwritten(tmp_path):
-    log = tmp_path / "stock.log"
-    log.write_text("a log")
-    other = [Answer([5, 8, 7], [-0.5, -0.25, -1.0]), *STOCK[1:]]
-    found = mismatch.differences(REQUESTS, STOCK, other)
-    given = (found, {"stock": STOCK, "patched": other}, [log, tmp_path / "none.log"])
-    first, second = (mismatch.keep(tmp_path / "kept" / "pipeline", *given) for _ in range(2))
-    assert (first.name, second.name) == ("pipeline", "pipeline-2")
-    assert (first / "stock.log").read_text() == "a log"
-    kept = json.loads((first / "mismatch.json").read_text())
-    assert kept["answers"]["patched"][0] == {"tokens": [5, 8, 7], "logprobs": [-0.5, -0.25, -1.0]}
-    (difference,) = kept["differences"]
-    assert (difference["position"], difference["one"], difference["other"]) == (1, [6, -0.25], [8, -0.25])
-    assert difference["asked"] == {"tokens": 9, "seed": 1, "new_tokens": 3, "together": False, "more": {}}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from common import output
-from sglang_moe_patches.lab.reference import nvfp4
 from sglang_moe_patches.lab.reference.model import MARKER, ModelSpec, quantize_experts, tokenizer_json
 from sglang_moe_patches.lab.regress.compare import Answer, Run
 from sglang_moe_patches.lab.regress.gsm8k import check_questions
@@ -55,35 +54,10 @@ def test_every_step_is_right_and_the_last_one_is_the_answer():
     assert len(kinds) == len(problems.TEMPLATES) >= 25
 
 
-def test_a_step_uses_only_numbers_that_are_known_by_then():
-    for problem in some(500, test=False):
-        known = {*re.findall(r"\d+", problem.question), "2"}  # "half", "twice" and "second" are 2
-        known |= {str(int(number) + 2) for number in known}  # "they and c friends" are c + 2
-        for one, _, other, *_, result in STEP.findall(problem.answer):
-            assert {one, other} <= known, problem
-            known.add(result)
-
-
 def test_no_test_problem_is_a_training_problem_with_other_names():
     training = {without_words(problem.question) for problem in some(30_000, test=False)}
     testing = [without_words(problem.question) for problem in some(1500, test=True)]
     assert not training & set(testing)
-
-
-def test_the_same_seed_gives_the_same_problems_and_test_questions_do_not_repeat():
-    assert some(50, test=False) == some(50, test=False) != some(50, test=False, seed=4)
-    assert len({problem.question for problem in some(1500, test=True)}) == 1500
-
-
-def test_every_word_is_one_token_and_every_digit_another():
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(tokenizer_json())
-    text = "\n".join(f"Question: {p.question}\nAnswer: {p.answer}\n" for p in some(300, test=True))
-    tokens = set(tokenizer.encode(text).tokens)
-    for word in re.findall(r"[A-Za-z]+", text):
-        assert word in tokens or f"\u0120{word}" in tokens, word
-    assert not [token for token in tokens if re.search(r"\d.|.\d", token)]
 
 
 def test_rows_are_the_prompts_of_the_engines_evaluation():
@@ -148,15 +122,6 @@ def test_experts_one_by_one(model):
     torch.testing.assert_close(experts(x, weights), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rounding_to_nvfp4_lets_gradients_pass():
-    x = torch.randn(4, 32, requires_grad=True)
-    rounded = network.round_to_nvfp4(x)
-    multiplier = nvfp4.global_scale_for(x.detach())
-    assert torch.equal(rounded, nvfp4.dequantize(*nvfp4.quantize(x.detach(), multiplier), 1 / multiplier))
-    (rounded * torch.arange(32.0)).sum().backward()
-    assert torch.equal(x.grad, torch.arange(32.0).expand(4, 32))
-
-
 def test_packed_experts_are_exact_and_close():
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
     weight = torch.randn(128, 128).bfloat16()
@@ -199,11 +164,6 @@ def test_the_shipped_input_scales_are_what_calibrating_gives(shipped):
     made = export.quantize(train.SPEC, export.shipped_bf16(SHIPPED))
     for name in (name for name in shipped if name.endswith(".input_scale")):
         torch.testing.assert_close(made[name], shipped[name], rtol=1e-4, atol=0)
-
-
-def test_what_ships_is_small():
-    sizes = [path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()]
-    assert sum(sizes) <= 16e6
 
 
 def test_what_is_said_of_broken_patches_is_what_regress_says():

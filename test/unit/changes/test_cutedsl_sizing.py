@@ -15,9 +15,8 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, budget_er
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     ForwardLimits,
     max_forward_tokens,
-    may_share,
     other_tokens_per_request,
-    slices,
+    split_tokens,
     wrapper_tokens,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
@@ -59,17 +58,13 @@ def test_what_is_not_known_adds_nothing(limits):
     assert max_forward_tokens(known) == max(limits.max_prefill_tokens, limits.piecewise_tokens, decode)
 
 
-def test_tokens_of_a_draft_step():
+def test_tokens_of_a_draft_step_and_of_the_buffers():
     assert other_tokens_per_request(1, 3, multi_layer=False) == 4
     assert other_tokens_per_request(8, 3, multi_layer=False) == 8
     # Layer i of n extends by n + 1 + i tokens, as the engine's graph runner for it does: 5, 6, 7, 8 for n = 4.
     assert other_tokens_per_request(1, 4, multi_layer=True) == max(4 + 1 + step for step in range(4))
-
-
-def test_the_buffers_hold_all_gathered_ranks_or_what_the_dispatcher_takes():
-    assert wrapper_tokens(100, 4, None, 8) == 400
-    assert wrapper_tokens(100, 1, None, 8) == 100
-    assert wrapper_tokens(100, 4, 1024, 8) == 8192
+    # Buffers hold all gathered ranks, or what the dispatcher takes.
+    assert [wrapper_tokens(100, *more, 8) for more in ((4, None), (1, None), (4, 1024))] == [400, 100, 8192]
 
 
 @given(required=st.integers(1, 100_000), budget=st.integers(1, 5_000), ep_size=st.integers(1, 64))
@@ -104,15 +99,9 @@ def test_arguments_that_the_budget_is_not_known_of_end_no_launcher(caplog):
     assert "is left alone: AttributeError" in caplog.text
 
 
-def test_layers_share_unless_they_overlap_in_time():
-    assert may_share(two_batch_overlap=False, prefill_decode_multiplexing=False)
-    assert not may_share(two_batch_overlap=True, prefill_decode_multiplexing=False)
-    assert not may_share(two_batch_overlap=False, prefill_decode_multiplexing=True)
-
-
 @given(st.integers(0, 500), st.integers(1, 100))
 def test_slices_cover_every_row_once_and_are_as_few_as_can_be(tokens, size):
-    parts = slices(tokens, size)
+    parts = split_tokens(tokens, size)
     assert [row for part in parts for row in range(tokens)[part]] == list(range(tokens))
     assert len(parts) == max(-(-tokens // size), 1)
     assert all(part.stop - part.start <= size for part in parts)

@@ -1,4 +1,4 @@
-"""The decision and the promise of deferred-shared-experts."""
+"""deferred-shared-experts: which layers defer, what stands in for the output, and which runners leave their input."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import itertools
 import sys
 from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from sglang_moe_patches.changes import deferred_shared_experts
-from sglang_moe_patches.changes.deferred_shared_experts import SharedExpertsLater, may_defer
-from sglang_moe_patches.core import log, runners, triton_sequence
-from sglang_moe_patches.core.dead_input import channel, takers
-from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx, shares_storage
-from sglang_moe_patches.core.patch import Patcher, with_globals
+from sglang_moe_patches.changes.deferred_shared_experts import DeferredSharedExperts, may_defer
+from sglang_moe_patches.core import log, runners
+from sglang_moe_patches.core.dead_input import takers
+from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
 
 FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
 
@@ -34,19 +32,12 @@ def test_may_defer(values):
     assert may_defer(**facts) == (not any(reasons_not_to))
 
 
-def test_the_promise_is_kept_when_it_is_added_and_in_place():
+def test_shared_experts_are_computed_when_they_are_added_and_in_place():
     computed = []
-
-    def compute():
-        computed.append(True)
-        return torch.full((2, 3), 2.0)
-
-    routed = torch.ones(2, 3)
-    promise = SharedExpertsLater(compute)
-    assert promise is not None
+    deferred = DeferredSharedExperts(lambda: computed.append(True) or torch.full((2, 3), 2.0))
+    routed = alias = torch.ones(2, 3)
     assert not computed
-    alias = routed
-    routed += promise
+    routed += deferred
     assert routed is alias
     assert torch.equal(routed, torch.full((2, 3), 3.0))
     assert computed == [True]
@@ -63,7 +54,7 @@ def test_the_promise_is_kept_when_it_is_added_and_in_place():
 )
 def test_any_other_use_is_an_error_that_says_what_to_do(use):
     with pytest.raises(TypeError, match="SGLANG_MOE_PATCHES"):
-        use(torch.ones(2, 3), SharedExpertsLater(lambda: torch.ones(2, 3)))
+        use(torch.ones(2, 3), DeferredSharedExperts(lambda: torch.ones(2, 3)))
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
@@ -84,7 +75,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
             return self.forward_normal(hidden_states)
 
     for name in ("forward_normal", "_forward_shared_experts"):
-        make = getattr(deferred_shared_experts, f"_make_{name.lstrip('_')}")
+        make = getattr(deferred_shared_experts, f"_wrap_{name.lstrip('_')}")
         monkeypatch.setattr(Layer, name, make(getattr(Layer, name), is_compiling))
     layer = Layer()
     setattr(layer, deferred_shared_experts._DEFERS, True)
@@ -93,33 +84,37 @@ def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
     assert torch.equal(compiled(hidden), layer(hidden))
 
 
-@pytest.mark.parametrize("leaves_it_alone", [True, False])
-def test_where_shared_experts_wait_no_kernel_writes_over_their_input(leaves_it_alone, monkeypatch):
-    class Layer:
-        def __init__(self):
-            self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
-            self._fuse_shared_experts_inside_sbo = self._enable_a2a_moe = False
-            self.num_fused_shared_experts, self.shared_experts = 0, object()
+class Experts:
+    """A layer as the engine's constructor leaves it."""
 
+    def __init__(self):
+        self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
+        self._fuse_shared_experts_inside_sbo = self._enable_a2a_moe = False
+        self.num_fused_shared_experts, self.shared_experts = 0, object()
+
+
+class OtherExperts:
+    """One that is built otherwise."""
+
+    def __init__(self):
+        self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaves_it_alone", "defers"), [(Experts, True, True), (Experts, False, False), (OtherExperts, True, None)]
+)
+def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
+    kind, leaves_it_alone, defers, monkeypatch, caplog
+):
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
-    layer = Layer.__new__(Layer)
-    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
-    assert getattr(layer, deferred_shared_experts._DEFERS) == leaves_it_alone
-    assert layer.experts.moe_runner_config.inplace == (not leaves_it_alone)
-
-
-def test_a_layer_that_is_built_otherwise_keeps_its_order(monkeypatch, caplog):
-    class Layer:
-        def __init__(self):
-            self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
-
-    monkeypatch.setattr(log, "_logged", set())
-    layer = Layer.__new__(Layer)
-    deferred_shared_experts._make_init(Layer.__init__, deferred_shared_experts._out_of_place)(layer)
-    assert not hasattr(layer, deferred_shared_experts._DEFERS)
-    assert layer.experts.moe_runner_config.inplace
-    assert "the order of experts in Layer is left alone: AttributeError" in caplog.text
+    layer = kind.__new__(kind)
+    deferred_shared_experts._wrap_init(kind.__init__, deferred_shared_experts._clear_inplace)(layer)
+    assert getattr(layer, deferred_shared_experts._DEFERS, None) == defers
+    assert layer.experts.moe_runner_config.inplace == (not defers)
+    told = "the order of experts in OtherExperts is left alone: AttributeError"
+    assert (told in caplog.text) == (defers is None)
 
 
 @dataclasses.dataclass
@@ -145,75 +140,25 @@ def test_a_runner_is_out_of_place_for_those_that_ask_for_it_alone():
     assert [runners.is_in_place(one) for one in experts_of] == [True, False, False]
 
 
-# --- Triton's output -------------------------------------------------------------------------------------------------
-
-torch_of_the_sequence = torch  # stands in for the engine module's name `torch`
-
-
-def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace, hooks=None):
-    """What the engine's function does, in small: choose an output, write into it."""
-    output = hidden_states if inplace else torch_of_the_sequence.empty_like(hidden_states)
-    activations = torch_of_the_sequence.mul(hidden_states, w1)
-    output.copy_(activations + hidden_states)
-    return output
-
-
-@pytest.fixture
-def sequence(symmetric_memory):
-    patcher = Patcher()
-    function: Any = sequence_of_the_engine
-    memory = runners.SymmetricMemory(symmetric_memory)
-    into_buffer = with_globals(
-        function, sys.modules[__name__], patcher, torch_of_the_sequence=takers.OutputTorch(torch, memory)
-    )
-    wrapped = triton_sequence.wrap_sequence(function, takers.make_triton_route(into_buffer, memory))
-    yield lambda hidden_states, weight, **how: wrapped(hidden_states, weight, None, None, None, **how)
-    patcher.undo()
-
-
-def test_tritons_output_goes_into_the_dead_input(sequence):
-    hidden, dead = torch.ones(2, 3), torch.full((2, 3), float("nan"))
-    dead.mark = True
-    with moe_output_buffer_ctx(dead):
-        output = sequence(hidden, 2, inplace=False)
-        again = sequence(hidden, 3, inplace=False)
-    assert shares_storage(output, dead)
-    assert not hasattr(output, "mark")
-    assert torch.equal(output, torch.full((2, 3), 3.0))
-    assert not shares_storage(again, dead)
-    assert torch.equal(hidden, torch.ones(2, 3))
+# --- Triton's output: on the engine's own sequence in test/gpu/test_moe_workspace_cuda.py ----------------------------
 
 
 @pytest.mark.parametrize(
-    ("make", "how"),
+    ("how", "offer", "taken"),
     [
-        (lambda hidden: torch.full((2, 3), 7.0), {"inplace": True}),
-        (lambda hidden: torch.full((2, 3), 7.0), {"inplace": False, "hooks": object()}),
-        (lambda hidden: hidden, {"inplace": False}),
-        (lambda hidden: hidden.view(3, 2), {"inplace": False}),
-        (lambda hidden: torch.full((3, 3), 7.0), {"inplace": False}),
-        (lambda hidden: None, {"inplace": False}),
+        pytest.param({}, lambda hidden: torch.empty(2, 3), True, id="a dead input"),
+        pytest.param({"inplace": True}, lambda hidden: torch.empty(2, 3), False, id="in place"),
+        pytest.param({"hooks": object()}, lambda hidden: torch.empty(2, 3), False, id="LoRA's hooks"),
+        pytest.param({}, lambda hidden: hidden, False, id="the MoE input"),
+        pytest.param({}, lambda hidden: hidden.view(3, 2), False, id="the MoE input's storage"),
+        pytest.param({}, lambda hidden: None, False, id="none offered"),
     ],
-    ids=["in place", "LoRA's hooks", "the MoE input", "its storage", "other shape", "none offered"],
 )
-def test_anything_else_is_the_engines(sequence, make, how):
+def test_tritons_output_goes_into_the_dead_input_and_nowhere_else(symmetric_memory, how, offer, taken):
+    route = takers.make_triton_route("into the buffer", runners.SymmetricMemory(symmetric_memory))
     hidden = torch.ones(2, 3)
-    dead = make(hidden)
-    before = None if dead is None else dead.clone()
-    with moe_output_buffer_ctx(dead):
-        output = sequence(hidden, 2, **how)
-    assert torch.equal(output, torch.full((2, 3), 3.0))
-    assert shares_storage(output, hidden) == how["inplace"]
-    assert dead is None or torch.equal(dead, before)
-
-
-def test_of_the_moe_input_nothing_is_lost_that_is_read_after_it(sequence, monkeypatch):
-    """The check removed: shared experts that run last would read what the routed ones have written."""
-    hidden = torch.ones(2, 3)
-    monkeypatch.setattr(channel, "shares_storage", lambda a, b: False)
-    with moe_output_buffer_ctx(hidden):
-        sequence(hidden, 2, inplace=False)
-    assert not torch.equal(hidden, torch.ones(2, 3))
+    with moe_output_buffer_ctx(offer(hidden)):
+        assert route(hidden, None, {"inplace": False, **how}) == ("into the buffer" if taken else None)
 
 
 # --- Which runners ---------------------------------------------------------------------------------------------------

@@ -339,20 +339,22 @@ def plain_output():
     return torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
 
 
+BLOCKS = {"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128]}}
+
+
 @pytest.mark.parametrize(
     ("operands", "output"),
     [
-        ({"weights": torch.ones(4, HIDDEN + 64, INNER)}, plain_output()),  # padded
-        ({"weights": torch.ones(4, HIDDEN)}, plain_output()),
-        ({"bias": torch.ones(4, 1)}, plain_output()),
-        ({"weights_scale": torch.ones(4, 3)}, plain_output()),
-        ({"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128]}}, plain_output()),
-        ({"zero_points": torch.ones(4, HIDDEN // 2)}, plain_output()),
-        ({}, torch.empty(HIDDEN, TOKENS, dtype=torch.bfloat16).T),
-        ({}, plain_output().float()),
-        ({}, plain_output()[:-1]),
+        pytest.param({"weights": torch.ones(4, HIDDEN + 64, INNER)}, plain_output(), id="padded"),
+        pytest.param({"weights": torch.ones(4, HIDDEN)}, plain_output(), id="flat"),
+        pytest.param({"bias": torch.ones(4, 1)}, plain_output(), id="bias"),
+        pytest.param({"weights_scale": torch.ones(4, 3)}, plain_output(), id="scales"),
+        pytest.param(BLOCKS, plain_output(), id="blocks"),
+        pytest.param({"zero_points": torch.ones(4, HIDDEN // 2)}, plain_output(), id="zero points"),
+        pytest.param({}, torch.empty(HIDDEN, TOKENS, dtype=torch.bfloat16).T, id="columns apart"),
+        pytest.param({}, plain_output().float(), id="dtype"),
+        pytest.param({}, plain_output()[:-1], id="rows"),
     ],
-    ids=["padded", "flat", "bias", "scales", "blocks", "zero points", "columns apart", "dtype", "rows"],
 )
 def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operands, output):
     """Not as one slice of all columns: what is whole because of its shape must not be cut to the layer's."""
@@ -506,20 +508,18 @@ def test_the_rows_of_all_slices_are_put_together(tokens, inplace):
     assert inplace or (whole.hidden_states == before).all()
 
 
-def longer_logits():
-    return dispatch(5, topk_output=dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2)))
+LONGER_LOGITS = dispatch(5).topk_output._replace(router_logits=torch.ones(8, 2))
 
 
 @pytest.mark.parametrize(
     ("dispatched", "reason"),
     [
-        (dispatch(5), None),
-        (dispatch(5, hidden_states_scale=torch.ones(128)), "it gets hidden_states_scale"),
-        (dispatch(5, topk_output=(1, 2)), "its routing is a tuple"),
-        ((torch.ones(5, 4), None, None), "it gets a tuple"),
-        (longer_logits(), "router_logits has 8 rows for 5 tokens"),
+        pytest.param(dispatch(5), None, id="plain"),
+        pytest.param(dispatch(5, hidden_states_scale=torch.ones(128)), "it gets hidden_states_scale", id="scale"),
+        pytest.param(dispatch(5, topk_output=(1, 2)), "its routing is a tuple", id="routing"),
+        pytest.param((torch.ones(5, 4), None, None), "it gets a tuple", id="dispatch"),
+        pytest.param(dispatch(5, topk_output=LONGER_LOGITS), "router_logits has 8 rows for 5 tokens", id="logits"),
     ],
-    ids=["plain", "scale", "routing", "dispatch", "logits"],
 )
 def test_what_is_not_on_the_list_is_not_cut(dispatched, reason):
     assert token_slices.dispatch_skip_reason(dispatched, Dispatch, TopK) == reason

@@ -1,4 +1,4 @@
-"""NVFP4 weight shuffle: bit-identical to the engine's own function, in place, and harmless when it refuses."""
+"""nvfp4-weights: shuffled as by the engine's own function, in place, nothing touched when refused; dead scales go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 
 from nvfp4_layer import RESULTS, Layer, create, differences, nvfp4_method, random_layer  # noqa: E402
 from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
-from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle  # noqa: E402
+from sglang_moe_patches.core.engine import mentions  # noqa: E402
 from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 
 INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes", "gemm2_scales_linear_fp4_bytes")
@@ -104,63 +105,48 @@ def test_comparison_sees_two_swapped_rows(engine, monkeypatch, which):
     hidden, intermediate, experts = 256, 128, 2
     layer = random_layer(experts, hidden, intermediate)
     expected = engine.prepare(*clone(layer), hidden, intermediate, experts)
-    permutations = list(shuffle.shuffle_plan(hidden, intermediate, True).permutations)
+    permutations = list(shuffle.row_permutations(hidden, intermediate, True))
     rows = permutations[which].rows.clone()
     rows[[3, 5]] = rows[[5, 3]]
     permutations[which] = shuffle.RowPermutation(rows, shuffle.repeating_tile(rows))
-    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: shuffle.ShufflePlan((*permutations,)))
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: permutations)
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts)
     assert differences(got, expected) == [RESULTS[which]]
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 40_000, 1 << 20])
 @pytest.mark.parametrize("is_gated", [True, False])
-def test_any_amount_of_scratch_gives_the_same(engine, scratch_bytes, is_gated):
+def test_any_amount_of_scratch_gives_the_same_and_no_second_copy(engine, monkeypatch, scratch_bytes, is_gated):
     hidden, intermediate, experts = 384, 256, 5
     layer = random_layer(experts, hidden, intermediate, is_gated)
     expected = engine.prepare(*clone(layer), hidden, intermediate, experts, is_gated=is_gated)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(
-        *layer, hidden, intermediate, experts, is_gated, scratch_bytes=scratch_bytes
-    )
-    assert differences(got, expected) == []
-
-
-def test_plain_path_allocates_no_second_copy(monkeypatch):
-    hidden, intermediate, experts = 512, 256, 8
-    layer = random_layer(experts, hidden, intermediate)
-    shuffle.shuffle_plan(hidden, intermediate, True)
-    sizes = []
-    real_empty = torch.empty
+    shuffle.row_permutations(hidden, intermediate, is_gated)
+    sizes, real_empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: sizes.append(a[0]) or real_empty(*a, **k))
-    shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, scratch_bytes=100_000)
-    assert sizes
-    assert max(sizes) <= 100_000
+    monkeypatch.setattr(shuffle, "SCRATCH_BYTES", scratch_bytes)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, hidden, intermediate, experts, is_gated)
+    assert differences(got, expected) == []
+    assert 0 < max(sizes) <= max(scratch_bytes, 128 * hidden // 16)  # at least a tile
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e4m3fn])
-def test_dtypes_of_input_and_result(engine, weight_dtype, scale_dtype):
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(lambda t: t, id="tensors"),
+        pytest.param(lambda t: t.view(-1, t.shape[-1]), id="leading dimensions flattened"),
+        pytest.param(lambda t: torch.nn.Parameter(t, requires_grad=False), id="parameters"),
+    ],
+)
+def test_dtypes_and_kinds_of_input_give_plain_tensors_of_bytes_and_scales(engine, weight_dtype, scale_dtype, given):
     w13, w2, s13, s2 = random_layer(2, 128, 64, scale_dtype=scale_dtype)
     layer = (w13.view(weight_dtype), w2.view(weight_dtype), s13, s2)
     expected = engine.prepare(*clone(layer), 128, 64, 2)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 128, 64, 2)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*map(given, layer), 128, 64, 2)
     assert differences(got, expected) == []
-    assert [t.dtype for t in got] == [torch.uint8, torch.float8_e4m3fn] * 2
-
-
-def test_parameters_in_plain_tensors_out():
-    layer = random_layer(2, 128, 64)
-    parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in layer)
-    for result in shuffle.prepare_static_weights_for_trtllm_fp4_moe(*parameters, 128, 64, 2):
-        assert type(result) is torch.Tensor
-        assert not result.requires_grad
-
-
-def test_leading_dimensions_may_be_flattened(engine):
-    layer = random_layer(3, 256, 128)
-    expected = engine.prepare(*clone(layer), 256, 128, 3)
-    flat = tuple(t.view(-1, t.shape[-1]) for t in layer)
-    assert differences(shuffle.prepare_static_weights_for_trtllm_fp4_moe(*flat, 256, 128, 3), expected) == []
+    assert [(type(t), t.dtype) for t in got] == [(torch.Tensor, torch.uint8), (torch.Tensor, torch.float8_e4m3fn)] * 2
+    assert not any(t.requires_grad for t in got)
 
 
 def _wrong_inputs():
@@ -203,48 +189,52 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
             assert torch.equal(tensor.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
-def test_half_a_block_of_scale_columns_is_refused():
+def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())  # should FlashInfer allow what the layout does not
+    with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*random_layer(2, 256, 32), 256, 32, 2)
     # 160 = 2.5 blocks of four scales: without a gate its rows are refused first, so ask the rule itself.
     assert "multiple of 4" in shuffle._layout_error(gemm1_rows=256, hidden_size=256, intermediate_size=160)
     assert shuffle._layout_error(gemm1_rows=384, hidden_size=256, intermediate_size=192) is None
 
 
 def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
-    monkeypatch.setattr(shuffle, "shuffle_plan", lambda *_: None)
+    monkeypatch.setattr(shuffle, "row_permutations", lambda *_: None)
     layer = random_layer(2, 128, 64)
-    before = clone(layer)
-    answer = object()
-    calls = []
+    before, calls = clone(layer), []
 
-    def engine_function(*args, **kwargs):
+    def engines_own(*args, **kwargs):
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(args, before, strict=False))
         calls.append((args[4:], kwargs))
-        return answer
+        return "the engine's"
 
-    prepare = shuffle.prepare_static_weights_for_trtllm_fp4_moe
-    assert prepare(*layer, 128, 64, 2, engine_function=engine_function) is answer
+    assert nvfp4_weights._wrap_prepare(engines_own)(*layer, 128, 64, 2, is_gated=True) == "the engine's"
     assert calls == [((128, 64, 2), {"is_gated": True})]
     with pytest.raises(ValueError, match="no permutation"):
-        prepare(*layer, 128, 64, 2)
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 128, 64, 2)
 
 
-def test_a_kernel_that_cannot_run_falls_back(engine):
+def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
     """On CPU tensors every launch fails: the result must be right all the same, operation by operation."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs the kernels on the CPU")
+    monkeypatch.setattr(shuffle, "uses_triton", lambda device: True)
+    shuffle._warn_no_kernel.cache_clear()
     layer = random_layer(2, 256, 128)
     expected = engine.prepare(*clone(layer), 256, 128, 2)
-    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 2, use_triton=True)
+    got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 256, 128, 2)
     assert differences(got, expected) == []
+    assert "no Triton kernel for the row permutation" in caplog.text
+    assert "no Triton kernel for the interleave" in caplog.text
 
 
-# --- the plan and the launch parameters -----------------------------------------------------------------------------
+# --- The permutations and the launch parameters ----------------------------------------------------------------------
 
 
 def test_which_rows_are_closed():
-    gated = shuffle.shuffle_plan(7168, 512, True).permutations
+    gated = shuffle.row_permutations(7168, 512, True)
     assert [p.tile is None for p in gated] == [True, True, False, False]
-    not_gated = shuffle.shuffle_plan(7168, 512, False).permutations
+    not_gated = shuffle.row_permutations(7168, 512, False)
     assert [p.tile is None for p in not_gated] == [False] * 4
     for permutation in (*gated, *not_gated):
         if permutation.tile is not None:
@@ -282,13 +272,13 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 
 _INTERPRETED = """
 import torch
-from sglang_moe_patches.changes.nvfp4_weights import shuffle as shuffle  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle  # noqa: E402
 torch.manual_seed(0)
 def interleave(scales):
     rows, columns = scales.shape[-2:]
     return scales.view(-1, rows // 128, 4, 32, columns // 4, 4).transpose(2, 4).reshape(scales.shape)
 for hidden, intermediate, is_gated in ((128, 64, True), (256, 192, True), (384, 128, False), (128, 320, True)):
-    for which, permutation in enumerate(shuffle.shuffle_plan(hidden, intermediate, is_gated).permutations):
+    for which, permutation in enumerate(shuffle.row_permutations(hidden, intermediate, is_gated)):
         rows, width = permutation.rows.numel(), intermediate if which > 1 else hidden
         matrices = torch.randint(0, 256, (2, rows, width // (16 if which % 2 else 2)), dtype=torch.uint8)
         index = permutation.kernel_index.to(torch.int32)
@@ -375,12 +365,12 @@ _COPY_ONTO_ITSELF = """
 import mmap, sys, torch, warnings
 warnings.simplefilter("ignore")
 class Layer(torch.nn.Module): pass
-from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
+from sglang_moe_patches.changes.nvfp4_weights import shuffle
 # Read-only memory: a copy that really happens ends the process.
 memory = mmap.mmap(-1, 1 << 20, prot=mmap.PROT_READ)
 whole = torch.frombuffer(memory, dtype=torch.uint8)
 parameter = torch.nn.Parameter(whole.view(torch.float8_e4m3fn).view(4, 512, 512), requires_grad=False)
-result = nvfp4_shuffle._expert_matrices("x", parameter, 4, 512, 512).view(torch.float8_e4m3fn)
+result = shuffle._expert_matrices("x", parameter, 4, 512, 512).view(torch.float8_e4m3fn)
 assert result is not parameter.data
 if sys.argv[1] == "other":
     result = result.clone()
@@ -399,6 +389,12 @@ def test_copying_the_result_back_is_free(source, survives):
     assert (result.returncode == 0) == survives
 
 
+def skip_without_placeholders(engine):
+    method = engine.modelopt.ModelOptNvFp4FusedMoEMethod
+    if mentions(method.create_weights, "enable_flashinfer_trtllm_moe"):
+        pytest.skip("this engine release makes no placeholders for TRT-LLM itself (test/engine covers its layers)")
+
+
 @pytest.mark.parametrize(
     ("owner", "attribute", "value", "words"),
     [
@@ -409,10 +405,8 @@ def test_copying_the_result_back_is_free(source, survives):
     ],
 )
 def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, attribute, value, words):
-    if attribute == "swizzle_blockscale" and nvfp4_weights._makes_no_placeholders_for_trtllm(
-        engine.modelopt.ModelOptNvFp4FusedMoEMethod.create_weights
-    ):
-        pytest.skip("nothing of it is used on this engine release")
+    if attribute == "swizzle_blockscale":
+        skip_without_placeholders(engine)
     theirs = types.FunctionType(value.__code__, {"__name__": "sglang.of_another_release"}, attribute)
     monkeypatch.setattr(getattr(engine, owner), attribute, theirs, raising=False)
     plan = probe(nvfp4_weights.CHANGE)
@@ -436,12 +430,7 @@ def test_installing_keeps_the_signature_and_can_be_undone(engine):
 
 @pytest.fixture
 def placeholders(engine):
-    if nvfp4_weights._makes_no_placeholders_for_trtllm(engine.modelopt.ModelOptNvFp4FusedMoEMethod.create_weights):
-        pytest.skip("this engine release makes no placeholders for TRT-LLM itself (test/engine covers its layers)")
-
-
-def state(layer):
-    return {name: (p.dtype, p.detach().clone().flatten().view(torch.uint8)) for name, p in layer.named_parameters()}
+    skip_without_placeholders(engine)
 
 
 @pytest.mark.usefixtures("placeholders")
@@ -461,11 +450,6 @@ def test_swizzle_is_the_engine_s_own_for_everyone_else(applied, monkeypatch):
     scale = random_layer(1, 128, 64)[2]
     expected = interleave(scale[0].view(torch.uint8)).view(1, 128, 8)
     seen = []
-
-    class Loader:
-        def __call__(self, *args, **kwargs):
-            return None
-
     real = applied.modelopt.ModelWeightParameter
 
     def parameter_and_elsewhere(**kwargs):
@@ -491,3 +475,30 @@ def test_a_failing_create_weights_leaves_no_trace(applied, monkeypatch):
         method.create_weights(Layer(1, True), 1, 128, 64, torch.bfloat16)
     scale = random_layer(1, 128, 64)[2]
     assert applied.modelopt.swizzle_blockscale(scale).shape == scale.shape
+
+
+# --- What Marlin never reads -----------------------------------------------------------------------------------------
+
+NAMES = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+
+
+def test_a_byte_for_each_expert_stays_of_the_same_type():
+    layer = torch.nn.Module()
+    for name in NAMES:
+        scales = torch.ones(3, 128, 4).to(torch.float8_e4m3fn)
+        layer.register_parameter(name, torch.nn.Parameter(scales, requires_grad=False))
+    layer.w2_weight_scale = other = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
+    assert nvfp4_weights.drop_swizzled_scales(layer) == 2 * (3 * 128 * 4 - 3)
+    for name in NAMES:
+        kept = dict(layer.named_parameters())[name]  # the weight offloader finds it by name
+        assert (kept.shape, kept.dtype, kept.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
+    assert layer.w2_weight_scale is other
+    assert nvfp4_weights.drop_swizzled_scales(layer) == 0
+
+
+def test_where_the_engine_makes_none_there_is_none():
+    layer = torch.nn.Module()
+    layer.register_parameter(NAMES[0], None)
+    assert nvfp4_weights.drop_swizzled_scales(layer) == 0
+    assert layer.w13_blockscale_swizzled is None
+    assert not hasattr(layer, NAMES[1])

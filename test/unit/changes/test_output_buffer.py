@@ -99,24 +99,16 @@ def run(symmetric_memory):
     patcher.undo()
 
 
-def test_the_output_goes_into_the_offered_buffer_as_a_new_tensor(run):
+def test_one_offer_serves_one_kernel_as_a_new_tensor(run):
     hidden, buffer = torch.ones(2, 3), torch.full((2, 3), float("nan"))
     buffer.mark = True
     with moe_output_buffer_ctx(buffer):
-        output = run(Dispatched(hidden), 3, extra=1)
-    assert shares_storage(output, buffer)
-    assert torch.equal(output, torch.full((2, 3), 4.0))
-    assert not hasattr(output, "mark")
-
-
-def test_one_offer_serves_one_kernel(run):
-    hidden, buffer = torch.ones(2, 3), torch.empty(2, 3)
-    with moe_output_buffer_ctx(buffer):
-        first = run(Dispatched(hidden), 1)
-        second = run(Dispatched(hidden), 2)
+        first, second = run(Dispatched(hidden), 3, extra=1), run(Dispatched(hidden), 2)
     assert shares_storage(first, buffer)
+    assert torch.equal(first, torch.full((2, 3), 4.0))
+    assert not hasattr(first, "mark")
     assert not shares_storage(second, buffer)
-    assert torch.equal(first, hidden)
+    assert torch.equal(second, torch.full((2, 3), 2.0))
 
 
 def test_the_offer_ends_with_its_block_also_after_an_error(run):
@@ -128,13 +120,12 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda hidden: None,
-        lambda hidden: hidden,
-        lambda hidden: torch.empty(3, 3),
-        lambda hidden: torch.empty(2, 3, dtype=torch.float64),
-        lambda hidden: torch.empty(4, 3)[:2],
+        pytest.param(lambda hidden: None, id="none offered"),
+        pytest.param(lambda hidden: hidden, id="the input itself"),
+        pytest.param(lambda hidden: torch.empty(3, 3), id="other shape"),
+        pytest.param(lambda hidden: torch.empty(2, 3, dtype=torch.float64), id="other dtype"),
+        pytest.param(lambda hidden: torch.empty(4, 3)[:2], id="a view"),
     ],
-    ids=["none offered", "the input itself", "other shape", "other dtype", "a view"],
 )
 def test_anything_else_gets_a_fresh_output(run, make):
     hidden = torch.ones(2, 3)
@@ -176,7 +167,7 @@ def test_an_output_comes_from_the_pool_where_the_server_has_one_and_nobody_has_a
 
 
 def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(runners, "_ADDRESSES", 2)
+    monkeypatch.setattr(runners, "_MAX_ADDRESSES", 2)
     lookups = []
     asks = runners.remembering(lambda tensor: lookups.append(tensor) or True)
     tensors = [torch.empty(1) for _ in range(3)]
@@ -184,17 +175,12 @@ def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monke
     assert len(lookups) == 3
 
 
-def test_names_that_are_not_replaced_are_looked_up_in_the_module_at_call_time(run, monkeypatch):
-    hidden = torch.ones(2, 3)
-    monkeypatch.setitem(globals(), "scale", 5)
-    with moe_output_buffer_ctx(torch.empty(2, 3)):
-        assert torch.equal(run(Dispatched(hidden), 1), torch.full((2, 3), 5.0))
-
-
-def test_the_engines_own_function_stays_as_it_was(run):
+def test_other_names_are_looked_up_at_call_time_and_the_engines_own_function_stays(run, monkeypatch):
     hidden, buffer = torch.ones(2, 3), torch.empty(2, 3)
+    monkeypatch.setitem(globals(), "scale", 5)
     with moe_output_buffer_ctx(buffer):
         assert not shares_storage(runner_of_the_engine(Dispatched(hidden)), buffer)
+        assert torch.equal(run(Dispatched(hidden), 1), torch.full((2, 3), 5.0))
     assert torch_of_the_runner is torch
 
 
@@ -214,26 +200,24 @@ def test_a_name_that_is_more_than_a_global_is_noticed():
 
 def test_offers_stay_in_their_own_context(run):
     """Two forwards in flight: in another thread, and in another context of the same thread."""
-    mine, other = torch.empty(2, 3), torch.empty(2, 3)
-    hidden = torch.ones(2, 3)
-    seen: dict[Any, Any] = {}
+    hidden, mine, other = torch.ones(2, 3), torch.empty(2, 3), torch.empty(2, 3)
+    seen: list[Any] = []
 
-    def elsewhere(name, buffer):
-        seen[name, "before"] = channel.offered()
+    def elsewhere(buffer):
+        seen.append(channel.offered())
         with moe_output_buffer_ctx(buffer):
-            seen[name] = run(Dispatched(hidden), 7)
+            seen.append(run(Dispatched(hidden), 7))
 
     empty_context = copy_context()
     with moe_output_buffer_ctx(mine):
-        thread = threading.Thread(target=elsewhere, args=("thread", other))
+        thread = threading.Thread(target=elsewhere, args=(other,))
         thread.start()
         thread.join()
-        empty_context.run(elsewhere, "context", None)
+        empty_context.run(elsewhere, None)
         output = run(Dispatched(hidden), 2)
-    assert seen["thread", "before"] is None
-    assert shares_storage(seen["thread"], other)
-    assert seen["context", "before"] is None
-    assert not shares_storage(seen["context"], mine)
+    assert seen[0] is seen[2] is None
+    assert shares_storage(seen[1], other)
+    assert not shares_storage(seen[3], mine)
     assert shares_storage(output, mine)
     assert torch.equal(output, torch.full((2, 3), 2.0))
 
@@ -270,12 +254,7 @@ def test_the_layers_of_a_stage_are_its_own():
 
 @pytest.mark.parametrize(
     ("inplace", "runner", "least"),
-    [
-        (True, None, 0),
-        (True, "triton", offer.MIN_SCRATCH_BYTES),
-        (False, "triton", 0),
-        (True, "marlin", 0),
-    ],
+    [(True, None, 0), (True, "triton", offer.MIN_SCRATCH_BYTES), (False, "triton", 0), (True, "marlin", 0)],
 )
 def test_only_triton_in_place_has_no_use_for_a_small_input(inplace, runner, least):
     method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
@@ -393,9 +372,8 @@ def test_a_layer_offers_nothing_while_one_of_its_modules_has_a_forward_hook(regi
 
 
 def test_what_the_engine_offers_is_withheld_in_a_layer_that_is_not_known():
-    run = Run()
-    assert not run.offers(a_layer(None))
-    assert not run.offers(a_layer(None), residual=False)
+    assert not Run().offers(a_layer(None))
+    assert not Run().offers(a_layer(None), residual=False)
 
 
 def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_finds_it():
@@ -405,13 +383,6 @@ def test_of_a_sum_that_is_still_owed_the_tensor_is_offered_where_the_engine_find
     assert run.offers(a_layer(), hidden=hidden)
     assert not run.offers(a_layer(), hidden=hidden, residual=False)
     assert not run.offers(a_layer(), hidden=Handle(None))  # nobody has computed it yet
-
-
-def test_what_is_offered_carries_no_marks_and_ends_with_the_layer():
-    run, hidden = Run(), torch.empty(2, 3)
-    hidden._sglang_needs_allreduce_fusion = True
-    assert run.offers(a_layer(), hidden=hidden)
-    assert not hasattr(run.seen, "_sglang_needs_allreduce_fusion")
 
 
 def test_an_offer_that_is_withheld_can_be_traced():
@@ -476,10 +447,7 @@ def function(*lines, parameters="hidden_states, forward_batch, **kwargs"):
         (False, ("shortcut = hidden_states", PREPARE, "return self.mlp(hidden_states) + shortcut, residual")),
         (False, (PREPARE.replace("(hidden_states", "(hidden_states[1:]"), "return self.mlp(hidden_states), residual")),
         (False, (PREPARE.replace("hidden_states,", "normed,", 1), "return self.mlp(normed) + hidden_states, residual")),
-        (
-            False,
-            ("hidden_states_orig = hidden_states", PREPARE, OFFER.replace("),", ") + hidden_states_orig,")),
-        ),
+        (False, ("hidden_states_orig = hidden_states", PREPARE, OFFER.replace("),", ") + hidden_states_orig,"))),
         (False, ("hidden_states_orig = hidden_states", "self.last = hidden_states_orig", PREPARE, OFFER)),
         (
             False,
@@ -756,10 +724,7 @@ def toy_answer(layer, patched):
 )
 def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
     monkeypatch.setattr(engine, "own", getattr)
-    if reason:
-        with pytest.raises(engine.Unsupported, match=reason):
-            probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
-    else:
+    with pytest.raises(engine.Unsupported, match=reason) if reason else nullcontext():
         probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
     if not isinstance(layer._modules["self_attn"], torch.nn.ModuleList):
         assert (toy_answer(layer, patched=True) == toy_answer(layer, patched=False)) == (not reason)

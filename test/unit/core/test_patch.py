@@ -44,55 +44,47 @@ def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
         patch.selected(THREE, {patch.SELECT_VARIABLE: "one,tow"})
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
-def test_strict(value, expected):
-    assert patch.strict({STRICT.name: value}) is expected
+def without_a_hook_point():
+    raise AttributeError("no hook point")
 
 
-def test_strict_refuses_other_values():
-    with pytest.raises(ValueError, match="SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'yes'"):
-        patch.strict({STRICT.name: "yes"})
+@pytest.mark.parametrize(
+    ("probe", "plan"),
+    [
+        *((lambda plan=plan: plan, plan) for plan in (Plan.native("a"), Plan.not_needed("a"), Plan.unsupported("a"))),
+        (lambda: engine.get(Owner, "hook_point"), Plan.unsupported("Owner has no hook_point")),
+        (
+            without_a_hook_point,
+            Plan.unsupported("probing the engine failed: AttributeError: no hook point"),
+        ),
+    ],
+)
+def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_unsupported(probe, plan):
+    assert patch.apply([Change("a", "", probe)], {"a"}) == {"a": plan}
 
 
-@pytest.mark.parametrize("plan", [Plan.native("so"), Plan.not_needed("so"), Plan.unsupported("so")])
-def test_what_has_nothing_to_install_is_reported_as_it_is(plan):
-    assert patch.apply([change(plan=plan)], {"a"}) == {"a": plan}
-
-
-def test_what_is_not_as_expected_is_unsupported_with_its_own_words():
-    def probe():
-        engine.get(Owner, "no_seam")
-
-    plan = patch.apply([Change("a", "", probe)], {"a"})["a"]
-    assert plan == Plan.unsupported("Owner has no no_seam")
-
-
-def test_an_engine_that_cannot_be_probed_is_unsupported():
-    def probe():
-        raise AttributeError("no seam")
-
-    plan = patch.apply([Change("a", "", probe)], {"a"})["a"]
-    assert plan.status is Status.UNSUPPORTED
-    assert "AttributeError: no seam" in plan.reason
-
-
-def test_not_selected_not_needed_and_off_are_told_apart_before_anything_is_probed():
-    needless = Change("a", "", pytest.fail, skip_reason=lambda server_args: f"backend is {server_args.backend}")
-    assert patch.apply([needless], set())["a"].status is Status.NOT_SELECTED
-    plan = patch.apply([needless], {"a"}, SimpleNamespace(backend="triton"))["a"]
-    assert plan == Plan.not_needed("backend is triton")
-    unasked = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off("A_VARIABLE is unset"))
-    plan = patch.apply([unasked], {"a"}, SimpleNamespace())["a"]
-    assert plan == Plan(Status.OFF, "A_VARIABLE is unset")
-
-
-def test_a_server_whose_arguments_are_not_as_expected_starts_without_the_change():
-    """The engine may rename what ``unneeded`` asks its arguments for."""
-    asking = Change("a", "", pytest.fail, skip_reason=lambda server_args: server_args.moe_runner_backend)
-    plan = patch.apply([asking, change("b")], {"a", "b"}, SimpleNamespace(moe_backend="triton"))
-    assert plan["a"].status is Status.UNSUPPORTED
-    assert "no attribute 'moe_runner_backend'" in plan["a"].reason
-    assert plan["b"].status is Status.APPLIED
+@pytest.mark.parametrize(
+    ("selected", "skip_reason", "plan"),
+    [
+        ({"b"}, pytest.fail, Plan(Status.NOT_SELECTED)),
+        ({"a", "b"}, lambda server_args: f"backend is {server_args.backend}", Plan.not_needed("backend is triton")),
+        ({"a", "b"}, lambda server_args: Off("A_VARIABLE is unset"), Plan(Status.OFF, "A_VARIABLE is unset")),
+        (
+            {"a", "b"},
+            lambda server_args: server_args.renamed,
+            Plan.unsupported(
+                "this server's arguments could not be read: AttributeError: "
+                "'types.SimpleNamespace' object has no attribute 'renamed'"
+            ),
+        ),
+    ],
+    ids=["not selected", "not needed", "off", "arguments not as expected"],
+)
+def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected, skip_reason, plan):
+    skipped = Change("a", "", pytest.fail, skip_reason=skip_reason)
+    plans = patch.apply([skipped, change("b")], selected, SimpleNamespace(backend="triton"))
+    assert plans["a"] == plan
+    assert plans["b"].status is Status.APPLIED
 
 
 def test_what_fails_while_the_engine_starts_is_said_once_and_ends_a_strict_server_alone(monkeypatch, caplog):
@@ -182,20 +174,15 @@ def test_what_is_inherited_is_replaced_on_the_heir_alone():
     assert "value" not in vars(Heir)
 
 
-def test_what_is_added_goes_away_again():
+def test_undo_restores_in_reverse_and_takes_away_what_was_added():
     patcher = Patcher()
+    patcher.wrap(Owner, "value", lambda original: original + "+")
+    patcher.wrap(Owner, "value", lambda original: original + "+")
     patcher.add(Owner, "added", 1)
-    patcher.undo()
-    assert not hasattr(Owner, "added")
-
-
-def test_undo_restores_what_was_there_in_reverse():
-    patcher = Patcher()
-    patcher.wrap(Owner, "value", lambda original: original + "+")
-    patcher.wrap(Owner, "value", lambda original: original + "+")
-    assert Owner.value == "stock++"
+    assert (Owner.value, vars(Owner)["added"]) == ("stock++", 1)
     patcher.undo()
     assert Owner.value == "stock"
+    assert not hasattr(Owner, "added")
 
 
 @pytest.mark.parametrize(

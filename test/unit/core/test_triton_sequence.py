@@ -1,4 +1,4 @@
-"""The one wrapper around the engine's sequence of Triton kernels: which way a call goes, and what is left when a
+"""The one wrapper around the engine's sequence of Triton kernels: which function gets a call, and what is left when a
 change is taken back."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def module(monkeypatch):
 
 
 def a_route(name, takes=lambda how: True):
-    def way(*args, **kwargs):
+    def replacement(*args, **kwargs):
         return name, *sequence_of_the_engine(*args, **kwargs)[1:]
 
-    return lambda hidden_states, topk_ids, how: way if takes(how) else None
+    return lambda hidden_states, topk_ids, how: replacement if takes(how) else None
 
 
 IN_PLACE = a_route("in place", lambda how: how["inplace"])
@@ -39,10 +39,10 @@ FIRST = {IN_PLACE: True, HOOKED: False}
 """As two changes add them: which one is asked first."""
 
 
-def went(module, **how):
-    way, *given = getattr(module, triton_sequence.NAME)(*CALL, 7, **how)
-    assert given == [*CALL, 7, how["inplace"], how.get("hooks")]
-    return way
+def answerer(module, **how):
+    name, *operands = getattr(module, triton_sequence.NAME)(*CALL, 7, **how)
+    assert operands == [*CALL, 7, how["inplace"], how.get("hooks")]
+    return name
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([IN_PLACE, HOOKED])), ids=["as given", "reversed"])
@@ -52,13 +52,13 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
         patchers.append(Patcher())
         triton_sequence.add_route(patchers[-1], route, first=FIRST[route])
     assert getattr(module, triton_sequence.NAME).__wrapped__ is sequence_of_the_engine
-    assert went(module, inplace=False) == "the engine's"
-    assert went(module, inplace=True) == "in place"
-    assert went(module, inplace=True, hooks="hooks") == "in place"
-    assert went(module, inplace=False, hooks="hooks") == "hooked"
+    assert answerer(module, inplace=False) == "the engine's"
+    assert answerer(module, inplace=True) == "in place"
+    assert answerer(module, inplace=True, hooks="hooks") == "in place"
+    assert answerer(module, inplace=False, hooks="hooks") == "hooked"
     patchers[1].undo()
-    assert went(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
-    assert went(module, inplace=order[0] is HOOKED) == "the engine's"
+    assert answerer(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
+    assert answerer(module, inplace=order[0] is HOOKED) == "the engine's"
     patchers[0].undo()
     assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
 
@@ -71,7 +71,7 @@ def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
         patcher.undo()
     assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
     triton_sequence.add_route(Patcher(), HOOKED)
-    assert went(module, inplace=True) == "the engine's"
+    assert answerer(module, inplace=True) == "the engine's"
 
 
 @pytest.mark.parametrize("by_place", range(6))

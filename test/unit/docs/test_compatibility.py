@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import compatibility
 import family_scan
@@ -50,18 +49,6 @@ def test_every_release_was_asked_about_every_change_but_those_of_the_next_versio
 )
 def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: bool):
     assert compatibility.passed(compatibility.outcome(summary)) == passed
-
-
-def test_both_runs_of_a_release_are_recorded(tmp_path: Path):
-    for release in releases.EVERY_TIME:
-        (tmp_path / f"test-{release}.log").write_text(
-            "== 1 in the log ==\n"
-            "====== 5 passed, 1 skipped, 30 deselected, 2 warnings in 3.21s ======\n"
-            "====== 2 failed, 7 passed in 83.21s (0:01:23) ======\n"
-        )
-    recorded = compatibility.record(tmp_path)
-    assert list(recorded) == sorted(releases.EVERY_TIME, key=releases.ALL.index)
-    assert {run["outcome"] for run in recorded.values()} == {"12 passed · 1 skipped · 2 failed"}
 
 
 @pytest.mark.every_release

@@ -111,17 +111,6 @@ def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
     assert found == {"a": ""}
 
 
-def test_experts_are_found_around_a_circle_of_classes_whichever_is_asked_first(tmp_path: Path):
-    circle = "class A:\n  x = B, C\nclass B:\n  x = A\nclass C:\n  def __init__(self):\n    self.experts = FusedMoE()\n"
-    (tmp_path / "a.py").write_text(circle + "class D:\n  x = E\nclass E:\n  x = D\n")
-    for first in "ABCDE":
-        engine = family_scan._Engine(tmp_path)
-        module = engine.module("a")
-        assert module is not None
-        found = {name: engine.is_moe(module.classes[name]) for name in (first, *"ABCDE")}
-        assert found == {"A": True, "B": True, "C": True, "D": False, "E": False}
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -139,26 +128,6 @@ def test_experts_are_found_around_a_circle_of_classes_whichever_is_asked_first(t
 def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
     uses = LAYER.format(name="A").replace("        self.layers", "        self.other = Other()\n        self.layers")
     assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}
-
-
-def test_a_layer_inside_another_is_not_what_the_stack_runs(scan):
-    outer = """
-class Outer:
-    def __init__(self, inner: ALayer):
-        self.inner = inner
-
-    def forward(self, hidden_states, forward_batch):
-        return self.inner(None, hidden_states, forward_batch, None)
-
-
-class AModel"""
-    source = LAYER.format(name="A").replace("\nclass AModel", outer).replace("make_layers(layer)", "[Outer(layer)]")
-    assert scan(a=source) == {"a": "Outer may still use its input"}
-
-
-def test_what_must_be_refused_although_the_proofs_hold_is_in_a_list(scan, monkeypatch):
-    monkeypatch.setitem(family_scan.REFUSED, "ALayer", "its experts read it")
-    assert scan(a=LAYER.format(name="A")) == {"a": "its experts read it"}
 
 
 def test_families_whose_experts_are_told_to_leave_their_input_alone_are_found_by_the_block(scan, tmp_path: Path):

@@ -17,6 +17,7 @@ import pytest
 
 ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
+MEMBER = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 ROOTS = (pages.ROOT / "python", pages.ROOT / "benchmark", pages.ROOT / "test")
 TRACKED = subprocess.run(
     ["git", "-C", pages.ROOT, "ls-files"], capture_output=True, text=True, check=True
@@ -107,26 +108,23 @@ def unknown_paths(path: Path) -> list[str]:
     return [name for name in ours if name not in ENGINES and not any(f"/{name}/" in f"/{file}/" for file in TRACKED)]
 
 
-@pytest.mark.parametrize(("suffixes", "unknown"), [((".py",), unknown_names), ((".md", ".py"), unknown_paths)])
-def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
-    found = {name: unknown(pages.ROOT / name) for name in TRACKED if name.endswith(suffixes)}
-    assert {name: references for name, references in found.items() if references} == {}
+def unknown_members(path: Path) -> list[str]:
+    """What a page names as ``file.py:NAME`` and no file of ours of that path has."""
+    return [
+        f"{file}:{name}"
+        for file, name in MEMBER.findall(path.read_text())
+        if not any(
+            has(tree(pages.ROOT / ours).body, name.split(".")) for ours in TRACKED if f"/{ours}".endswith(f"/{file}")
+        )
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("sglang_moe_patches.core.patch", True),
-        ("sglang_moe_patches.core.patch.Plan.not_needed", True),
-        ("sglang_moe_patches.core.patch.Plan.install", True),
-        ("sglang_moe_patches.core.patch.Plan.missing", False),
-        ("sglang_moe_patches.core.patches", False),
-        ("importlib.util", True),
-        ("importlib.missing", False),
-    ],
+    ("suffixes", "unknown"), [((".py",), unknown_names), ((".md", ".py"), unknown_paths), ((".md",), unknown_members)]
 )
-def test_a_name_that_leads_nowhere_is_found(name: str, known: bool):
-    assert exists(name) is known
+def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
+    found = {name: unknown(pages.ROOT / name) for name in TRACKED if name.endswith(suffixes)}
+    assert {name: references for name, references in found.items() if references} == {}
 
 
 def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -135,3 +133,5 @@ def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: py
     module.write_text(f"{' '.join(quoted)!r}\nhere = 1\n")
     monkeypatch.setattr(sys.modules[__name__], "ROOTS", (tmp_path, *ROOTS))
     assert (unknown_names(module), unknown_paths(module)) == (["gone"], ["core/gone.py"])
+    module.write_text("`core/patch.py:Plan`, `core/patch.py:GONE` and `core/gone.py:Plan`")
+    assert unknown_members(module) == ["core/patch.py:GONE", "core/gone.py:Plan"]

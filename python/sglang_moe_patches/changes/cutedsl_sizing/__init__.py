@@ -6,12 +6,21 @@ Why
     ``ValueError: num_tokens (4073) exceeds max_num_tokens (2048)``. Sized for the worst forward, and paid once per
     layer, they cost 17.3 GB in Kimi-K2.5 at TP=4.
 
+Hook points
+    ``ensure_cutedsl_wrapper`` of the engine's CuteDSL runner, ``ModelOptNvFp4FusedMoEMethod.apply``,
+    ``ModelRunner.init_memory_pool`` (:mod:`.wrapper`); ``ServerArgs``, in every process (:mod:`.launcher`).
+
+Skipped
+    with another ``--moe-runner-backend``, and where FlashInfer's wrapper keeps no buffers.
+
 How
     The number of tokens is the largest that the engine's scheduler can bring (:func:`.tokens.max_forward_tokens`).
     Layers of the same configuration share one wrapper: it holds no weights, and layers run one after another. Its
     output does not go into its own buffer, which the next layer would overwrite, but into the buffer that output-buffer
-    offers, or a fresh tensor. A forward that is larger all the same runs in slices. The engine's
-    ``ensure_cutedsl_wrapper`` does the work: for its duration, the class it constructs is replaced.
+    offers, or a fresh tensor. A forward that is larger all the same runs in slices.
+
+Costs
+    In each layer one more Python call. A forward in slices reads the weights once for each.
 
 Upstream
     The sizing: sgl-project/sglang#26696, in releases from 0.5.13, which is not the worst case and paid in every layer.
@@ -38,12 +47,8 @@ def _plan() -> Plan:
     return wrapper.plan()
 
 
-def _shared(made: Any, *args: Any, **kwargs: Any) -> int:
-    return int(type(made).__name__ == "SharedMoE")
-
-
-def _ranges(made: Any, *args: Any) -> int:
-    return len(made)
+def _is_shared(wrapper: Any, *args: Any, **kwargs: Any) -> int:
+    return int(type(wrapper).__name__ == "SharedMoE")
 
 
 CHANGE = Change(
@@ -53,8 +58,15 @@ CHANGE = Change(
     skip_reason=runners.skip_reason_without(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
-        Count("shares", "gave a layer buffers that others have", f"{__name__}.wrapper", "_construct", _shared),
-        Count("slices", "ran in token slices", f"{__name__}.wrapper", "slices", _ranges, unit="slices"),
+        Count("shares", "gave a layer buffers that others have", f"{__name__}.wrapper", "_construct", _is_shared),
+        Count(
+            "slices",
+            "ran in token slices",
+            f"{__name__}.wrapper",
+            "split_tokens",
+            lambda slices, *args: len(slices),
+            unit="slices",
+        ),
     ),
     launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
 )

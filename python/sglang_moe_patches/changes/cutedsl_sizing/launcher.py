@@ -1,4 +1,4 @@
-"""What the server's arguments, and later the scheduler's pools, say; extended and checked in the launcher, too."""
+"""A forward's limits by the server's arguments and pools; what is added to ``ServerArgs`` in every process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ METHOD = "cutedsl_moe_max_num_tokens"
 _DEFAULT_BUDGET = 1024
 
 
-def _tokens(text: str) -> int:
-    # As the engine reads it: what is no number counts as unset.
+def _parse_budget(text: str) -> int:
+    """As the engine reads it: what is no number counts as unset."""
     try:
         return int(text)
     except ValueError:
@@ -33,13 +33,13 @@ def _tokens(text: str) -> int:
 BUDGET = Variable(
     "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
     "tokens per rank that FlashInfer's all-to-all dispatcher takes",
-    _tokens,
+    _parse_budget,
     default=str(_DEFAULT_BUDGET),
 )
 
 
 def budget_error(required: int, budget: int, ep_size: int) -> str | None:
-    """Why the all-to-all dispatcher cannot take the largest forward, with the line that mends it; else ``None``.
+    """Why the all-to-all dispatcher cannot take the largest forward, with the line that mends it.
 
     :param required: tokens of the largest forward of one rank.
     :param budget: ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK``.
@@ -63,7 +63,7 @@ class Pools:
     request_tokens: int = 0
 
 
-def limits_of(server_args: Any, pools: Pools) -> ForwardLimits:
+def forward_limits(server_args: Any, pools: Pools) -> ForwardLimits:
     """The limits of one data-parallel rank of a server with these (resolved) arguments and pools."""
     speculative = bool(server_args.speculative_algorithm)
     chunk = server_args.chunked_prefill_size
@@ -79,7 +79,7 @@ def limits_of(server_args: Any, pools: Pools) -> ForwardLimits:
         request_tokens=0 if chunked else pools.request_tokens or server_args.get_model_config().context_len,
         unchecked_requests=bool(server_args.disable_radix_cache),
         requests=pools.requests or (server_args.max_running_requests or 0) // ranks,
-        other_tokens_per_request=_other_tokens_per_request(server_args) if speculative else 1,
+        other_tokens_per_request=_draft_tokens_per_request(server_args) if speculative else 1,
         cache_tokens=pools.cache_tokens,
         probes_chunk=bool(getattr(server_args, "enable_dynamic_chunking", False)) and server_args.pp_size > 1,
         padding=_padding(server_args),
@@ -105,7 +105,8 @@ def _adaptive_steps(initial: int, path: str | None) -> int:
     return adaptive.AdaptiveSpeculativeParams(initial, adaptive.load_adaptive_config(path)).max_steps
 
 
-def _other_tokens_per_request(server_args: Any) -> int:
+def _draft_tokens_per_request(server_args: Any) -> int:
+    """The most tokens of one request in a forward of the draft model."""
     steps = server_args.speculative_num_steps or 0
     if server_args.speculative_adaptive:
         steps = max(steps, _adaptive_steps(steps, server_args.speculative_adaptive_config))
@@ -127,7 +128,7 @@ def _cutedsl_moe_max_num_tokens(self: Any) -> int:
     Where the engine has yet to choose (``max_running_requests`` unset), the terms that depend on it are left out; the
     buffers are sized when it has.
     """
-    return max_forward_tokens(limits_of(self, Pools()))
+    return max_forward_tokens(forward_limits(self, Pools()))
 
 
 def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> None:
@@ -156,22 +157,24 @@ def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
 
     Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
     """
-    if hasattr(server_args_class, METHOD) or sized_by_the_engine(server_args_class):
+    if hasattr(server_args_class, METHOD) or sized_by_engine(server_args_class):
         return
     patcher.add(server_args_class, METHOD, _cutedsl_moe_max_num_tokens)
 
-    def make_check(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            check_budget(self)
-
-        return check_server_args
-
-    patcher.wrap(server_args_class, "check_server_args", make_check)
+    patcher.wrap(server_args_class, "check_server_args", _wrap_check_server_args)
 
 
-def sized_by_the_engine(server_args_class: Any) -> bool:
+def _wrap_check_server_args(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        check_budget(self)
+
+    return check_server_args
+
+
+def sized_by_engine(server_args_class: Any) -> bool:
+    """Whether the engine has a number of tokens of its own."""
     # Later releases moved the method into a module of their own, which earlier ones do not have.
     own = vars(server_args_class).get(METHOD)
     return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")

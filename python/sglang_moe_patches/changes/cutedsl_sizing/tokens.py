@@ -7,33 +7,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """What bounds the tokens of one forward on one data-parallel rank."""
+    """What bounds the tokens of one forward on one data-parallel rank.
+
+    :param max_prefill_tokens: ``--max-prefill-tokens``: a prefill batch takes no further request beyond it.
+    :param graph_requests: ``--cuda-graph-max-bs``.
+    :param piecewise_tokens: ``piecewise_cuda_graph_max_tokens``; 0: none are captured.
+    :param draft_tokens: ``speculative_num_draft_tokens``, the tokens of one request that a verification brings; 1:
+        no speculation.
+    :param chunk_tokens: ``--chunked-prefill-size``; ``None``: chunked prefill is off, 0: the engine has yet to choose.
+    :param request_tokens: the longest request, prompt and output (a retracted one is prefilled again with both); 0:
+        unknown.
+    :param unchecked_requests: the radix cache is disabled, so that requests with ``ignore_eos`` are admitted whatever
+        is left of ``max_prefill_tokens``.
+    :param requests: that can run at once on this rank; 0: unknown.
+    :param other_tokens_per_request: the most tokens of one request in a draft or draft-extend forward.
+    :param cache_tokens: of the KV cache, which every prefilled token occupies; 0: unknown.
+    :param probes_chunk: dynamic chunking over pipeline stages: at start-up the engine tries forwards of up to 1.25
+        chunks.
+    :param padding: a forward is padded to a multiple of this many tokens (tensor-parallel ranks within a data-parallel
+        one).
+    """
 
     max_prefill_tokens: int
-    """``--max-prefill-tokens``: a prefill batch takes no further request beyond it; the first one always fits."""
     graph_requests: int = 0
-    """``--cuda-graph-max-bs``."""
     piecewise_tokens: int = 0
-    """``piecewise_cuda_graph_max_tokens``; 0 where piecewise CUDA graphs are disabled."""
     draft_tokens: int = 1
-    """``speculative_num_draft_tokens``, the tokens of one request that a verification brings; 1 without speculation."""
     chunk_tokens: int | None = 0
-    """``--chunked-prefill-size``; ``None`` where chunked prefill is off, 0 where the engine has yet to choose it."""
     request_tokens: int = 0
-    """The longest request, prompt and output (a retracted request is prefilled again with both); 0 if not known."""
     unchecked_requests: bool = False
-    """Requests with ``ignore_eos`` are admitted whatever is left of ``max_prefill_tokens``: the engine does so where
-    the radix cache is disabled."""
     requests: int = 0
-    """Requests that can run at once on this rank; 0 if not known."""
     other_tokens_per_request: int = 1
-    """The most tokens of one request in a draft or draft-extend forward."""
     cache_tokens: int = 0
-    """Tokens of the KV cache, which every prefilled token occupies; 0 if not known."""
     probes_chunk: bool = False
-    """Dynamic chunking over pipeline stages: at start-up the engine tries forwards of up to 1.25 chunks."""
     padding: int = 1
-    """A forward is padded to a multiple of this many tokens (tensor-parallel ranks within a data-parallel one)."""
 
 
 def max_forward_tokens(limits: ForwardLimits) -> int:
@@ -63,7 +69,8 @@ def max_forward_tokens(limits: ForwardLimits) -> int:
         prefill = min(prefill, limits.cache_tokens)
     running = max(limits.requests, limits.graph_requests)
     decode = running * max(limits.draft_tokens, limits.other_tokens_per_request)
-    return _round_up(max(upstream, prefill, decode), limits.padding)
+    tokens = max(upstream, prefill, decode)
+    return tokens + -tokens % limits.padding
 
 
 def other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool) -> int:
@@ -86,20 +93,6 @@ def wrapper_tokens(rank_tokens: int, gathered_ranks: int, dispatcher_tokens: int
     return rank_tokens * gathered_ranks if dispatcher_tokens is None else dispatcher_tokens * ep_size
 
 
-def may_share(*, two_batch_overlap: bool, prefill_decode_multiplexing: bool) -> bool:
-    """Whether layers may share one wrapper: they must run one after another on the device.
-
-    The dual-stream path qualifies (each layer's streams join before the next layer starts), a draft model too (it runs
-    on the target's stream). Two-batch overlap interleaves two batches, and multiplexing runs prefill and decode on
-    streams of their own.
-    """
-    return not (two_batch_overlap or prefill_decode_multiplexing)
-
-
-def slices(tokens: int, size: int) -> list[slice]:
+def split_tokens(tokens: int, size: int) -> list[slice]:
     """The fewest slices of at most ``size`` rows that cover ``tokens`` rows; one empty slice for no rows."""
     return [slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size)]
-
-
-def _round_up(tokens: int, multiple: int) -> int:
-    return tokens + -tokens % multiple

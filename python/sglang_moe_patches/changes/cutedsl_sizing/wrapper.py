@@ -1,4 +1,4 @@
-"""One CuteDSL wrapper for all layers of a configuration: how it is made, and what stands in for it."""
+"""One CuteDSL wrapper for all layers of a configuration: what stands in for it, and how it is built."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     Pools,
     extend_server_args,
-    limits_of,
-    sized_by_the_engine,
+    forward_limits,
+    sized_by_engine,
 )
-from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, may_share, slices, wrapper_tokens
+from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.patch import Patcher, Plan
@@ -58,12 +58,12 @@ class SharedMoE:
         wrapper = self._wrapper
         ids = arguments["token_selected_experts"]
         tokens = ids.shape[0]
-        output = _output((tokens, wrapper.hidden_size), wrapper.output_dtype, ids.device)
+        output = _allocate_output((tokens, wrapper.hidden_size), wrapper.output_dtype, ids.device)
         if tokens <= wrapper.max_num_tokens:
             return self._run_into(output, arguments)
-        self._tell(tokens)
+        self._report_larger_forward(tokens)
         by_token = {name: arguments[name] for name in _TOKEN_ARGUMENTS if arguments.get(name) is not None}
-        for rows in slices(tokens, wrapper.max_num_tokens):
+        for rows in split_tokens(tokens, wrapper.max_num_tokens):
             self._run_into(output[rows], {**arguments, **{name: value[rows] for name, value in by_token.items()}})
         return output
 
@@ -76,27 +76,20 @@ class SharedMoE:
             self._wrapper._moe_output = None
         return output
 
-    def _tell(self, tokens: int) -> None:
+    def _report_larger_forward(self, tokens: int) -> None:
         size = self._wrapper.max_num_tokens
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
         if self._is_capturing():
-            raise ValueError(
-                log.of(
-                    "cutedsl-sizing",
-                    f"a CUDA graph of {tokens} tokens does not fit buffers for {size}; raise {flag} or lower "
-                    "--cuda-graph-max-bs",
-                )
-            )
+            message = f"a CUDA graph of {tokens} tokens does not fit buffers for {size}"
+            raise ValueError(log.of("cutedsl-sizing", f"{message}; raise {flag} or lower --cuda-graph-max-bs"))
         if not self._warned:
             self._warned = True
-            message = (
-                f"a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower but with "
-                f"the same result. Start with {flag} to avoid that."
-            )
+            message = f"a forward brought {tokens} tokens, and the buffers hold {size}: it runs in slices, slower but "
+            message += f"with the same result. Start with {flag} to avoid that."
             log.logger.warning(log.of("cutedsl-sizing", message))
 
 
-def _output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate_output(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     import torch
 
     buffer = None if torch.compiler.is_compiling() else channel.take(shape, dtype, device)
@@ -107,7 +100,7 @@ _largest_pools = Pools()
 _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 
 
-def _make_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool]) -> Any:
+def _wrap_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool]) -> Any:
     @functools.wraps(original)
     def ensure_cutedsl_wrapper(layer: Any) -> None:
         if getattr(layer, "_cutedsl_wrapper", None) is not None:
@@ -123,6 +116,10 @@ def _make_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing:
 
 
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
+    """In the place of ``CuteDslMoEWrapper(**arguments)``: the wrapper that layers of these arguments share.
+
+    :param real: FlashInfer's class.
+    """
     from sglang.srt.server_args import get_global_server_args
 
     server_args = get_global_server_args()
@@ -130,13 +127,16 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     # Without data-parallel attention, data-parallel replicas never see each other's tokens.
     ranks = server_args.dp_size if server_args.enable_dp_attention else 1
     arguments["max_num_tokens"] = wrapper_tokens(
-        max_forward_tokens(limits_of(server_args, _largest_pools)),
+        max_forward_tokens(forward_limits(server_args, _largest_pools)),
         ranks,
         getattr(dispatcher, "max_num_tokens", None),
         getattr(dispatcher, "ep_size", 1),
     )
     key = tuple(sorted(arguments.items()))
-    shares = _shares(server_args)
+    # Layers share a wrapper if they run one after another on the device: with two streams, whose work is joined before
+    # the next layer, and with a draft model, which runs on the target's stream. Two-batch overlap interleaves two
+    # batches, multiplexing runs prefill and decode on streams of their own.
+    shares = not (server_args.enable_two_batch_overlap or getattr(server_args, "enable_pdmux", False))
     if shares and key in _shared:
         return _shared[key]
     wrapper = real(**arguments)
@@ -150,14 +150,7 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     return shared
 
 
-def _shares(server_args: Any) -> bool:
-    return may_share(
-        two_batch_overlap=bool(server_args.enable_two_batch_overlap),
-        prefill_decode_multiplexing=bool(getattr(server_args, "enable_pdmux", False)),
-    )
-
-
-def _make_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -169,7 +162,7 @@ def _make_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]
     return init_memory_pool
 
 
-def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, layer: Any, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The shared experts still read the MoE input after the routed ones have written their output.
@@ -179,7 +172,7 @@ def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-# --- The plan --------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
 _ARGUMENTS = (
@@ -246,11 +239,11 @@ def plan() -> Plan:
         patcher.wrap(
             runner,
             "ensure_cutedsl_wrapper",
-            lambda original: _make_ensure(original, flashinfer, lambda: capture.get_is_capture_mode()),
+            lambda original: _wrap_ensure(original, flashinfer, lambda: capture.get_is_capture_mode()),
         )
-        patcher.wrap(method, "apply", _make_apply)
-        patcher.wrap(model_runner, "init_memory_pool", _make_init_memory_pool)
+        patcher.wrap(method, "apply", _wrap_apply)
+        patcher.wrap(model_runner, "init_memory_pool", _wrap_init_memory_pool)
 
-    if sized_by_the_engine(server_args):
+    if sized_by_engine(server_args):
         return Plan.hardened(install, "the engine's own number of tokens is not the worst case, and is paid per layer")
     return Plan.applied(install)

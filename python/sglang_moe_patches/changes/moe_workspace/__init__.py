@@ -5,26 +5,31 @@ Why
     Tensor parallelism does not shard that tensor and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384
     tokens, more than all other activations together.
 
+Hook points
+    ``_fused_moe_kernel_sequence`` (:mod:`.triton`, by way of the wrapper that changes share,
+    :mod:`sglang_moe_patches.core.triton_sequence`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model``
+    (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
+
+Skipped
+    without CUDA. Layer by layer: small tensors, LoRA hooks, a top-k of 1 or 2, a deferred sum, and GEMMs whose operands
+    have an unexpected shape or layout: ``column_skip_reason`` of each runner. Other runners are left alone.
+
+Costs
+    At most 2 % of the layer's time (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`); below the threshold one comparison.
+
 How: the files, in the order of a Triton forward
     1. This file: :func:`_plan` probes both runners; one that is unsupported leaves the other in place.
-    2. :mod:`sglang_moe_patches.core.triton_sequence`: the wrapper around the hook point, the engine's
-       ``_fused_moe_kernel_sequence``. It asks routes; ours is in :mod:`.triton`.
-    3. :mod:`.triton`: when it skips (small tensors, LoRA hooks, a top-k of 1 or 2, a deferred sum), and what the
-       engine's own sequence runs with: three replaced globals (``torch``, the GEMM, the sum).
-    4. :mod:`.deferred_tensor`: ``torch.empty`` gives a deferred tensor, the GEMM's call is captured in it, and the sum
+    2. :mod:`.triton`: the engine's own sequence runs with three replaced globals (``torch``, the GEMM, the sum).
+    3. :mod:`.deferred_tensor`: ``torch.empty`` gives a deferred tensor, the GEMM's call is captured in it, and the sum
        runs the engine's GEMM and our sum (:mod:`.kernels.moe_sum`) slice by slice, on views of weights, scales and
-       bias. Routing, tiles and their configuration are those of the whole: the same bits. Tensors of unexpected shape
-       stay whole.
-    5. :mod:`.column_slices`: how many slices, from sizes alone, and what they cost.
-    6. :mod:`.streams`: the staging buffer for models that read the layer's input on another stream.
+       bias. Routing, tiles and their configuration are those of the whole: the same bits.
+    4. :mod:`.column_slices`: how many slices, from sizes alone, and what they cost.
+    5. :mod:`.streams`: the staging buffer for models that read the layer's input on another stream.
 
     In place, the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) holds the activation's output if it is
     large enough. A tensor that the engine allocates and never writes (``no_combine``,
-    ``--enable-fused-moe-sum-all-reduce``) is not allocated.
-
-    :mod:`.marlin` (hook point: ``fused_marlin_moe``) copies each slice's packed weights first; its output, never its
-    input, goes into the dead input. :mod:`.token_slices` (hook point: ``FusedMoE.run_moe_core``) cuts any runner's
-    batch, on request (``SGLANG_MOE_PATCHES_MAX_MOE_TOKENS``).
+    ``--enable-fused-moe-sum-all-reduce``) is not allocated. :mod:`.marlin` copies each slice's packed weights first;
+    its output, never its input, goes into the dead input.
 
 Upstream
     None.

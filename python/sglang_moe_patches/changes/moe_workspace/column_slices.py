@@ -187,23 +187,24 @@ def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = Non
     :param max_bytes: take the fewest slices with which the runner holds at most this, or what it holds around the
         activation, instead.
     """
-    around = layer.itemsize * layer.rows * layer.first_gemm_columns
     inner_bytes = 0 if gemm.activation_in_dead_input else layer.itemsize * layer.rows * layer.intermediate
-    around += inner_bytes
-    beside = layer.rows * layer.intermediate if gemm.quantized else inner_bytes
+    activation_peak_bytes = layer.itemsize * layer.rows * layer.first_gemm_columns + inner_bytes
+    input_bytes = layer.rows * layer.intermediate if gemm.quantized else inner_bytes
     if max_bytes is not None:
-        limit = max(max_bytes, around)
+        limit = max(max_bytes, activation_peak_bytes)
         # A whole tensor's GEMM quantizes its input itself: both forms are alive.
-        if layer.tensor_bytes + beside + (inner_bytes if gemm.quantized else 0) <= limit:
+        if layer.tensor_bytes + input_bytes + (inner_bytes if gemm.quantized else 0) <= limit:
             return layer.hidden
-        beside += beside // 32 if gemm.quantized else 0  # scales: at most four bytes for each group of 128
-        beside += layer.output_bytes if gemm.uses_staging else 0
-        return _fewest_slices_width(
-            (limit - beside) // (layer.rows * layer.itemsize), layer.hidden, gemm.alignment_columns
-        )
+        resident_bytes = input_bytes + (layer.output_bytes if gemm.uses_staging else 0)
+        resident_bytes += input_bytes // 32 if gemm.quantized else 0  # scales: at most four bytes for each group of 128
+        max_columns = (limit - resident_bytes) // (layer.rows * layer.itemsize)
+        return _fewest_slices_width(max_columns, layer.hidden, gemm.alignment_columns)
     if layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
-    slices = min(-(-layer.tensor_bytes // (around - beside)), isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE))
+    slices = min(
+        -(-layer.tensor_bytes // (activation_peak_bytes - input_bytes)),
+        isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
+    )
     if gemm.tiles is not None:
         slices = min(slices, max_affordable_slices(layer, gemm))
     return _even_width(layer.hidden, slices, gemm.alignment_columns)
@@ -217,22 +218,22 @@ def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | Non
     output is as wide as the layer there is nothing to save.
     """
     inner_bytes = layer.rows * layer.intermediate * layer.itemsize
-    around = layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes
-    beside = inner_bytes + (0 if gemm.output_in_dead_input else layer.output_bytes)
+    activation_peak_bytes = layer.rows * layer.first_gemm_columns * layer.itemsize + inner_bytes
+    resident_bytes = inner_bytes + (0 if gemm.output_in_dead_input else layer.output_bytes)
     column_bytes = layer.rows * layer.itemsize + gemm.column_bytes
     if layer.hidden <= layer.first_gemm_columns:
         return layer.hidden
     if max_bytes is not None:
-        limit = max(max_bytes, around)
-        if beside + layer.tensor_bytes <= limit:
+        limit = max(max_bytes, activation_peak_bytes)
+        if resident_bytes + layer.tensor_bytes <= limit:
             return layer.hidden
-        return _fewest_slices_width((limit - beside) // column_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
+        return _fewest_slices_width((limit - resident_bytes) // column_bytes, layer.hidden, MARLIN_ALIGNMENT_COLUMNS)
     if layer.tensor_bytes < MIN_TENSOR_BYTES:
         return layer.hidden
     fraction = MAX_SLOWDOWN_FRACTION if gemm.max_slowdown_fraction is None else gemm.max_slowdown_fraction
     budget_us = fraction * layer.layer_us(MARLIN_OPERATIONS_PER_US) - gemm.slicing_us(layer, 1)
     slices = min(
-        -(-layer.hidden // max(1, (around - beside) // column_bytes)),
+        -(-layer.hidden // max(1, (activation_peak_bytes - resident_bytes) // column_bytes)),
         isqrt(layer.tensor_bytes // MIN_BYTES_SAVED_PER_SLICE),
         _slices_within(budget_us, MARLIN_SLICE_US, layer.rows),
     )

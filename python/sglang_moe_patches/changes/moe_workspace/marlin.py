@@ -313,7 +313,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
     max_bytes = column_slices.read_max_bytes()
     min_bytes, topk_index = column_slices.min_packed_tensor_bytes(max_bytes), _PARAMETERS.index("topk_ids")
 
-    def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         # Named parameters would be packed anew at every call.
         def fused_marlin_moe(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
@@ -338,7 +338,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
         fused_marlin_moe.__wrapped__ = original  # type: ignore[attr-defined]
         return fused_marlin_moe
 
-    patcher.wrap(module, NAME, make_wrapper)
+    patcher.wrap(module, NAME, wrap_operator)
 
 
 # --- Probing the engine ----------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
 
 
 def probe() -> Install:
-    """What asks each model that this process loads. Where that is not possible, any model may."""
+    """Probe where models are loaded; installed, each is asked. Where that is not possible, any may."""
     try:
         runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
         engine.own(runner, "load_model")
@@ -53,17 +53,20 @@ def probe() -> Install:
     except engine.Unsupported:
         return _assume_concurrent_reader
 
-    def make_load_model(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loaded = original(self, *args, **kwargs)
-            if may_read_concurrently(self.model.modules(), experts):
-                _assume_concurrent_reader(patcher)
-            return loaded
+    def install(patcher: Patcher) -> None:
+        def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+                loaded = original(self, *args, **kwargs)
+                if may_read_concurrently(self.model.modules(), experts):
+                    _assume_concurrent_reader(patcher)
+                return loaded
 
-        return load_model
+            return load_model
 
-    return lambda patcher: patcher.wrap(runner, "load_model", functools.partial(make_load_model, patcher=patcher))
+        patcher.wrap(runner, "load_model", wrap_load_model)
+
+    return install
 
 
 def _assume_concurrent_reader(patcher: Patcher) -> None:

@@ -140,7 +140,7 @@ def plan(max_tokens: int) -> Plan:
     in_symmetric_memory = engine.get(engine.module(_ALLOCATOR_MODULE), "is_symmetric_memory_enabled")
     is_compiling = torch.compiler.is_compiling
 
-    def make_run_moe_core(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_run_moe_core(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run_moe_core(self: Any, dispatch_output: Any) -> Any:
             hidden_states = getattr(dispatch_output, "hidden_states", None)
@@ -159,9 +159,9 @@ def plan(max_tokens: int) -> Plan:
     lora_layer = _get_lora_layer()
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(layer, "run_moe_core", make_run_moe_core)
+        patcher.wrap(layer, "run_moe_core", wrap_run_moe_core)
         if lora_layer is not None:
-            patcher.wrap(lora_layer, "__init__", _make_lora_init)
+            patcher.wrap(lora_layer, "__init__", _wrap_lora_init)
 
     return Plan.applied(install)
 
@@ -181,7 +181,7 @@ def _get_lora_layer() -> type | None:
     return lora_layer if isinstance(lora_layer, type) else None
 
 
-def _make_lora_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_lora_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -1,8 +1,8 @@
 """Column slices in the Triton runner: the engine's own sequence with a few globals replaced.
 
-:func:`plan` probes the engine and answers with :func:`install`, which wraps the sequence. A forward then takes this
-way: ``route`` compares the tensor's size; ``run_in_columns`` runs the engine's own code with three names of its globals
-replaced, ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``); the sum runs both, slice by
+:func:`plan` probes the engine and answers with :func:`install`, which adds a route to the sequence. In a forward
+``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of its globals
+replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs both, slice by
 slice (:mod:`.deferred_tensor`).
 """
 

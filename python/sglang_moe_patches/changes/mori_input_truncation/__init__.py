@@ -1,27 +1,26 @@
-"""mori-input-truncation: the MoE kernel behind MoRI sees the rows that can have arrived, and never loses one.
+"""mori-input-truncation: the MoE kernel behind MoRI gets the rows that can have arrived, and never loses one.
 
 Why
-    On AMD, MoRI's expert-parallel dispatch hands the MoE kernel its whole receive buffer, sized for the worst case
-    (``SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` times the ranks: 32,768 rows for eight ranks), and AITER chooses
-    its kernel by that row count instead of the few hundred rows that hold tokens. The engine's
-    ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS`` cuts the input first, but below the number of rows really received it drops
-    tokens, and MoRI's combine reads past the end of what is left: wrong answers without a word.
+    On AMD, MoRI's expert-parallel dispatch gives the MoE kernel its whole receive buffer, sized for the worst case
+    (``SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` times the ranks), and AITER chooses its kernel by that row count.
+    The engine's own limit, ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, drops tokens when it is below the rows received, and
+    MoRI's combine reads past the end of what is left: wrong answers without a word.
+
+Hook points
+    ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI, and in releases from 0.5.13 to 0.5.21 the AITER
+    runner's reading of the engine's limit (:mod:`.hooks`). The engine's own cut never runs: it reads 0.
+
+Skipped
+    without ``--moe-a2a-backend mori``; off while neither variable is set.
 
 How
-    The received count lives on the GPU, and reading it back would stall every layer. What the CPU knows is enough for
-    an upper bound: how many rows each data-parallel rank brings into this forward (``dp_attention``, where the engine
-    puts it once a forward) and how many this rank has just sent. ``MoriEPMoE.__init__`` is wrapped to take the limit
-    over and set the attribute by which the engine cuts to 0, so that its own cut never runs; ``run_moe_core`` is
-    wrapped to cut the dispatched tensors before it. Where the bound is provable the cut needs no check. Where it is
-    not, the user's limit is applied under an assertion on the device. Neither reads anything back.
+    Reading the received count back would stall every layer. The CPU knows an upper bound (:mod:`.bound`): the rows
+    that each data-parallel rank brings into this forward, and those that this rank has sent. A cut to that bound needs
+    no check. Where it cannot be proven, the user's limit is applied under an assertion on the device. While graphs are
+    captured, the bound is that of the padded batch, with which every rank replays.
 
-    From 0.5.13 on MoRI's layer is ``DeepEPMoE``, with EPv2 ``FusedMoE``, which the former goes through: of that one the
-    same two methods are wrapped. The engine's own cut sits elsewhere: up to 0.5.21 AITER's runner reads the limit from
-    the environment at every forward, and in that module it now reads 0; from 0.5.22 on the dispatcher chooses the rows
-    and AITER's runner cuts to the ``recv_cap`` of the dispatch output, in which ours is put.
-
-    During CUDA/HIP-graph capture the engine announces the padded batch instead of the counts. Every rank replays a
-    graph of that size, so the bound made from it is static and holds for each replay.
+Costs
+    In each layer one cached lookup by values that the CPU has. Nothing is read from the device.
 
 Upstream
     sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 have
@@ -33,6 +32,7 @@ Remove when
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
@@ -55,12 +55,8 @@ def _plan() -> Plan:
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
     """Of the receive buffer, or of what the engine would leave of it."""
-
-    def rows(output: Any) -> int:
-        whole = int(output.hidden_states.shape[0])
-        return min(whole, getattr(output, "recv_cap", 0) or whole)
-
-    return max(0, rows(dispatched) - rows(cut))
+    before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
+    return int(max(0, before - after))
 
 
 CHANGE = Change(

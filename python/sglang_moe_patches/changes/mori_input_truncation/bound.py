@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the ranks of one expert-parallel group share the attention; the same for every forward.
 
-    ``ranks`` is the expert-parallel size. ``attn_tp`` (attention tensor parallelism) times ``attn_cp`` (attention
-    context parallelism) ranks work on the tokens of one data-parallel rank. ``dp_rank`` is this rank's.
+    :param ranks: the expert-parallel size.
+    :param attn_tp: attention tensor parallelism. ``attn_tp * attn_cp`` ranks work on one data-parallel rank's tokens.
+    :param attn_cp: attention context parallelism.
+    :param dp_rank: this rank's data-parallel rank.
     """
 
     ranks: int
@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def dp_ranks(self) -> int:
-        """Data-parallel ranks; 0 where the sizes do not divide, so that nothing can be said.
+        """Data-parallel ranks; 0: the sizes do not divide, and no bound follows.
 
         Computed, not asked for: the engine reports a data-parallel size of 1 while some draft models run.
         """
@@ -39,21 +39,19 @@ def rows_per_dp_rank(
     *,
     two_batch_overlap: bool = False,
 ) -> tuple[int, ...] | None:
-    """The most rows that each data-parallel rank brings into this forward, or ``None`` where the CPU does not know.
+    """The most rows that each data-parallel rank brings into this forward; ``None``: the CPU does not know.
 
-    :param counts: ``dp_attention``'s ``global_num_tokens``: one padded count for each data-parallel rank, in both of
-        the engine's padding modes (``MAX_LEN``: all alike; ``SUM_LEN``: each its own, 0 for an idle rank). It holds
-        this rank's count alone where the engine gathers nothing between data-parallel ranks (``--moe-dense-tp-size 1``
-        with ``--enable-dp-lm-head``), which says nothing about the others.
+    :param counts: ``dp_attention``'s ``global_num_tokens``: a padded count for each data-parallel rank, in both of the
+        engine's padding modes (``MAX_LEN``: all alike; ``SUM_LEN``: each its own, 0 for an idle rank). This rank's
+        alone where the engine gathers nothing between them (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``).
     :param local_rows: ``dp_attention``'s local buffer length: this rank's padded rows.
     :param global_rows: ``dp_attention``'s global buffer length.
-    :param two_batch_overlap: a sub-batch may be running, for which the engine gives no counts; where each
-        data-parallel rank splits its own batch, what the others send is not known.
+    :param two_batch_overlap: a sub-batch may be running, for which the engine gives no counts, and each data-parallel
+        rank splits its own batch.
 
-    Without counts the engine is capturing or warming up a graph, or runs a sub-batch. A graph that all data-parallel
-    ranks replay together is the one for the largest count among them, announced as a global length of ``dp_ranks``
-    times the local one: no rank brings more. Where each rank picks a graph for its own batch, the global length is
-    another one, and the others may replay a larger graph.
+    Without counts the engine captures or warms up a graph, or runs a sub-batch. A graph that all data-parallel ranks
+    replay together is the one for the largest count among them, with a global length of ``dp_ranks`` times the local
+    one: no rank brings more. Another global length means that each rank picks a graph for its own batch.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -67,24 +65,20 @@ def rows_per_dp_rank(
 
 
 def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
-    """The most rows that this rank can receive in one MoRI dispatch, or ``None``: not provable.
+    """The most rows that this rank can receive in one MoRI dispatch; ``None``: not provable.
 
     :param sent: rows that this rank has sent (known from a shape).
     :param counts: the most rows of each data-parallel rank, from :func:`rows_per_dp_rank`; ``None``: unknown.
     :param buffer_rows: rows of the receive buffer; what it cannot hold cannot arrive.
 
-    MoRI sends a row to a destination rank once, however many of the row's experts live there, so from any source rank
-    arrive at most the rows which that rank sends, and in all at most the sum over the ranks of the group, this one
-    included. (The vendor's own worst-case buffer is that sum for full ranks.) Padding rows are counted: whether they
-    travel depends on how the router marks them.
+    MoRI sends a row to a destination rank once, however many of the row's experts live there. So at most as many rows
+    arrive as all ranks of the group send, this one included. (The vendor's own worst-case buffer is that sum for full
+    ranks.) Padding rows count: whether they travel depends on how the router marks them. What the ranks send:
 
-    What the ranks send, by the layout:
-
-    * *Attention TP.* In front of experts behind a dispatcher the engine scatters a data-parallel rank's ``n`` rows
-      over its attention-TP ranks (``ScatterMode.SCATTERED``), after padding ``n`` to a multiple of them: each sends
-      ``n / attn_tp``, together ``n``. This is not assumed but seen: this rank's ``sent * attn_tp == n``, and all ranks
-      run the same model. If it is not seen (a model that scatters nothing, or an idle rank, 0 of 0), each of them may
-      send all of ``n``: ``attn_tp`` times as many.
+    * *Attention TP.* In front of experts behind a dispatcher the engine pads a data-parallel rank's ``n`` rows to a
+      multiple of its attention-TP ranks and scatters them (``ScatterMode.SCATTERED``): together they send ``n``. That
+      holds where this rank is seen to have sent ``n / attn_tp``, as all ranks run the same model. Else (a model that
+      scatters nothing, or an idle rank, 0 of 0) each of them may send all of ``n``.
     * *Context parallelism* may split unevenly, or in prefill only: each rank may send all of ``n``.
     * *More sent than counted*: the counts are not this forward's, and nothing follows from them.
     * *One data-parallel rank* and no counts: every rank holds the same batch and sends all of it or its share of an
@@ -107,11 +101,11 @@ def max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, b
     return min(senders * sum(counts), buffer_rows)
 
 
-def rounded(rows: int) -> int:
-    """``rows`` rounded up, by less than 1/16, so that a few sizes serve all batches.
+def round_up_rows(rows: int) -> int:
+    """Add less than 1/16, so that a few sizes serve all batches: for the allocator, and for caches by shape.
 
-    The step is 1/32 of the next power of two. AITER looks its kernel up by the next power of two (up to 1,024 rows; its
-    ``get_padded_M``), which stays the same. The fewer sizes spare the allocator and per-shape caches.
+    The step is 1/32 of the next power of two, by which AITER looks its kernel up (up to 1,024 rows; its
+    ``get_padded_M``): that stays the same.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
@@ -129,9 +123,8 @@ class Cut(NamedTuple):
 def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: bool = False) -> Cut:
     """Where to cut the receive buffer.
 
-    :param bound: the most rows that can arrive, from :func:`max_received_rows`, or ``None``.
+    :param bound: the most rows that can arrive, from :func:`max_received_rows`.
     :param limit: the user's, in rows; 0: none.
-    :param buffer_rows: rows of the receive buffer.
     :param recv_bound: cut to the bound even without a limit.
     :returns: never more than ``buffer_rows``, and never less than a provable bound. A limit between the bound and the
         rounded bound is followed. At least one row: kernels are not launched on nothing.
@@ -142,17 +135,16 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
         rows = min(limit or buffer_rows, buffer_rows)
         return Cut(rows, rows < buffer_rows, False)
     bound = min(max(bound, 1), buffer_rows)
-    rows = min(rounded(bound), buffer_rows)
+    rows = min(round_up_rows(bound), buffer_rows)
     if limit:
         rows = max(bound, min(rows, limit))
     return Cut(rows, False, 0 < limit < bound)
 
 
-@functools.lru_cache(maxsize=1024)
-def cut_for(
+@functools.lru_cache(maxsize=1024)  # all layers of a forward, and most forwards, ask the same question
+def decide_cut(
     sent: int, counts: tuple[int, ...] | None, layout: Layout, buffer_rows: int, limit: int, recv_bound: bool
 ) -> tuple[int | None, Cut]:
     """The bound of :func:`max_received_rows`, and the cut of :func:`decide_rows` that follows from it."""
-    # Cached: all layers of a forward, and most forwards, ask the same question.
     bound = max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

@@ -1,4 +1,15 @@
-"""Where the engine cuts MoRI's receive buffer, and what is put there instead."""
+"""Where the engine cuts MoRI's receive buffer, and the wrappers that cut it instead.
+
+========================  ===================================================  ==================================
+releases                  where the engine cuts                                what the wrappers do about it
+========================  ===================================================  ==================================
+up to 0.5.12.post1        ``MoriEPMoE.run_moe_core``, by an attribute          the attribute is 0
+0.5.13 to 0.5.21          AITER's runner, by the environment at every forward  that module reads 0
+from 0.5.22 on            AITER's runner, by the dispatcher's ``recv_cap``     ``recv_cap`` is set
+========================  ===================================================  ==================================
+
+From 0.5.13 on MoRI's layer is ``DeepEPMoE``, which goes through ``FusedMoE``'s methods; EPv2's is ``FusedMoE``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +19,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches.changes.mori_input_truncation.bound import cut_for, rows_per_dp_rank
+from sglang_moe_patches.changes.mori_input_truncation.bound import Cut, decide_cut, rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher, Plan
@@ -19,12 +30,12 @@ _ENGINE_BOUND = "_mori_decode_recv_bound"
 _RECV_CAP = "recv_cap"
 _ENGINE_LIMIT = "mori_moe_max_input_tokens"
 _POLICY = "_moe_patches_mori_policy"
-_DISPATCHED = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
+_CUT_TENSORS = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
 
 # --- At every forward ------------------------------------------------------------------------------------------------
 
 
-def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
+def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     """``dispatched``, the engine's dispatch output, cut; the very same object if nothing is to be cut.
 
     Its tensors are cut, or, where it says itself to how many rows the engine shall cut (``recv_cap``), that is set.
@@ -32,69 +43,69 @@ def truncate(dispatched: Any, policy: Policy, announced: Any) -> Any:
     :param dispatched: a named tuple with ``hidden_states`` [buffer, ...], ``hidden_states_scale`` [buffer, ...] or
         ``None``, ``topk_ids`` and ``topk_weights`` [buffer, top-k], ``num_recv_tokens_per_expert`` (despite its name
         the number of rows received, int32 [1]) and ``origin_topk_ids`` [rows sent, top-k].
-    :param announced: the class in which ``dp_attention`` keeps what a forward announces.
+    :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward.
     :raises RuntimeError: a CPU tensor has more rows than an unprovable limit; on a GPU the process is ended.
     """
     buffer_rows = dispatched.hidden_states.shape[0]
     counts = None
     if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
         counts = rows_per_dp_rank(
-            known_to_the_cpu(getattr(announced, "_global_num_tokens", None)),
-            getattr(announced, "_local_dp_buffer_len", None),
-            getattr(announced, "_global_dp_buffer_len", None),
+            host_counts(getattr(dp_buffer, "_global_num_tokens", None)),
+            getattr(dp_buffer, "_local_dp_buffer_len", None),
+            getattr(dp_buffer, "_global_dp_buffer_len", None),
             policy.layout.dp_ranks,
             two_batch_overlap=policy.two_batch_overlap,
         )
-    bound, cut = cut_for(
-        dispatched.origin_topk_ids.shape[0], counts, policy.layout, buffer_rows, policy.limit, policy.recv_bound
-    )
-    if cut.raised:
-        _warn(
-            "raised",
-            "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
-            "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that.",
-            LIMIT.name,
-            policy.limit,
-            bound,
-            cut.rows,
-            BOUND.name,
-        )
-    if bound is None:
-        why = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
-        if cut.rows == buffer_rows:
-            _warn("uncut", "how many rows a rank can receive is not known (%s): such input is not cut", why)
-        elif not policy.assertions:
-            _warn(
-                "unguarded",
-                "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
-                "device-side assertions out, so that a lost token would go unnoticed",
-                LIMIT.name,
-                why,
-            )
-            return _cut_to(dispatched, buffer_rows)
-        else:
-            # Said beforehand: on ROCm a failed assertion aborts the process without its message.
-            _warn(
-                "asserted",
-                "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
-                "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens.",
-                why,
-                LIMIT.name,
-                policy.limit,
-            )
-    rows = max(cut.rows, _engines_cut(dispatched)) if policy.raise_only else cut.rows
-    if cut.assert_needed and rows < buffer_rows:
-        _assert_received(dispatched.num_recv_tokens_per_expert, rows)
+    sent = dispatched.origin_topk_ids.shape[0]
+    bound, cut = decide_cut(sent, counts, policy.layout, buffer_rows, policy.limit, policy.recv_bound)
+    if bound is None or cut.raised:
+        _warn(bound, cut, policy)
+    rows = cut.rows
+    if policy.raise_only:
+        rows = max(rows, getattr(dispatched, _RECV_CAP, 0) or buffer_rows)
+    if cut.assert_needed:
+        if not policy.assertions:
+            rows = buffer_rows
+        elif rows < buffer_rows:
+            _assert_received(dispatched.num_recv_tokens_per_expert, rows)
     return _cut_to(dispatched, rows)
 
 
-def _warn(key: str, message: str, *arguments: Any) -> None:
+def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
+    """Log once, for each kind, that the limit is raised, or that the rows that can arrive are not known."""
+    reason = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
+    arguments: tuple[Any, ...]
+    if bound is not None:
+        key, message = (
+            "raised",
+            (
+                "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
+                "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that."
+            ),
+        )
+        arguments = LIMIT.name, policy.limit, bound, cut.rows, BOUND.name
+    elif not cut.assert_needed:
+        key, message = "uncut", "how many rows a rank can receive is not known (%s): such input is not cut"
+        arguments = (reason,)
+    elif not policy.assertions:
+        key, message = (
+            "unguarded",
+            (
+                "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
+                "device-side assertions out, so that a lost token would go unnoticed"
+            ),
+        )
+        arguments = LIMIT.name, reason
+    else:  # beforehand: on ROCm a failed assertion aborts the process without its message
+        key, message = (
+            "asserted",
+            (
+                "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
+                "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens."
+            ),
+        )
+        arguments = reason, LIMIT.name, policy.limit
     log.once(logging.WARNING, f"mori {key}", log.of("mori-input-truncation", message), *arguments)
-
-
-def _engines_cut(dispatched: Any) -> int:
-    """The rows that the engine's dispatcher would cut to; all of them where it would not cut."""
-    return getattr(dispatched, _RECV_CAP, 0) or dispatched.hidden_states.shape[0]
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
@@ -104,11 +115,11 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
         return dispatched if getattr(dispatched, _RECV_CAP) == cap else dispatched._replace(**{_RECV_CAP: cap})
     if whole:
         return dispatched
-    tensors = {name: getattr(dispatched, name) for name in _DISPATCHED}
+    tensors = {name: getattr(dispatched, name) for name in _CUT_TENSORS}
     return dispatched._replace(**{name: t[:rows] for name, t in tensors.items() if t is not None})
 
 
-def known_to_the_cpu(counts: Any) -> Any:
+def host_counts(counts: Any) -> Any:
     """``counts``, or none of use where one lives on the device: reading it would stall every layer."""
     return counts if counts is None or all(isinstance(count, int) for count in counts) else ()
 
@@ -116,19 +127,14 @@ def known_to_the_cpu(counts: Any) -> Any:
 def _assert_received(received: Any, rows: int) -> None:
     import torch
 
-    torch._assert_async(
-        received <= rows,
-        log.of(
-            "mori-input-truncation",
-            f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it",
-        ),
-    )
+    message = f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
+    torch._assert_async(received <= rows, log.of("mori-input-truncation", message))
 
 
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
-def _make_init(
+def _wrap_init(
     original: Callable[..., None], read_policy: Callable[[Any], Policy | None] = read_policy
 ) -> Callable[..., None]:
     @functools.wraps(original)
@@ -143,19 +149,19 @@ def _make_init(
     return __init__
 
 
-def _make_run_moe_core(original: Callable[..., Any], announced: Any) -> Callable[..., Any]:
+def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_moe_core(self: Any, dispatch_output: Any) -> Any:
         policy = getattr(self, _POLICY, None)
         if policy is None:
             return original(self, dispatch_output)
-        return original(self, truncate(dispatch_output, policy, announced))
+        return original(self, truncate(dispatch_output, policy, dp_buffer))
 
     return run_moe_core
 
 
-def _make_reading_no_limit(original: Callable[..., int]) -> Callable[..., int]:
-    """``get_int_env_var`` as AITER's runner sees it, from which it takes the limit at every forward."""
+def _wrap_get_int_env_var(original: Callable[..., int]) -> Callable[..., int]:
+    """Read 0 for the engine's limit."""
 
     @functools.wraps(original)
     def get_int_env_var(name: str, *args: Any, **kwargs: Any) -> int:
@@ -164,7 +170,7 @@ def _make_reading_no_limit(original: Callable[..., int]) -> Callable[..., int]:
     return get_int_env_var
 
 
-# --- The plan --------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
 def layer_class() -> type:
@@ -173,18 +179,12 @@ def layer_class() -> type:
     :raises engine.Unsupported: there is none, or it is not the engine's own.
     """
     module = engine.module("sglang.srt.layers.moe.ep_moe.layer")
-    found: type = engine.own(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
-    return found
+    layer: type = engine.own(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
+    return layer
 
 
-def _reads_the_limit(runner: Any, function: Callable[..., Any]) -> bool:
-    """Whether AITER's runner itself takes the limit from the environment, by a name that can be replaced."""
-    reads = engine.calls(function, "get_int_env_var")
-    return hasattr(runner, "get_int_env_var") and any(LIMIT.name in ast.unparse(call) for call in reads)
-
-
-def _probe_the_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
-    """How the engine's own cut is taken over, beyond the two methods of the layer.
+def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
+    """What takes the engine's own cut over, beyond the two methods of the layer.
 
     :raises engine.Unsupported: where the engine cuts is not known.
     """
@@ -197,19 +197,20 @@ def _probe_the_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Install:
     if _RECV_CAP in dispatched._fields:
         engine.require_mentions(function, _RECV_CAP)
         return lambda patcher: None
-    engine.require(_reads_the_limit(runner, function), f"{_RUNNER_FUNCTION} does not read {LIMIT.name}")
+    reads = [ast.unparse(call) for call in engine.calls(function, "get_int_env_var")]
+    engine.require(any(LIMIT.name in call for call in reads), f"{_RUNNER_FUNCTION} does not read {LIMIT.name}")
     for name in ("get_int_env_var", *([_ENGINE_BOUND] if hasattr(runner, _ENGINE_BOUND) else [])):
         engine.own(runner, name)
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(runner, "get_int_env_var", _make_reading_no_limit)
+        patcher.wrap(runner, "get_int_env_var", _wrap_get_int_env_var)
         if hasattr(runner, _ENGINE_BOUND):
             patcher.wrap(runner, _ENGINE_BOUND, lambda original: functools.wraps(original)(lambda *rows: 0))
 
     return install
 
 
-def _require_a_layout(dp_attention: Any) -> None:
+def _require_layout(dp_attention: Any) -> None:
     """:raises engine.Unsupported: how the ranks share the attention cannot be asked for."""
     names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
     if all(hasattr(dp_attention, name) for name in names):
@@ -235,7 +236,7 @@ def plan() -> Plan:
     run_moe_core = engine.own(layer, "run_moe_core")
     engine.own(layer, "__init__")
     engine.require_parameters(run_moe_core, ["self", "dispatch_output"], exactly=True)
-    needed_fields = {*_DISPATCHED, "num_recv_tokens_per_expert", "origin_topk_ids"}
+    needed_fields = {*_CUT_TENSORS, "num_recv_tokens_per_expert", "origin_topk_ids"}
     for name in ("MoriEPNormalDispatchOutput", "MoriEPLLDispatchOutput"):
         engine.require(
             needed_fields <= set(getattr(engine.get(moriep, name), "_fields", ())),
@@ -246,18 +247,18 @@ def plan() -> Plan:
     engine.require(
         hasattr(environ.envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER"), "SGLANG_SCHEDULER_SKIP_ALL_GATHER is unknown"
     )
-    _require_a_layout(dp_attention)
-    announced = engine.own(dp_attention, "_DpGatheredBufferWrapper")
-    announces = engine.own(announced, "set_dp_buffer_len")
+    _require_layout(dp_attention)
+    dp_buffer = engine.own(dp_attention, "_DpGatheredBufferWrapper")
+    set_dp_buffer_len = engine.own(dp_buffer, "set_dp_buffer_len")
     engine.require_parameters(
-        announces, ["cls", "global_dp_buffer_len", "local_dp_buffer_len", "dp_max_padding", "global_num_tokens"]
+        set_dp_buffer_len, ["cls", "global_dp_buffer_len", "local_dp_buffer_len", "dp_max_padding", "global_num_tokens"]
     )
-    engine.require_mentions(announces, "_global_num_tokens", "_local_dp_buffer_len", "_global_dp_buffer_len")
-    take_the_cut_over = _probe_the_cut(layer, run_moe_core, moriep.MoriEPNormalDispatchOutput)
+    engine.require_mentions(set_dp_buffer_len, "_global_num_tokens", "_local_dp_buffer_len", "_global_dp_buffer_len")
+    take_over_engine_cut = _probe_engine_cut(layer, run_moe_core, moriep.MoriEPNormalDispatchOutput)
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(layer, "__init__", _make_init)
-        patcher.wrap(layer, "run_moe_core", lambda original: _make_run_moe_core(original, announced))
-        take_the_cut_over(patcher)
+        patcher.wrap(layer, "__init__", _wrap_init)
+        patcher.wrap(layer, "run_moe_core", lambda original: _wrap_run_moe_core(original, dp_buffer))
+        take_over_engine_cut(patcher)
 
     return Plan.hardened(install)

@@ -13,7 +13,7 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
 from sglang_moe_patches.core.variables import Variable
 
 
-def _rows(text: str) -> int:
+def _parse_rows(text: str) -> int:
     try:
         rows = int(text)
     except ValueError:
@@ -23,8 +23,8 @@ def _rows(text: str) -> int:
     return rows
 
 
-def _switch(text: str) -> bool:
-    # Every spelling that the engine takes for one or the other; what it takes for a mistake, and so for "off", is none.
+def _parse_switch(text: str) -> bool:
+    """Every spelling that the engine takes for on or off; what it takes for a mistake, and so for "off", is refused."""
     if text.lower() in ("1", "true", "yes", "y"):
         return True
     if text.lower() in ("0", "false", "no", "n"):
@@ -35,21 +35,27 @@ def _switch(text: str) -> bool:
 LIMIT = Variable(
     "SGLANG_MORI_MOE_MAX_INPUT_TOKENS",
     "rows to which MoRI's receive buffer is cut, raised to what can arrive; 0: no limit",
-    _rows,
+    _parse_rows,
     default="0",
 )
 BOUND = Variable(
-    "SGLANG_MORI_RECV_BOUND", "1: cut MoRI's receive buffer to what can arrive, without a limit", _switch, default="0"
+    "SGLANG_MORI_RECV_BOUND",
+    "1: cut MoRI's receive buffer to what can arrive, without a limit",
+    _parse_switch,
+    default="0",
 )
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is decided once, when a layer is built.
+    """What a layer's cuts depend on, beside the forward.
 
-    ``unreliable`` says why the counts that the engine announces of other ranks may be wrong on this server, or is
-    ``None``; ``stale`` is whether this rank's own may be, too. ``assertions`` is whether a failed assertion on the
-    device ends the process. ``raise_only`` is whether the engine's own cut is never made smaller, only larger.
+    :param limit: the user's, in rows; 0: none.
+    :param recv_bound: cut to the provable bound, limit or not.
+    :param unreliable: why the counts that the engine announces of other ranks may be wrong on this server.
+    :param stale: this rank's own count may be wrong, too.
+    :param assertions: a failed assertion on the device ends the process.
+    :param raise_only: the engine's own cut is never made smaller, only larger.
     """
 
     layout: Layout
@@ -81,18 +87,11 @@ def assertions_end_the_process(hip: str | None, macros: str) -> bool:
 def _assertions_work() -> bool:
     import torch
 
-    headers = Path(inspect.getfile(torch)).parent / "include"
-    texts = [
-        path.read_text(errors="replace")
-        for path in (
-            headers / "torch/headeronly/macros/Macros.h",
-            headers / "torch/headeronly/macros/cmake_macros.h",
-            headers / "c10/macros/Macros.h",
-            headers / "c10/macros/cmake_macros.h",
-        )
-        if path.is_file()
-    ]
-    return assertions_end_the_process(torch.version.hip, "\n".join(texts))
+    include = Path(inspect.getfile(torch)).parent / "include"
+    folders = (include / "torch/headeronly/macros", include / "c10/macros")
+    paths = [folder / name for folder in folders for name in ("Macros.h", "cmake_macros.h")]
+    macros = "\n".join(path.read_text(errors="replace") for path in paths if path.is_file())
+    return assertions_end_the_process(torch.version.hip, macros)
 
 
 def _read_layout(layer: Any) -> Layout:
@@ -107,18 +106,18 @@ def _read_layout(layer: Any) -> Layout:
 
         parallel = get_parallel()
         attn_tp, attn_cp, dp_rank = parallel.attn_tp_size, parallel.attn_cp_size, parallel.attn_dp_rank
-    return Layout(ranks=layer.moe_ep_size, attn_tp=attn_tp, attn_cp=attn_cp, dp_rank=dp_rank)
+    return Layout(layer.moe_ep_size, attn_tp, attn_cp, dp_rank)
 
 
-def _server_setting(bag: str, name: str) -> Any:
-    """A setting of this server; ``None`` where this release has none of that name.
+def _server_setting(context: str, name: str) -> Any:
+    """A setting of this server; ``None``: this release has none of that name.
 
-    :param bag: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    :param context: the function of ``runtime_context`` that has it, in releases that keep settings there.
     """
     try:
         from sglang.srt import runtime_context
 
-        settings = getattr(runtime_context, bag)()
+        settings = getattr(runtime_context, context)()
     except (ImportError, AttributeError):
         from sglang.srt.server_args import get_global_server_args
 
@@ -127,15 +126,14 @@ def _server_setting(bag: str, name: str) -> Any:
 
 
 def read_policy(layer: Any) -> Policy | None:
-    """The policy of a ``FusedMoE`` layer under construction; ``None`` if the all-to-all back end is not MoRI."""
+    """The policy of a ``FusedMoE`` layer under construction; ``None``: the all-to-all back end is not MoRI."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, is_tbo_enabled
 
     backend = get_moe_a2a_backend()
     if not backend.is_mori():
         return None
-    # How EPv2 lays out what it received is its own affair: the engine bounds it only where it knows that layout. What
-    # is left to mend there is a limit of the user's that is too small.
+    # The engine bounds EPv2's input only where it knows EPv2's layout. A limit that is too small is raised there, too.
     epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
     unreliable = None
     stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"

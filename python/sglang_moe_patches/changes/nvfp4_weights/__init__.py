@@ -3,33 +3,27 @@
 Why
     After loading, the engine permutes every expert's NVFP4 weights and block scales into the layout that the TRT-LLM
     MoE kernel reads, expert by expert, through lists and ``torch.stack``: thousands of allocations a layer, which
-    fragment the memory pool, and for a moment more than a second copy of the layer. And ``create_weights`` allocates
-    swizzled block scales for every layer that only other backends ever read (264 MB a layer for Kimi-K2.5 at TP=4).
+    fragment the memory pool, and for a moment more than a second copy of the layer. ``create_weights`` allocates
+    swizzled block scales that only other backends ever read (264 MB a layer for Kimi-K2.5 at TP=4). Marlin, which
+    serves these checkpoints on Hopper and Ampere from 0.5.13 on, never reads them either: there they stay for good.
 
-    On Hopper and Ampere, from 0.5.13 on, Marlin serves these checkpoints. It never reads the swizzled block scales
-    either, and there they stay for good (132 MB a layer, 7.9 GB a rank for Kimi-K2.5 at TP=8).
-
-How
-    * ``prepare_static_weights_for_trtllm_fp4_moe`` is replaced, in ``quantization.utils`` and where it was imported by
-      name, by :mod:`.shuffle`: same arguments, same results, but written into the tensors that came in.
-      ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into the parameter it was made from.
-      Nothing is needed to avoid that copy: ``Tensor.copy_`` returns at once when source and destination are the same
-      view of the same storage (PyTorch checks storage, offset, strides, sizes and dtype, not object identity), and
-      ``contiguous()`` returns its input. Where the engine pads the intermediate size first, the padded tensors are
+Hook points
+    * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and where it was imported by name.
+      :mod:`.shuffle` writes into the tensors that came in. ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies
+      each result into the parameter it was made from, which costs nothing: ``Tensor.copy_`` returns at once when source
+      and destination are the same view of the same storage (PyTorch checks storage, offset, strides, sizes and dtype),
+      and ``contiguous()`` returns its input. Where the engine pads the intermediate size first, the padded tensors are
       fresh ones, which are shuffled in place and rebound.
-    * While ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend, and only in that context,
-      ``swizzle_blockscale`` as that module sees it answers with a placeholder of one byte per expert. One byte and not
-      none: the engine's shared-memory weight offloader cannot map zero bytes. The placeholder keeps the number of
-      experts as its first dimension, which the offloader divides by the number of ranks. From 0.5.12 on the engine
-      aliases both attributes to the block scales after loading; in 0.5.11 they stay as they are, unread. Where the
-      engine allocates none for TRT-LLM itself (from 0.5.13 on), this part has nothing to do.
+    * ``swizzle_blockscale``, only while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend: a
+      placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on need none of it.
+    * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer, right after ``create_weights``:
+      such a placeholder replaces the layer's swizzled block scales.
 
-    * After ``create_moe_runner``, in which the engine decides for each layer, by its own look at the platform, whether
-      Marlin runs it, such a placeholder replaces the swizzled block scales of those that it runs. The engine calls it
-      right after ``create_weights``: one layer's are allocated at a time, and the next layer's take their place.
+Skipped
+    with runners other than TRT-LLM's and Marlin's, and where FlashInfer is not installed.
 
-    A reload writes raw weights into the same parameters and prepares them again, as with the engine's own function.
-    ``create_weights`` does not run again.
+Costs
+    Nothing in a forward. A reload writes raw weights into the same parameters and prepares them again.
 
 Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
@@ -80,102 +74,88 @@ _MARLIN = ("marlin", "lora_marlin")
 _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzled_scales", default=False)
 
 
-def _makes_no_placeholders_for_trtllm(create_weights: Any) -> bool:
-    """Whether the engine itself leaves the swizzled block scales out for TRT-LLM."""
-    return engine.mentions(create_weights, "enable_flashinfer_trtllm_moe")
-
-
-def trtllm_replaces_swizzled_scales(
-    enable_flashinfer_trtllm_moe: bool, reorder_rows_for_gated_act_gemm: Any, shuffle_matrix_sf_a: Any
-) -> bool:
-    """Whether the engine will prepare the layer for TRT-LLM, which reads no swizzled block scales of its own.
-
-    The condition of ``process_weights_after_loading``: on anything else that method swizzles the block scales itself
-    and compares shapes with the placeholder, which then has to be the engine's.
-    """
-    return (
-        bool(enable_flashinfer_trtllm_moe)
-        and reorder_rows_for_gated_act_gemm is not None
-        and shuffle_matrix_sf_a is not None
-    )
-
-
 def _placeholder(scale: Any) -> Any:
-    """What stands for swizzled block scales that nobody reads: a byte for each expert."""
+    """In the place of swizzled block scales that nobody reads: a byte for each expert.
+
+    One byte and not none: the engine's shared-memory weight offloader cannot map zero bytes, and divides the number of
+    experts, the first dimension, by the number of ranks.
+    """
     return scale.detach().new_zeros((scale.shape[0], 1, 1))
 
 
-def give_up_swizzled_scales(layer: Any) -> int:
-    """Put placeholders where a layer has swizzled block scales.
-
-    What is no parameter (``None``, where the engine makes none) is left as it is.
+def drop_swizzled_scales(layer: Any) -> int:
+    """Put placeholders where a layer has swizzled block scales; ``None``, where the engine makes none, stays.
 
     :param layer: a ``FusedMoE`` layer whose weights were created.
-    :returns: bytes that were given up.
+    :returns: bytes that were freed.
     """
     import torch
 
-    given_up = 0
+    freed_bytes = 0
     for name in _SWIZZLED:
-        found = layer._parameters.get(name)
-        if found is not None:
-            placeholder = torch.nn.Parameter(_placeholder(found), requires_grad=False)
+        scales = layer._parameters.get(name)
+        if scales is not None:
+            placeholder = torch.nn.Parameter(_placeholder(scales), requires_grad=False)
             setattr(layer, name, placeholder)
-            given_up += found.nbytes - placeholder.nbytes
-    return given_up
+            freed_bytes += scales.nbytes - placeholder.nbytes
+    return freed_bytes
 
 
-def _make_create_moe_runner(engine_create_moe_runner: Any) -> Any:
-    @functools.wraps(engine_create_moe_runner)
+# --- The wrappers ----------------------------------------------------------------------------------------------------
+
+
+def _wrap_create_moe_runner(original: Any) -> Any:
+    @functools.wraps(original)
     def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = engine_create_moe_runner(self, layer, *args, **kwargs)
+        result = original(self, layer, *args, **kwargs)
         with best_effort("the block scales of a layer that Marlin runs"):
             if self._moe_runner_backend.value in _MARLIN:
-                give_up_swizzled_scales(layer)
+                drop_swizzled_scales(layer)
         return result
 
     return create_moe_runner
 
 
-def _make_prepare(engine_function: Any) -> Any:
-    from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
+def _wrap_prepare(original: Any) -> Any:
+    from sglang_moe_patches.changes.nvfp4_weights import shuffle
 
-    @functools.wraps(engine_function)
-    def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> nvfp4_shuffle.Shuffled:
-        return nvfp4_shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, engine_function=engine_function, **kwargs)
+    @functools.wraps(original)
+    def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> shuffle.Shuffled:
+        try:
+            return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, **kwargs)
+        except shuffle.NotInPlace:
+            return original(*args, **kwargs)
 
     return prepare_static_weights_for_trtllm_fp4_moe
 
 
-def _make_swizzle(engine_swizzle: Any) -> Any:
-    @functools.wraps(engine_swizzle)
+def _wrap_swizzle(original: Any) -> Any:
+    @functools.wraps(original)
     def swizzle_blockscale(scale: Any) -> Any:
-        if _no_swizzled_scales.get():
-            return _placeholder(scale)
-        return engine_swizzle(scale)
+        return _placeholder(scale) if _no_swizzled_scales.get() else original(scale)
 
     return swizzle_blockscale
 
 
-def _make_create_weights(engine_create_weights: Any, modelopt: Any) -> Any:
-    @functools.wraps(engine_create_weights)
+def _wrap_create_weights(original: Any, modelopt: Any) -> Any:
+    @functools.wraps(original)
     def create_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The condition of `process_weights_after_loading`: on anything else that method swizzles the block scales
+        # itself and compares shapes with the placeholder, which then has to be the engine's.
         token = _no_swizzled_scales.set(
-            trtllm_replaces_swizzled_scales(
-                getattr(self, "enable_flashinfer_trtllm_moe", False),
-                modelopt.reorder_rows_for_gated_act_gemm,
-                modelopt.shuffle_matrix_sf_a,
-            )
+            bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
+            and modelopt.reorder_rows_for_gated_act_gemm is not None
+            and modelopt.shuffle_matrix_sf_a is not None
         )
         try:
-            return engine_create_weights(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             _no_swizzled_scales.reset(token)
 
     return create_weights
 
 
-# --- The change ------------------------------------------------------------------------------------------------------
+# --- Probing the engine ----------------------------------------------------------------------------------------------
 
 
 def _probe_shuffle() -> Install:
@@ -186,8 +166,8 @@ def _probe_shuffle() -> Install:
         ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
         ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
     ):
-        found = engine.own(core, helper, "flashinfer")
-        engine.require(keywords <= set(engine.parameters(found)), f"flashinfer's {helper} takes other arguments")
+        taken = set(engine.parameters(engine.own(core, helper, "flashinfer")))
+        engine.require(keywords <= taken, f"flashinfer's {helper} takes other arguments")
     engine.require_parameters(engine.own(utils, _FUNCTION), _FUNCTION_PARAMETERS, exactly=True)
 
     align = engine.own(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
@@ -202,7 +182,7 @@ def _probe_shuffle() -> Install:
 
     def install(patcher: Patcher) -> None:
         engine_function = getattr(utils, _FUNCTION)
-        patcher.wrap(utils, _FUNCTION, _make_prepare)
+        patcher.wrap(utils, _FUNCTION, _wrap_prepare)
         # Importing `utils` runs the quantization package, which imports the function by name before we get here.
         by_name = sys.modules.get(_COMPRESSED_TENSORS)
         if by_name is not None and getattr(by_name, _FUNCTION, None) is engine_function:
@@ -217,7 +197,7 @@ def _probe_placeholders() -> Install:
     method = engine.own(modelopt, _METHOD)
     create_weights = engine.own(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
-    if _makes_no_placeholders_for_trtllm(create_weights):
+    if engine.mentions(create_weights, "enable_flashinfer_trtllm_moe"):  # it leaves them out for TRT-LLM itself
         return lambda patcher: None
     engine.require_parameters(engine.own(modelopt, _SWIZZLE), ["scale"], exactly=True)
     engine.require_mentions(create_weights, _SWIZZLE)
@@ -227,8 +207,8 @@ def _probe_placeholders() -> Install:
     )
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(modelopt, _SWIZZLE, _make_swizzle)
-        patcher.wrap(method, "create_weights", lambda original: _make_create_weights(original, modelopt))
+        patcher.wrap(modelopt, _SWIZZLE, _wrap_swizzle)
+        patcher.wrap(method, "create_weights", lambda original: _wrap_create_weights(original, modelopt))
 
     return install
 
@@ -256,7 +236,7 @@ def _probe_marlin() -> Install | None:
             engine.require(not engine.mentions(function, name), f"{function.__name__} reads {name}")
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(method, "create_moe_runner", _make_create_moe_runner)
+        patcher.wrap(method, "create_moe_runner", _wrap_create_moe_runner)
 
     return install
 
@@ -304,7 +284,7 @@ CHANGE = Change(
             "given up",
             "gave up block scales that Marlin never reads,",
             __name__,
-            "give_up_swizzled_scales",
+            "drop_swizzled_scales",
             amount=lambda result, *args, **kwargs: int(result),
             unit="bytes",
         ),

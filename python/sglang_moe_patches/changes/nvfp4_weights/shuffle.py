@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,18 +52,18 @@ THREAD_BYTES = 256
 Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What moves where: pure functions of the layer's sizes
-# --------------------------------------------------------------------------------------------------------------------
+# --- What moves where: pure functions of the layer's sizes -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RowPermutation:
+class NotInPlace(ValueError):
+    """FlashInfer's layout of this shape is no permutation within the tensors that came in. Nothing was touched."""
+
+
+class RowPermutation(NamedTuple):
     """``result[i] = source[rows[i]]`` for the rows of one expert.
 
-    Attributes:
-        rows: int64 ``[rows]``, on the CPU.
-        tile: int64 ``[TILE_ROWS]``, the permutation within a tile when every tile has the same one, else ``None``.
+    :param rows: int64 ``[rows]``, on the CPU.
+    :param tile: int64 ``[TILE_ROWS]``, the permutation within a tile where every tile has the same one.
     """
 
     rows: torch.Tensor
@@ -76,15 +75,19 @@ class RowPermutation:
         return self.rows if self.tile is None else self.tile
 
 
-@dataclass(frozen=True)
-class ShufflePlan:
-    """The four row permutations of a layer, in the order gemm1 weights, gemm1 scales, gemm2 weights, gemm2 scales."""
-
-    permutations: tuple[RowPermutation, RowPermutation, RowPermutation, RowPermutation]
+def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[tuple[str, int, int], ...]:
+    """Of each tensor, in the order of the results: its argument's name, one expert's rows, and bytes of a row."""
+    gemm1_rows = (2 if is_gated else 1) * intermediate_size
+    return (
+        ("gemm1_weights", gemm1_rows, hidden_size // 2),
+        ("gemm1_scales_linear_fp4_bytes", gemm1_rows, hidden_size // SCALE_BLOCK),
+        ("gemm2_weights", hidden_size, intermediate_size // 2),
+        ("gemm2_scales_linear_fp4_bytes", hidden_size, intermediate_size // SCALE_BLOCK),
+    )
 
 
 def repeating_tile(rows: torch.Tensor, tile_rows: int = TILE_ROWS) -> torch.Tensor | None:
-    """The permutation within a tile if `rows` is that same permutation in every tile of `tile_rows`, else ``None``.
+    """The permutation within a tile if ``rows`` is that same permutation in every tile; ``None``: it is not.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """
@@ -96,19 +99,19 @@ def repeating_tile(rows: torch.Tensor, tile_rows: int = TILE_ROWS) -> torch.Tens
     return first.contiguous() if bool((tiles == first).all()) and int(first.max()) < tile_rows else None
 
 
-def _flashinfer_rows(which: str, rows: int, columns: int, is_scale: bool, is_gated: bool) -> torch.Tensor:
-    """FlashInfer's row index for one expert matrix of `rows` x `columns` bytes: int64 ``[rows]`` on the CPU.
+def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> torch.Tensor:
+    """FlashInfer's row index for one expert's matrix: int64 ``[rows]`` on the CPU.
 
-    Raises AssertionError where FlashInfer does not allow the shape.
+    :raises AssertionError: FlashInfer does not allow the shape.
     """
     from flashinfer.fused_moe import core
 
     # The helpers look at shape, dtype and device only: one byte stands for the matrix. Weights are sometimes loaded
     # under `with torch.device("cuda")`; the index has to be built on the CPU all the same.
     with torch.device("cpu"):
-        matrix = torch.zeros((), dtype=torch.uint8).expand(rows, columns)
-        per_scale = SCALE_BLOCK if is_scale else None
-        if which == "gemm1":
+        matrix = torch.zeros((), dtype=torch.uint8).expand(rows, row_bytes)
+        per_scale = SCALE_BLOCK if "scales" in name else None
+        if name.startswith("gemm1"):
             index = core._maybe_get_cached_w3_w1_permute_indices(
                 {}, matrix, EPILOGUE_TILE_ROWS, num_elts_per_sf=per_scale, is_gated_act_gemm=is_gated
             )
@@ -118,8 +121,8 @@ def _flashinfer_rows(which: str, rows: int, columns: int, is_scale: bool, is_gat
 
 
 @functools.lru_cache(maxsize=64)
-def shuffle_plan(hidden_size: int, intermediate_size: int, is_gated: bool) -> ShufflePlan | None:
-    """The permutations of a layer, or ``None`` if they are not permutations and so cannot be done in place.
+def row_permutations(hidden_size: int, intermediate_size: int, is_gated: bool) -> tuple[RowPermutation, ...] | None:
+    """Of each tensor, in the order of the results; ``None``: one is no permutation, and cannot be done in place.
 
     The cache keeps CPU tensors only. Device memory that was allocated while weights were loaded may be taken away and
     given back without its contents (the engine's memory saver does that between RL steps), and a stale index would
@@ -127,35 +130,24 @@ def shuffle_plan(hidden_size: int, intermediate_size: int, is_gated: bool) -> Sh
 
     :raises AssertionError: FlashInfer does not allow the shape.
     """
-    gemm1_rows = (2 if is_gated else 1) * intermediate_size
-    matrices = (
-        ("gemm1", gemm1_rows, hidden_size // 2, False),
-        ("gemm1", gemm1_rows, hidden_size // SCALE_BLOCK, True),
-        ("gemm2", hidden_size, intermediate_size // 2, False),
-        ("gemm2", hidden_size, intermediate_size // SCALE_BLOCK, True),
-    )
     permutations = []
-    for which, rows, columns, is_scale in matrices:
-        index = _flashinfer_rows(which, rows, columns, is_scale, is_gated)
+    for name, rows, row_bytes in matrix_shapes(hidden_size, intermediate_size, is_gated):
+        index = _flashinfer_rows(name, rows, row_bytes, is_gated)
         if index.numel() != rows or not torch.equal(index.sort().values, torch.arange(rows, device="cpu")):
             return None
         permutations.append(RowPermutation(index, repeating_tile(index)))
-    return ShufflePlan((permutations[0], permutations[1], permutations[2], permutations[3]))
+    return tuple(permutations)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The Triton kernels
-# --------------------------------------------------------------------------------------------------------------------
+# --- The Triton kernels ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RowKernelConfig:
+class RowKernelConfig(NamedTuple):
     """Launch parameters of the row kernel.
 
-    Attributes:
-        tile_rows: rows that one program holds (a closed set of the permutation).
-        strip_bytes: contiguous bytes per row access; a power of two.
-        num_warps: warps of one program.
+    :param tile_rows: rows that one program holds (a closed set of the permutation).
+    :param strip_bytes: contiguous bytes per row access; a power of two.
+    :param num_warps: warps of one program.
     """
 
     tile_rows: int
@@ -313,9 +305,7 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
         )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The same in plain PyTorch
-# --------------------------------------------------------------------------------------------------------------------
+# --- The same in plain PyTorch ---------------------------------------------------------------------------------------
 
 
 def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -357,9 +347,11 @@ def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None, scr
         part.view(blocks.shape).copy_(blocks)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# One layer
-# --------------------------------------------------------------------------------------------------------------------
+# --- One layer -------------------------------------------------------------------------------------------------------
+
+
+def uses_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and triton is not None
 
 
 class _Shuffler:
@@ -368,39 +360,42 @@ class _Shuffler:
     A kernel that cannot be compiled or launched has not touched its tensor, so each operation falls back by itself.
     """
 
-    def __init__(self, plan: ShufflePlan, device: torch.device, scratch_bytes: int, use_triton: bool):
+    def __init__(self, permutations: Sequence[RowPermutation], device: torch.device) -> None:
         self.device = device
-        self.scratch_bytes = scratch_bytes
-        self.use_triton = use_triton
         self._scratch: torch.Tensor | None = None
         self._kernel_index: dict[int, torch.Tensor] = {}
-        if use_triton:
+        if uses_triton(device):
             # One upload, and one allocation, for the four of them: at most some tens of KB. From pageable memory the
             # driver has taken its copy when the call returns, so this needs no wait for the stream.
-            indices = [p.kernel_index for p in plan.permutations]
+            indices = [p.kernel_index for p in permutations]
             packed = torch.cat(indices).to(torch.int32).to(device, non_blocking=True)
             uploaded = packed.split([i.numel() for i in indices])
-            self._kernel_index = {id(p): index for p, index in zip(plan.permutations, uploaded, strict=True)}
+            self._kernel_index = {id(p): index for p, index in zip(permutations, uploaded, strict=True)}
 
     def _get_scratch(self, at_least: int, useful: int) -> torch.Tensor:
-        size = max(at_least, min(self.scratch_bytes, useful))
+        size = max(at_least, min(SCRATCH_BYTES, useful))
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = None  # free it before asking for a larger one
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._scratch
 
-    def _can_run(self, matrices: torch.Tensor) -> bool:
-        return self.use_triton and matrices.data_ptr() % 16 == 0
+    def _ran_kernel(self, name: str, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any) -> bool:
+        """Launch a kernel, if it can run."""
+        if not self._kernel_index or matrices.data_ptr() % 16:
+            return False
+        try:
+            launch(matrices, *arguments)
+            return True
+        except Exception as error:
+            _warn_no_kernel(name, str(error) or type(error).__name__)
+            return False
 
     def permute_rows(self, matrices: torch.Tensor, permutation: RowPermutation) -> None:
         _, rows, row_bytes = matrices.shape
         config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
-        if config is not None and self._can_run(matrices):
-            try:
-                permute_rows_triton(matrices, self._kernel_index[id(permutation)], config)
-                return
-            except Exception as error:
-                _warn_no_kernel("row permutation", str(error) or type(error).__name__)
+        kernel_index = self._kernel_index.get(id(permutation))
+        if config and self._ran_kernel("row permutation", permute_rows_triton, matrices, kernel_index, config):
+            return
         # The tile is the smallest closed set of rows: permuted as so many small matrices it needs less scratch.
         index = permutation.kernel_index
         matrices = matrices.view(-1, index.numel(), row_bytes)
@@ -414,24 +409,20 @@ class _Shuffler:
             self.permute_rows(scales, permutation)
         row_bytes = scales.shape[-1]
         warps = interleave_warps(row_bytes)
-        if warps is not None and self._can_run(scales):
-            index = None if permutation.tile is None else self._kernel_index[id(permutation)]
-            try:
-                interleave_tiles_triton(scales, index, warps)
-                return
-            except Exception as error:
-                _warn_no_kernel("interleave", str(error) or type(error).__name__)
+        kernel_index = None if permutation.tile is None else self._kernel_index.get(id(permutation))
+        if warps and self._ran_kernel("interleave", interleave_tiles_triton, scales, kernel_index, warps):
+            return
         scratch = self._get_scratch(TILE_ROWS * row_bytes, scales.numel())
         interleave_tiles_plain(scales, None if permutation.tile is None else permutation.tile.to(self.device), scratch)
 
 
 @functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
-def _warn_no_kernel(what: str, reason: str) -> None:
-    log.logger.warning(log.of("nvfp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), what, reason)
+def _warn_no_kernel(name: str, reason: str) -> None:
+    log.logger.warning(log.of("nvfp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), name, reason)
 
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
-    """Which tensor's sizes the layout does not allow, and why; ``None`` if all are fine."""
+    """Which tensor's sizes the layout does not allow, and why."""
     if gemm1_rows % TILE_ROWS:
         return (
             f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) must be a multiple of {TILE_ROWS}, "
@@ -477,10 +468,6 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     intermediate_size: int,
     num_experts: int,
     is_gated: bool = True,
-    *,
-    engine_function: Callable[..., Shuffled] | None = None,
-    use_triton: bool | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
 ) -> Shuffled:
     """Shuffle one layer's NVFP4 expert weights and block scales for the TRT-LLM kernels, **in place**.
 
@@ -499,75 +486,37 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, of 128 when not gated.
     :param num_experts: experts on this rank, at least 1.
     :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
-    :param engine_function: called, with nothing touched, where the layout is not a permutation in place.
-    :param use_triton: force the kernels on or off; by default they are used on CUDA.
-    :param scratch_bytes: scratch that the plain path may use (more only if one row tile of one expert needs it).
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
         each of its input's 3-D shape.
     :raises ValueError: a dtype, shape, layout or size is not what it must be; names the tensor and the rule. Nothing
         has been touched then.
+    :raises NotInPlace: the sizes have no layout in place.
     """
-    gemm1_rows = (2 if is_gated else 1) * intermediate_size
     if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
         raise ValueError(
             "num_experts, hidden_size and intermediate_size must be positive, "
             f"not {num_experts}, {hidden_size} and {intermediate_size}"
         )
-    matrices = [
+    tensors = (gemm1_weights, gemm1_scales_linear_fp4_bytes, gemm2_weights, gemm2_scales_linear_fp4_bytes)
+    shapes = matrix_shapes(hidden_size, intermediate_size, is_gated)
+    gemm1, gemm1_scales, gemm2, gemm2_scales = matrices = [
         _expert_matrices(name, tensor, num_experts, rows, row_bytes)
-        for name, tensor, rows, row_bytes in (
-            ("gemm1_weights", gemm1_weights, gemm1_rows, hidden_size // 2),
-            (
-                "gemm1_scales_linear_fp4_bytes",
-                gemm1_scales_linear_fp4_bytes,
-                gemm1_rows,
-                hidden_size // SCALE_BLOCK,
-            ),
-            ("gemm2_weights", gemm2_weights, hidden_size, intermediate_size // 2),
-            (
-                "gemm2_scales_linear_fp4_bytes",
-                gemm2_scales_linear_fp4_bytes,
-                hidden_size,
-                intermediate_size // SCALE_BLOCK,
-            ),
-        )
+        for tensor, (name, rows, row_bytes) in zip(tensors, shapes, strict=True)
     ]
-    gemm1, gemm1_scales, gemm2, gemm2_scales = matrices
     device = gemm1.device
-    for name, matrix in (
-        ("gemm1_scales_linear_fp4_bytes", gemm1_scales),
-        ("gemm2_weights", gemm2),
-        ("gemm2_scales_linear_fp4_bytes", gemm2_scales),
-    ):
+    for matrix, (name, _, _) in zip(matrices, shapes, strict=True):
         if matrix.device != device:
             raise ValueError(f"{name}: must be on the device of gemm1_weights, {device}, not on {matrix.device}")
 
-    layout_error = _layout_error(gemm1_rows, hidden_size, intermediate_size)
+    layout_error = _layout_error(gemm1.shape[1], hidden_size, intermediate_size)
     try:
-        plan = shuffle_plan(hidden_size, intermediate_size, bool(is_gated))
-    except AssertionError as error:
-        # FlashInfer allows no such shape, so neither does the engine's own function.
-        raise ValueError(
-            layout_error or f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
-        ) from error
-    if plan is None or layout_error is not None:
-        if engine_function is None:
-            raise ValueError(layout_error or "gemm1_weights, gemm2_weights: the layout is no permutation of rows")
-        return engine_function(
-            gemm1_weights,
-            gemm2_weights,
-            gemm1_scales_linear_fp4_bytes,
-            gemm2_scales_linear_fp4_bytes,
-            hidden_size,
-            intermediate_size,
-            num_experts,
-            is_gated=is_gated,
-        )
-
-    if use_triton is None:
-        use_triton = device.type == "cuda"
-    shuffler = _Shuffler(plan, device, scratch_bytes, use_triton and triton is not None)
-    permutations = plan.permutations
+        permutations = row_permutations(hidden_size, intermediate_size, bool(is_gated))
+    except AssertionError as error:  # so does the engine's own function
+        message = f"gemm1_weights, gemm2_weights: FlashInfer refuses the shape: {error}"
+        raise ValueError(layout_error or message) from error
+    if permutations is None or layout_error is not None:
+        raise NotInPlace(layout_error or "gemm1_weights, gemm2_weights: the layout is no permutation of rows")
+    shuffler = _Shuffler(permutations, device)
     shuffler.permute_rows(gemm1, permutations[0])
     shuffler.shuffle_scales(gemm1_scales, permutations[1])
     shuffler.permute_rows(gemm2, permutations[2])

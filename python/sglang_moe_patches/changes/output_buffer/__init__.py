@@ -5,6 +5,18 @@ Why
     referenced by the model's loop. At a 16K-token prefill of Kimi-K2.5 each of those tensors is 235 MB, and the
     attention inputs (another one, and the q/kv latents) stay referenced until the next layer replaces them.
 
+Hook points
+    ``_initialize_model``, after which each known decoder layer's ``forward`` offers its input; where the engine has no
+    buffer, ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__`` and
+    ``DeepseekV2AttentionMLA.forward`` (:mod:`.attention_inputs`); where it has one, its ``moe_output_buffer_ctx``.
+
+Skipped
+    never for a server; layer by layer where the input is not proven dead, while a module has forward hooks, and under
+    ``torch.compile``.
+
+Costs
+    In each layer, a comparison of storages. It saves memory alone.
+
 How
     A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
     models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
@@ -37,7 +49,7 @@ def _plan() -> Plan:
     offers = probe.offers()
     if probe.engine_offers():
         return Plan(Status.HARDENED, offers.note, offers.install)
-    installs = [attention_inputs.dropped()]
+    installs = [attention_inputs.probe()]
     if engine.has_module("flashinfer"):
         installs += [takers.trtllm(), offers.install]
 

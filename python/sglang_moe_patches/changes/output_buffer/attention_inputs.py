@@ -10,9 +10,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Install, Patcher
 
 
-def _make_attention_forward(
-    original: Callable[..., Any], context: Any, is_compiling: Callable[[], bool]
-) -> Callable[..., Any]:
+def _wrap_forward(original: Callable[..., Any], context: Any, is_compiling: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -23,8 +21,8 @@ def _make_attention_forward(
     return forward
 
 
-def dropped() -> Install:
-    """Drop what attention has read when it returns, whatever the runner.
+def probe() -> Install:
+    """Probe what keeps attention's inputs; installed, they are dropped when attention returns, whatever the runner.
 
     :raises engine.Unsupported: the engine is not what this expects.
     """
@@ -43,6 +41,6 @@ def dropped() -> Install:
     is_compiling = torch.compiler.is_compiling
 
     def install(patcher: Patcher) -> None:
-        patcher.wrap(attention, "forward", lambda original: _make_attention_forward(original, context, is_compiling))
+        patcher.wrap(attention, "forward", lambda original: _wrap_forward(original, context, is_compiling))
 
     return install

@@ -37,8 +37,8 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, not empty, and all there is in its storage: what a view's base holds beside the
-    view belongs to somebody else."""
+    """Whether a tensor is contiguous, not empty, and all of its storage: the rest of a view's storage has other
+    owners."""
     return tensor.is_contiguous() and tensor.nbytes > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -68,7 +68,7 @@ def fits(
 def moe_output_buffer_ctx(buffer: torch.Tensor | None) -> Iterator[None]:
     """Offer ``buffer`` as the output of the next routed-experts kernel run in this context.
 
-    :param buffer: [tokens, hidden]; nobody may read its present contents any more. ``None`` withholds one.
+    :param buffer: [tokens, hidden]; no later code reads what it holds now. ``None`` withholds one.
     """
     before = exchange(buffer)
     try:

@@ -15,12 +15,12 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
-"""Attribute of a layer whose input may be offered: the fewest bytes of an input that is worth it."""
+"""Attribute of a layer whose input may be offered: the least bytes of an input that is worth it."""
 _HOOKS = "_moe_patches_forward_hooks"
 """Of such a layer, from its first forward: the forward hooks of each of its modules."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""The same where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs are
-below moe-workspace's threshold, gathered from many ranks, too."""
+"""The least where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs,
+gathered from many ranks, are below moe-workspace's threshold."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -45,8 +45,7 @@ def has_hooks(layer: Any) -> bool:
     """
     hooks = getattr(layer, _HOOKS, None)
     if hooks is None:  # not before: adapters replace modules once the model is built
-        modules = list(layer.modules())
-        hooks = tuple(kind for one in modules for kind in (one._forward_hooks, one._forward_pre_hooks))
+        hooks = [kind for module in layer.modules() for kind in (module._forward_hooks, module._forward_pre_hooks)]
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
         return False
@@ -68,20 +67,18 @@ def residual_of_stream(forward_batch: Any, residual: Any) -> Any:
     that is not simply added may become the residual, too.
     """
     stream = forward_batch.residual_stream
-    if stream is None or stream.pending is None or not is_plain(stream.pending.update, PLAIN_SUM):
-        return None
-    return stream.residual
+    pending = None if stream is None else stream.pending
+    return stream.residual if pending is not None and adds_plainly(pending.update) else None
 
 
-PLAIN_SUM = ("is_plain_add", "adds_plainly")
-"""What the engine calls it that a contribution is simply added to the residual: one name or the other."""
-PLAIN_NORM = ("is_plain_norm", "norms_plainly")
-"""The same of a stage that reads the residual's norm, with the sum before it in one kernel, or none of its own."""
+def adds_plainly(update: Any) -> bool:
+    """Whether an update of the residual adds to it and does no more, as the engine says by one name or the other."""
+    return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
 
-def is_plain(what: Any, names: tuple[str, str]) -> bool:
-    """Whether the engine says so of an update of the residual, or of how it is read."""
-    return any(getattr(what, name, False) for name in names)
+def norms_plainly(read: Any) -> bool:
+    """Whether a stage reads the residual's norm, with the sum before it in one kernel, or none of its own."""
+    return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 
 
 def the_input_itself(hidden_states: Any) -> Any:
@@ -91,11 +88,6 @@ def the_input_itself(hidden_states: Any) -> Any:
 
 LAYERS_TAKE = ("positions", "hidden_states", "forward_batch", "residual")
 """What most decoder layers take, in this order."""
-
-
-def place(names: Sequence[str], name: str) -> int:
-    """An argument's place among those that can be given by their place; beyond all of them for any other."""
-    return list(names).index(name) if name in names else sys.maxsize
 
 
 def make_layer_forward(
@@ -111,26 +103,29 @@ def make_layer_forward(
     :param residual_of: the residual that comes with the input, of the batch and the argument of that name.
     :param tensor_of: the tensor of the input, or something else that is not offered.
     """
-    input_at, batch_at, residual_at = (place(takes, name) for name in ("hidden_states", "forward_batch", "residual"))
+    places = {name: index for index, name in enumerate(takes)}
+    input_at, batch_at, residual_at = (
+        places.get(name, sys.maxsize) for name in ("hidden_states", "forward_batch", "residual")
+    )
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        least = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
-        if least is not None:
+        min_bytes = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
+        if min_bytes is not None:
             # Written out three times: this is done for each layer of each step.
-            given = len(args)
-            hidden_states = args[input_at] if input_at < given else kwargs.get("hidden_states")
-            batch = args[batch_at] if batch_at < given else kwargs.get("forward_batch")
-            residual = args[residual_at] if residual_at < given else kwargs.get("residual")
+            by_place = len(args)
+            hidden_states = args[input_at] if input_at < by_place else kwargs.get("hidden_states")
+            batch = args[batch_at] if batch_at < by_place else kwargs.get("forward_batch")
+            residual = args[residual_at] if residual_at < by_place else kwargs.get("residual")
             tensor: Any = hidden_states if tensor_of is the_input_itself else tensor_of(hidden_states)
             if (
-                getattr(tensor, "nbytes", 0) >= least
+                getattr(tensor, "nbytes", 0) >= min_bytes
                 and may_offer(tensor, residual if residual_of is residual_argument else residual_of(batch, residual))
                 # A batch without requests may pass by attention, and its input on to the experts.
                 and not (batch is not None and batch.forward_mode.is_idle())
                 and not has_hooks(self)
             ):
-                # A new tensor object: a runner may return the one that it is given, with whatever marks are on it.
+                # A new tensor object: a runner may return the one that it is given, with the marks that are on it.
                 before = channel.exchange(tensor.detach())
                 try:
                     return original(self, *args, **kwargs)
@@ -168,15 +163,12 @@ def mark(layer: Any, experts: Any) -> None:
 
     :param experts: its routed experts.
     """
-    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if _is_triton_in_place(experts) else 0)
-
-
-def _is_triton_in_place(experts: Any) -> bool:
-    return runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
+    is_scratch = runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
+    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if is_scratch else 0)
 
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine's own offer withheld, in whatever layer: it does not ask whether the input is dead. Ours does."""
+    """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
 
     @functools.wraps(original)
     def moe_output_buffer_ctx(buf: Any) -> Any:

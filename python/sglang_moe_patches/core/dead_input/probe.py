@@ -26,7 +26,7 @@ INITIALIZE = "_initialize_model"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """A class of decoder layers whose inputs die, by its code.
+    """A class of decoder layers with dead inputs, by its code.
 
     :param layer: the class that has the ``forward``.
     :param takes: the names of the arguments that it takes by their place.
@@ -62,7 +62,7 @@ class Offers:
     channel: Channel | None
 
     def install(self, patcher: Patcher) -> None:
-        """Make ours the only offers, in whatever model is built from now on, unless another change has."""
+        """Make ours the only offers, in every model that is built from now on, unless another change has."""
         if _installed is not None:
             return
         patcher.add(sys.modules[__name__], "_installed", self)
@@ -96,14 +96,12 @@ def offers() -> Offers:
     engine.own(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
-    except engine.Unsupported as error:  # the engine serves none of its models either: others lose nothing of it
-        return Offers((), f"some models are left alone: {error}", engines_channel)
-    try:
         probe_layer(engine.own(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.own(module, "DeepseekV2Model"))
-    except Exception as error:  # whatever becomes of one family takes nothing else with it
-        reason = str(error) if isinstance(error, engine.Unsupported) else f"{DEEPSEEK}: {one_line_error(error)}"
-        return Offers((), f"some models are left alone: {reason}", engines_channel)
+    except engine.Unsupported as error:  # without its module the engine serves none of its models either
+        return Offers((), f"some models are left alone: {error}", engines_channel)
+    except Exception as error:  # one broken family takes nothing else with it
+        return Offers((), f"some models are left alone: {DEEPSEEK}: {one_line_error(error)}", engines_channel)
     return Offers((DEEPSEEK,), "", engines_channel)
 
 
@@ -116,10 +114,10 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
     :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
     """
     for stack, dead in probe_stacks(model):
-        for layer, found, experts in dead.layers:
-            if found.layer not in wrapped:
-                patcher.wrap(found.layer, "forward", make_offering(found))
-                wrapped.add(found.layer)
+        for layer, facts, experts in dead.layers:
+            if facts.layer not in wrapped:
+                patcher.wrap(facts.layer, "forward", make_offering(facts))
+                wrapped.add(facts.layer)
             offer.mark(layer, experts)
         if dead.skip_reasons:
             name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
@@ -127,19 +125,16 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
             log.once(logging.INFO, message, "%s", message)
 
 
-def make_offering(found: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`.
-
-    :param found: what is known of the layer.
-    """
+def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`."""
     import torch
 
     return functools.partial(
         offer.make_layer_forward,
         is_compiling=torch.compiler.is_compiling,
-        takes=found.takes,
-        residual_of=found.residual_of,
-        tensor_of=found.tensor_of,
+        takes=facts.takes,
+        residual_of=facts.residual_of,
+        tensor_of=facts.tensor_of,
     )
 
 
@@ -147,7 +142,7 @@ def make_offering(found: LayerFacts) -> Callable[[Callable[..., Any]], Callable[
 class StackFacts:
     """What is dead in a stack of layers.
 
-    :param layers: each layer whose input is, what is known of it, and its routed experts.
+    :param layers: each layer with a dead input, the facts of its class, and its routed experts.
     :param skip_reasons: why other layers with routed experts offer nothing.
     """
 
@@ -158,57 +153,53 @@ class StackFacts:
 def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     """Each stack of decoder layers in a model, or in what it wraps, that has routed experts.
 
-    The first layer of a pipeline stage is nobody's to offer: its input is the caller's, or another stage's.
+    The first layer of a pipeline stage does not count: its input is the caller's, or another stage's.
     """
     from torch.nn import ModuleList
 
-    experts_are = engine.get(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+    routed_experts = engine.get(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
     for stack in list(model.modules()):
         if not isinstance(getattr(stack, "layers", None), ModuleList):
             continue
         sparse = [
             (layer, experts)
             for layer in offer.of_this_stage(stack)[1:]
-            if (experts := [module for module in layer.modules() if isinstance(module, experts_are)])
+            if (experts := [module for module in layer.modules() if isinstance(module, routed_experts)])
         ]
         if sparse:
-            yield stack, _probe_layers(stack, sparse)
+            yield stack, _probe_stack(stack, sparse)
 
 
-def _probe_layers(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
-    dead = StackFacts([], [])
-
-    def without(reason: str) -> None:
-        if reason not in dead.skip_reasons:
-            dead.skip_reasons.append(reason)
+def _probe_stack(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
+    """:param sparse: its layers with routed experts, and those."""
 
     @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
-    def probed(kind: type) -> LayerFacts | str:
+    def probe_class(kind: type) -> LayerFacts | Exception:
         try:
             return probe_layer(kind)
         except Exception as error:
-            return error_reason(error)
+            return error
 
     try:
         require_loop(type(stack))
     except Exception as error:
-        without(error_reason(error))
-        return dead
+        return StackFacts([], [error_reason(error)])
+    layers: list[tuple[Any, LayerFacts, Any]] = []
+    skip_reasons: dict[str, None] = {}
     for layer, experts in sparse:
+        kind: Any = type(layer)
+        name = kind.__name__
         try:
-            kind: Any = type(layer)
-            name = kind.__name__
             engine.require(len(experts) == 1, proofs.TOO_MANY_EXPERTS.format(name, len(experts)))
-            found = probed(kind)
-            if isinstance(found, str):
-                without(found)
-                continue
+            facts = probe_class(kind)
+            if isinstance(facts, Exception):
+                raise facts
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
-            require_attention_lets_go(layer, found.attention, type(experts[0]))
-            dead.layers.append((layer, found, experts[0]))
-        except Exception as error:  # whatever becomes of one kind of layers takes nothing else with it
-            without(error_reason(error))
-    return dead
+            require_attention_lets_go(layer, facts.attention, type(experts[0]))
+            layers.append((layer, facts, experts[0]))
+        except Exception as error:  # one broken class of layers takes nothing else with it
+            skip_reasons[error_reason(error)] = None
+    return StackFacts(layers, list(skip_reasons))
 
 
 def error_reason(error: Exception) -> str:
@@ -221,28 +212,24 @@ def probe_layer(layer: type) -> LayerFacts:
     :raises engine.Unsupported: an input may be used again, or by others; or the code is not the engine's own.
     """
     name = layer.__name__
-    for kind in layer.__mro__:  # a subclass of somebody else's may have other parts
+    for kind in layer.__mro__:  # a subclass from another package may have other parts
         home = kind.__module__.partition(".")[0]
         engine.require(home in ("sglang", "torch", "builtins"), f"{name} is {kind.__module__}.{kind.__qualname__}")
+
+    def method_of(attribute: str) -> Any:
+        is_method = isinstance(inspect.getattr_static(layer, attribute, None), FunctionType)
+        return engine.own(layer, attribute) if is_method else None
+
     kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
     forward = engine.own(kind, "forward")
-    reason = proofs.layer_skip_reason(name, forward, method_of := _methods_of(layer))
+    reason = proofs.layer_skip_reason(name, forward, method_of) or families.REFUSED.get(name)
     engine.require(reason is None, str(reason))
     attention = proofs.follow_attention(forward, method_of)
     assert attention is not None
-    engine.require(name not in families.REFUSED, families.REFUSED.get(name, ""))
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = inspect.signature(forward).parameters.values()
-    takes = tuple(each.name for each in arguments if each.kind in positional)[1:]
+    parameters = inspect.signature(forward).parameters.values()
+    takes = tuple(parameter.name for parameter in parameters if parameter.kind in positional)[1:]
     return LayerFacts(kind, takes, _find_residual(name, takes), _find_tensor(forward), attention)
-
-
-def _methods_of(layer: type) -> proofs.MethodOf:
-    def method_of(name: str) -> Any:
-        is_method = isinstance(inspect.getattr_static(layer, name, None), FunctionType)
-        return engine.own(layer, name) if is_method else None
-
-    return method_of
 
 
 def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, experts: type) -> None:
@@ -256,19 +243,19 @@ def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, expe
 
     name = type(layer).__name__
     for attribute in attention.attributes:
-        found = getattr(layer, attribute, None)
-        early = isinstance(found, Module) and any(isinstance(module, experts) for module in found.modules())
-        engine.require(not early, f"{name} may run its routed experts before attention, in {attribute}")
+        value = getattr(layer, attribute, None)
+        has_experts = isinstance(value, Module) and any(isinstance(module, experts) for module in value.modules())
+        engine.require(not has_experts, f"{name} may run its routed experts before attention, in {attribute}")
     for attribute, places in attention.submodules.items():
-        found = getattr(layer, attribute)
-        for module in found if isinstance(found, ModuleList) else [found]:
+        submodule = getattr(layer, attribute)
+        for module in submodule if isinstance(submodule, ModuleList) else [submodule]:
             is_engines = isinstance(module, Module) and type(module).__module__.partition(".")[0] == "sglang"
-            engine.require(
+            returns_own = (
                 is_engines
                 and "forward" not in vars(module)
-                and _returns_own(engine.own(type(module), "forward"), places),
-                f"{name} may get from {attribute} what it gave it",
+                and _returns_own(engine.own(type(module), "forward"), places)
             )
+            engine.require(returns_own, f"{name} may get from {attribute} what it gave it")
 
 
 #: Most layers of a stack have submodules of one class.
@@ -290,7 +277,7 @@ def _sums_plainly(layer: Any) -> bool:
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:
-        return offer.is_plain(boundary.declaration.read, offer.PLAIN_NORM)
+        return offer.norms_plainly(boundary.declaration.read)
     communicators = engine.module("sglang.srt.layers.communicator")
     prepare = engine.own(engine.own(communicators, "LayerCommunicator"), "prepare_attn")
     return engine.own(type(layer.layer_communicator), "prepare_attn") is prepare

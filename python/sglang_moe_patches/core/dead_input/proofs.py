@@ -19,7 +19,7 @@ Code = Callable[..., Any] | ast.FunctionDef
 MethodOf = Callable[[str], Code | None]
 """The code of a layer's own method by its name; ``None`` for a submodule."""
 Place = int | str
-"""Where a call has an argument: its position or its keyword."""
+"""Where a call has an argument: its position or its keyword, or ``*`` or ``**`` for what it unpacks."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
 """The engine's function that finds the tensor of an input that may be a handle, a sum that is still owed."""
@@ -36,6 +36,7 @@ _NORMS_AFTER_ATTENTION = frozenset({"self.layer_communicator.prepare_mlp", "self
 _IN_PLACE_ADDITIONS = frozenset({"residual_batch.add_to_output"})
 #: They return memory of their own.
 _COPIES = frozenset({"residual_batch.snapshot"})
+_IS_IDLE = "forward_batch.forward_mode.is_idle()"
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec"})
 #: Attributes of a tensor that hold none of its memory.
 _MEMORY_FREE = frozenset({"shape", "dtype", "device", "ndim"})
@@ -53,11 +54,7 @@ NO_PLAIN_SUM = "the residual of {} may be more than a sum"
 TOO_MANY_EXPERTS = "{} has {} modules of routed experts"
 
 
-def find_no_method(name: str) -> None:
-    """The :data:`MethodOf` of a layer of which each callable is a submodule."""
-
-
-def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = find_no_method) -> str | None:
+def layer_skip_reason(layer: str, forward: Code, method_of: MethodOf = lambda name: None) -> str | None:
     """Why the input of a decoder layer may be read after it was overwritten, by the layer's ``forward``.
 
     :param layer: the layer's name.
@@ -87,49 +84,40 @@ def input_dies(forward: Code) -> bool:
     is withheld.
     """
     definition = _definition(forward)
-    consumer, second_name = _find_consumer(definition)
-    return consumer is not None and (second_name is None or _is_only_offered(definition, second_name))
+    consumer, second_alias = _find_consumer(definition)
+    return consumer is not None and (second_alias is None or _is_only_offered(definition, second_alias))
 
 
 def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str | None]:
-    """The statement that gives up the input, and the second name that the input had before it."""
+    """The statement that assigns a norm's result to ``hidden_states``, an argument of that norm, and the second alias
+    that the input has before it."""
     if not _is_modelled(definition):
         return None, None
-    statements = [statement for statement in definition.body if _names(statement, "hidden_states")]
-    second_name = _second_name(statements[0]) if statements else None
-    candidates = statements[second_name is not None :][:1]
-    consumer = candidates[0] if candidates else None
-    return (consumer if isinstance(consumer, ast.Assign) and _consumes(consumer) else None), second_name
+    statements = (statement for statement in definition.body if _uses(statement, "hidden_states"))
+    first = next(statements, None)
+    second_alias = _second_alias(first)
+    consumer = first if second_alias is None else next(statements, None)
+    match consumer:
+        case ast.Assign(targets=[_], value=ast.Call(func=norm, args=args, keywords=keywords) as call):
+            arguments = [*args, *(keyword.value for keyword in keywords)]
+            uses = _uses(call, "hidden_states")
+            is_norm = ast.unparse(norm) in _NORMS_BEFORE_ATTENTION and "hidden_states" in _assigned(consumer)
+            if is_norm and _only_names(consumer) and uses and all(use in arguments for use in uses):
+                return consumer, second_alias
+    return None, second_alias
 
 
-def _consumes(statement: ast.Assign) -> bool:
-    """Whether a statement assigns a norm's result to ``hidden_states``, which is an argument of that norm."""
-    if len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
-        return False
-    call = statement.value
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    uses = _names(call, "hidden_states")
-    return (
-        "hidden_states" in _assigned(statement)
-        and _only_names(statement)
-        and ast.unparse(call.func) in _NORMS_BEFORE_ATTENTION
-        and bool(uses)
-        and all(use in arguments for use in uses)
-    )
-
-
-def _second_name(statement: ast.stmt) -> str | None:
+def _second_alias(statement: ast.stmt | None) -> str | None:
     """The name that a statement gives to the input, or to the tensor in it (:data:`TENSOR_OF_HANDLE`)."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    (target,) = statement.targets
-    if ast.unparse(statement.value) not in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)"):
-        return None
-    return target.id if isinstance(target, ast.Name) else None
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            is_input = ast.unparse(value) in ("hidden_states", f"{TENSOR_OF_HANDLE}(hidden_states)")
+            return name if is_input else None
+    return None
 
 
-def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
-    """Whether a function only offers what a local name means, and reads its type and shape."""
+def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
+    """Whether a function only offers what an alias means, and reads its type and shape."""
     parents = _parents(definition)
 
     def is_harmless(use: ast.Name) -> bool:
@@ -140,8 +128,9 @@ def _is_only_offered(definition: ast.FunctionDef, name: str) -> bool:
                 return True
         return False
 
-    loads = [use for use in _names(definition, name) if isinstance(use.ctx, ast.Load)]
-    return len(_names(definition, name)) - len(loads) == 1 and all(map(is_harmless, loads))
+    uses = _uses(definition, alias)
+    loads = [use for use in uses if isinstance(use.ctx, ast.Load)]
+    return len(uses) - len(loads) == 1 and all(map(is_harmless, loads))
 
 
 # --- What attention reads --------------------------------------------------------------------------------------------
@@ -159,12 +148,12 @@ class AttentionFacts:
     submodules: dict[str, frozenset[Place]]
 
 
-def attention_lets_go(forward: Code, method_of: MethodOf = find_no_method) -> bool:
+def attention_lets_go(forward: Code, method_of: MethodOf = lambda name: None) -> bool:
     """Whether nothing has what attention read once attention is done (:func:`follow_attention`)."""
     return follow_attention(forward, method_of) is not None
 
 
-def follow_attention(forward: Code, method_of: MethodOf = find_no_method) -> AttentionFacts | None:
+def follow_attention(forward: Code, method_of: MethodOf = lambda name: None) -> AttentionFacts | None:
     """Follow what attention reads to the norm after it: the norm before may have written that into the layer's input.
 
     At the norm after attention (:data:`_NORMS_AFTER_ATTENTION`, or a function of the module that is given the layer) it
@@ -180,8 +169,10 @@ def follow_attention(forward: Code, method_of: MethodOf = find_no_method) -> Att
         return None
     following = definition.body[definition.body.index(consumer) + 1 :]
     layer = _Layer(method_of)
-    aliases = _assigned(consumer) - {"residual"}
+    aliases: set[str] | None = _assigned(consumer) - {"residual"}
     for index, statement in enumerate(following):
+        if aliases is None:
+            return None
         if any(_is_norm_after_attention(node) for node in ast.walk(statement)):
             elsewhere = aliases - _assigned(statement)
             if aliases & _loaded(statement) or any(elsewhere & _loaded(later) for later in following[index:]):
@@ -189,10 +180,7 @@ def follow_attention(forward: Code, method_of: MethodOf = find_no_method) -> Att
             before = definition.body[: definition.body.index(statement) + 1]
             submodules = {name: frozenset(places) for name, places in layer.submodules.items()}
             return AttentionFacts(_attributes(before, method_of), submodules)
-        after = _aliases_after(statement, aliases, layer)
-        if after is None:
-            return None
-        aliases = after
+        aliases = _aliases_after(statement, aliases, layer)
     return None
 
 
@@ -207,13 +195,13 @@ def _is_norm_after_attention(node: ast.AST) -> bool:
 
 def _attributes(statements: list[ast.stmt], method_of: MethodOf) -> frozenset[str]:
     """What statements, and the methods that they mention, look up in the layer."""
-    found: set[str] = set()
+    attributes: set[str] = set()
     trees: list[ast.AST] = list(statements)
     while trees:
-        new = {name for node in ast.walk(trees.pop()) if (name := _attribute_of_self(node))} - found
-        found |= new
+        new = {name for node in ast.walk(trees.pop()) if (name := _attribute_of_self(node))} - attributes
+        attributes |= new
         trees += [_definition(method) for name in sorted(new) if (method := method_of(name)) is not None]
-    return frozenset(found)
+    return frozenset(attributes)
 
 
 def _attribute_of_self(node: ast.AST) -> str | None:
@@ -228,7 +216,7 @@ class _Layer:
     """What follows an alias through a layer's own code.
 
     :param submodules: where each submodule was given an alias so far.
-    :param method: the method that is followed, with those that called it; none in ``forward``, which must not return.
+    :param methods: the method that is followed, after those that called it; none in ``forward``, which must not return.
     """
 
     method_of: MethodOf
@@ -258,7 +246,7 @@ class _Layer:
 
 
 def _places(call: ast.Call, aliases: set[str]) -> set[Place]:
-    """Where a call is given an alias; ``*`` and ``**`` for what it unpacks."""
+    """Where a call is given an alias."""
     places: set[Place] = {
         "*" if isinstance(argument, ast.Starred) else index
         for index, argument in enumerate(call.args)
@@ -271,13 +259,11 @@ def _parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Plac
     """A method's parameters by their places in a call; ``None`` if one of them is unknown."""
     arguments = definition.args
     by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
-    names = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-    found = {by_position[place] if isinstance(place, int) else place for place in places if _has(by_position, place)}
-    return found if len(found) == len(places) and found <= names else None
-
-
-def _has(by_position: list[str], place: Place) -> bool:
-    return isinstance(place, str) or place < len(by_position)
+    by_keyword = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    by_place: dict[Place, str] = {keyword: keyword for keyword in by_keyword}
+    by_place.update(enumerate(by_position))
+    parameters = {by_place[place] for place in places if place in by_place}
+    return parameters if len(parameters) == len(places) and parameters <= set(by_keyword) else None
 
 
 def _aliases_after(statement: ast.stmt, aliases: set[str], layer: _Layer) -> set[str] | None:
@@ -290,29 +276,28 @@ def _aliases_after(statement: ast.stmt, aliases: set[str], layer: _Layer) -> set
         case ast.Assign(targets=targets, value=value):
             if layer.escapes(value, aliases) or any(aliases & _loaded(target) for target in targets):
                 return None
-            assigned = _assigned(statement)
             if not aliases & _memory(value):
-                return aliases - assigned
-            return aliases | assigned if _only_names(statement) else None
+                return aliases - _assigned(statement)
+            return aliases | _assigned(statement) if _only_names(statement) else None
         case ast.If(test=test, body=body, orelse=orelse):
             if layer.escapes(test, aliases):
                 return None
-            if _asks_for_a_tuple(test, aliases):  # of quantized values, which are no memory of the input
-                body = []
+            conditions = set(_conditions(test))
+            if conditions & {f"isinstance({alias}, tuple)" for alias in aliases}:
+                body = []  # for a tuple of quantized values, which are no memory of the input
             if_true = _aliases_after_all(body, aliases, layer)
-            if_false = _aliases_after_all(orelse, aliases, layer)
-            if if_true is None or if_false is None:
-                return None
-            skips_only_empty_batches = not orelse and _there_are_tokens(test, aliases)
-            return if_true if skips_only_empty_batches else if_true | if_false
+            there_are_tokens = {f"{alias}.shape[0] {comparison} 0" for alias in aliases for comparison in ("!=", ">")}
+            if not orelse and conditions <= there_are_tokens | {f"not {_IS_IDLE}"}:
+                return if_true
+            return _union([if_true, _aliases_after_all(orelse, aliases, layer)])
         case ast.With(items=items, body=body):
             used = {node.id for item in items for node in ast.walk(item) if isinstance(node, ast.Name)}
             return None if used & aliases else _aliases_after_all(body, aliases, layer)
         case ast.Try(body=body, handlers=[], orelse=orelse, finalbody=finalbody):
             return _aliases_after_all([*body, *orelse, *finalbody], aliases, layer)
         case ast.Return(value=value) if layer.methods:
-            hands_on = value is not None and (layer.escapes(value, aliases) or aliases & _memory(value))
-            return None if hands_on else aliases
+            escapes = value is not None and (layer.escapes(value, aliases) or aliases & _memory(value))
+            return None if escapes else aliases
     returns = not layer.methods and any(isinstance(node, ast.Return) for node in ast.walk(statement))
     return None if returns or aliases & _loaded(statement) else aliases
 
@@ -321,22 +306,12 @@ def _aliases_after_all(statements: list[ast.stmt], aliases: set[str], layer: _La
     return _after_all(statements, aliases, lambda statement, before: _aliases_after(statement, before, layer))
 
 
-def _memory(value: ast.AST, returns_its_own: Callable[[ast.Call], object] | None = None) -> set[str]:
-    """The names of which a value may hold the memory.
-
-    :param returns_its_own: whether a call returns memory of its own; by default, those of the layer's own callables do.
-    """
-    returns_its_own = returns_its_own or _submodule
-    match value:
-        case ast.Name(id=name):
-            return {name}
-        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
-            return set()
-        case ast.Compare():
-            return set()
-        case ast.Call() if returns_its_own(value):
-            return set()
-    return set().union(*(_memory(child, returns_its_own) for child in ast.iter_child_nodes(value)))
+def _conditions(test: ast.expr) -> list[str]:
+    """What must hold for a condition to hold, each as text."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return [condition for value in values for condition in _conditions(value)]
+    return [ast.unparse(test)]
 
 
 def _submodule(node: ast.AST) -> str | None:
@@ -345,24 +320,6 @@ def _submodule(node: ast.AST) -> str | None:
         case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
             return _attribute_of_self(module)
     return None
-
-
-def _there_are_tokens(test: ast.expr, aliases: set[str]) -> bool:
-    """Whether a condition asks for no more than tokens, of one of the aliases where it asks for a shape."""
-    match test:
-        case ast.BoolOp(op=ast.And(), values=values):
-            return all(_there_are_tokens(value, aliases) for value in values)
-        case ast.Compare():
-            name, _, asked = ast.unparse(test).partition(".")
-            return name in aliases and asked in ("shape[0] != 0", "shape[0] > 0")
-    return ast.unparse(test) == "not forward_batch.forward_mode.is_idle()"
-
-
-def _asks_for_a_tuple(test: ast.expr, aliases: set[str]) -> bool:
-    match test:
-        case ast.BoolOp(op=ast.And(), values=values):
-            return any(_asks_for_a_tuple(value, aliases) for value in values)
-    return any(ast.unparse(test) == f"isinstance({name}, tuple)" for name in aliases)
 
 
 # --- What a submodule returns ----------------------------------------------------------------------------------------
@@ -387,14 +344,12 @@ def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None
         case ast.Return(value=value):
             return None if value is not None and aliases & _memory(value, _is_of_self) else aliases
         case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
-            stored = {
-                node.id
-                for node in ast.walk(statement)
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            }
+            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
             return aliases | stored if aliases & _memory(value, _is_of_self) else aliases - stored
         case ast.If(test=test, body=body, orelse=orelse):
-            branches = [orelse] if _there_are_no_tokens(test, aliases) else [body, orelse]
+            there_are_no_tokens = {_IS_IDLE, *(f"{alias}.shape[0] == 0" for alias in aliases)}
+            branches = [orelse] if ast.unparse(test) in there_are_no_tokens else [body, orelse]
         case ast.For(body=body, orelse=orelse) | ast.While(body=body, orelse=orelse):
             branches = [[], [*body, *body, *orelse]]
         case ast.With(body=body):
@@ -404,9 +359,7 @@ def _unreturned_after(statement: ast.stmt, aliases: set[str]) -> set[str] | None
             branches = [[*body, *rest], *([*body, *handler.body, *finalbody] for handler in handlers)]
         case _:
             return aliases
-    after = [_after_all(branch, aliases, _unreturned_after) for branch in branches]
-    known = [branch for branch in after if branch is not None]
-    return set().union(*known) if len(known) == len(after) else None
+    return _union([_after_all(branch, aliases, _unreturned_after) for branch in branches])
 
 
 def _is_of_self(call: ast.Call) -> bool:
@@ -415,11 +368,6 @@ def _is_of_self(call: ast.Call) -> bool:
     while isinstance(called, ast.Attribute | ast.Subscript):
         called = called.value
     return isinstance(called, ast.Name) and called.id == "self" and called is not call.func
-
-
-def _there_are_no_tokens(test: ast.expr, aliases: set[str]) -> bool:
-    name, _, asked = ast.unparse(test).partition(".")
-    return (name in aliases and asked == "shape[0] == 0") or f"{name}.{asked}" == "forward_batch.forward_mode.is_idle()"
 
 
 # --- What is captured, and the layer's result ------------------------------------------------------------------------
@@ -448,11 +396,10 @@ def keeps_no_result(forward: Code) -> bool:
     """
     nodes = list(ast.walk(_definition(forward)))
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
-    computed = {"hidden_states"}
-    while (
-        more := {name for node in assignments if computed & _loaded(node.value) for name in _assigned(node)} - computed
-    ):
-        computed |= more
+    computed, known = {"hidden_states"}, set[str]()
+    while computed != known:
+        known = set(computed)
+        computed.update(*(_assigned(node) for node in assignments if known & _loaded(node.value)))
     marks = [target for node in assignments if isinstance(node.value, ast.Constant) for target in node.targets]
 
     def keeps(node: ast.AST) -> bool:
@@ -477,8 +424,10 @@ def loop_keeps_nothing(forward: Code) -> bool:
     residual nothing is on offer. Something may be added to a layer's result, in place.
     """
     definition = _definition(forward)
-    found = list(loops(definition))
-    return len(found) == 1 and _keeps_nothing(found[0]) and not _is_read_elsewhere(definition)
+    match list(loops(definition)):
+        case [loop]:
+            return _keeps_nothing(loop) and not _is_read_elsewhere(definition)
+    return False
 
 
 def loops(forward: Code) -> Iterator[ast.For]:
@@ -502,7 +451,7 @@ def _is_read_elsewhere(definition: ast.FunctionDef) -> bool:
     return any(
         isinstance(node, ast.Global | ast.Nonlocal)
         or _is_namespace(node)
-        or (isinstance(node, _RUN_LATER) and bool(_names(node, "hidden_states")))
+        or (isinstance(node, _RUN_LATER) and bool(_uses(node, "hidden_states")))
         for node in ast.walk(definition)
         if node is not definition
     )
@@ -511,7 +460,7 @@ def _is_read_elsewhere(definition: ast.FunctionDef) -> bool:
 def _keeps_nothing(loop: ast.For) -> bool:
     parents = _parents(loop)
     runs = [parents[node] for node in ast.walk(loop) if _runs_layer(node)]
-    uses = _names(loop, "hidden_states")
+    uses = _uses(loop, "hidden_states")
     return all(isinstance(run, ast.Assign) and "hidden_states" in _assigned(run) for run in runs) and all(
         _stores_result(use, parents) if isinstance(use.ctx, ast.Store) else _reads_only(use, parents) for use in uses
     )
@@ -534,8 +483,8 @@ def _reads_only(use: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
         case ast.BinOp(op=ast.Add()):
             return True
         case ast.IfExp(test=test, body=body, orelse=orelse):  # without a residual nothing is on offer
-            asked = ast.unparse(test)
-            return (asked == "residual is None" and body is use) or (asked == "residual is not None" and orelse is use)
+            condition = ast.unparse(test)
+            return use is {"residual is None": body, "residual is not None": orelse}.get(condition)
         case ast.Attribute(attr="add_"):
             return isinstance(user, ast.Call) and user.func is parent and isinstance(parents[user], ast.Expr)
         case ast.Call(func=function) if ast.unparse(function) in _COPIES:
@@ -552,7 +501,7 @@ def _adds_in_place(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in _IN_PLACE_ADDITIONS
 
 
-# --- Statements ------------------------------------------------------------------------------------------------------
+# --- Aliases after several statements --------------------------------------------------------------------------------
 
 
 def _after_all(
@@ -563,6 +512,12 @@ def _after_all(
     for statement in statements:
         after = None if after is None else after_one(statement, after)
     return after
+
+
+def _union(branches: list[set[str] | None]) -> set[str] | None:
+    """The aliases after whichever branch has run; ``None`` if one of them has none to give."""
+    given = [branch for branch in branches if branch is not None]
+    return set().union(*given) if len(given) == len(branches) else None
 
 
 # --- Syntax trees ----------------------------------------------------------------------------------------------------
@@ -590,8 +545,25 @@ def _parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _names(tree: ast.AST, name: str) -> list[ast.Name]:
+def _uses(tree: ast.AST, name: str) -> list[ast.Name]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+
+
+def _memory(value: ast.AST, returns_its_own: Callable[[ast.Call], object] = _submodule) -> set[str]:
+    """The names of which a value may hold the memory.
+
+    :param returns_its_own: whether a call returns memory of its own; by default, those of the layer's own callables do.
+    """
+    match value:
+        case ast.Name(id=name):
+            return {name}
+        case ast.Compare():
+            return set()
+        case ast.Attribute(attr=attribute) if attribute in _MEMORY_FREE:
+            return set()
+        case ast.Call() if returns_its_own(value):
+            return set()
+    return set().union(*(_memory(child, returns_its_own) for child in ast.iter_child_nodes(value)))
 
 
 def _loaded(tree: ast.AST) -> set[str]:

@@ -1,7 +1,7 @@
 """Where a runner takes the offered buffer: the namespaces that stand in for ``torch``, and the runners' own.
 
-A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace whose
-``empty`` or ``empty_like`` knows the offered buffer.
+A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace with an
+``empty`` or ``empty_like`` that may answer with the offered buffer.
 """
 
 from __future__ import annotations

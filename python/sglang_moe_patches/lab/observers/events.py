@@ -59,41 +59,6 @@ class Memory:
     """CUDA: what its maker calls the device."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """Memory that was allocated during a forward and is alive.
-
-    :param code: the engine's part of the stack that asked for it, innermost first.
-    :param after_mark: how many kernels had started before.
-    """
-
-    bytes: int
-    code: tuple[str, ...]
-    after_mark: int
-
-
-@dataclass(frozen=True)
-class Moment:
-    """``bytes`` in use beyond those at a forward's start, less than the sum of ``blocks`` where some from before were
-    released; and the blocks that are alive, largest first."""
-
-    bytes: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True)
-class History:
-    """Where one forward's memory went.
-
-    :param line: (milliseconds since the first allocation, bytes in use beyond those at the start).
-    :param alive: when each kernel started.
-    """
-
-    line: tuple[tuple[float, int], ...]
-    alive: tuple[Moment, ...]
-    at_peak: Moment
-
-
 class MoeInput(NamedTuple):
     """[tokens, hidden] of a MoE layer, each routed to ``top_k`` experts; ``itemsize`` in bytes."""
 
@@ -150,7 +115,6 @@ class Process:
     memory: Memory = field(default_factory=Memory)
     acted: Acted = field(default_factory=Acted)
     failure: str = ""
-    history: History | None = None
 
 
 def write(process: Process, path: Path) -> None:

@@ -7,6 +7,7 @@ then on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -17,18 +18,17 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.patch import Patcher, Plan
-from sglang_moe_patches.core.variables import OBSERVE_HISTORY
 from sglang_moe_patches.lab.observers import acted, events
-from sglang_moe_patches.lab.observers.history import Recorder
-from sglang_moe_patches.lab.observers.observer import Observing, cache_token_bytes, change_statuses, observe_forwards
+from sglang_moe_patches.memory.kv_sizing.facts import hybrid, pool_bytes, pools
 
 KERNELS = ("trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe")
 
 _MARK = "_moe_patches_seen_in_forward"
 
 
-class Observer(Observing):
+class Observer:
     """Memory of one model process (:class:`events.Memory`)."""
 
     def __init__(self, folder: str, changes: tuple[events.ChangeStatus, ...]) -> None:
@@ -49,12 +49,18 @@ class Observer(Observing):
         self.live = 0
         self.wrappers: WeakSet[Any] = WeakSet()
         self.tally: acted.Tally | None = None
-        self.history_tokens = OBSERVE_HISTORY.read()
-        self.history: Recorder | None = None
 
-    def write_failure(self) -> None:
-        self.process.failure = self.failure
-        self.write()
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Observe one step; whatever goes wrong with it, the server goes on unobserved."""
+        if self.process.failure:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            self.process.failure = f"observing failed: {type(error).__name__}: {error}"
+            logger.warning("sglang-moe-patches: %s", self.process.failure)
+            with contextlib.suppress(Exception):  # the folder is gone or full: the warning has to do
+                self.write()
 
     def write(self) -> None:
         events.write(self.process, self.path)
@@ -74,8 +80,6 @@ class Observer(Observing):
             else:  # what came between two forwards counts too, sampling above all
                 self.most = max(self.most, torch.cuda.max_memory_allocated() - self.at[0])
             torch.cuda.reset_peak_memory_stats()
-            if tokens == self.history_tokens == self.memory.tokens:
-                self.history_tokens, self.history = 0, Recorder()
         else:
             # Walking the heap takes a while: only for a forward larger than all before.
             self.measuring = tokens > self.memory.tokens
@@ -91,8 +95,6 @@ class Observer(Observing):
         if self.measuring:
             alive = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _live_bytes()
             self.live = max(self.live, alive - self.before)
-        if self.history:
-            self.history.mark()
 
     def _acted(self, now: events.Acted) -> bool:
         """Whether anything was done that is not only once more."""
@@ -123,9 +125,7 @@ class Observer(Observing):
     def forward_ends(self) -> None:
         import torch
 
-        kept, memory, recorded = replace(self.memory), self.memory, self.history
-        if recorded:
-            self.process.history, self.history = recorded.finish(), None
+        kept, memory = replace(self.memory), self.memory
         # Where no observed kernel has ever run, every forward counts; else those alone in which they did: a replayed
         # graph allocates nothing.
         if self.at:
@@ -147,7 +147,7 @@ class Observer(Observing):
             if self.wrappers and (held := _held_bytes(self.wrappers)):
                 memory.kernel_buffer_bytes = held
         news = self.tally is not None and self._acted(self.tally.acted)
-        if recorded or news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
+        if news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
 
 
@@ -191,17 +191,44 @@ def _live_bytes() -> int:
 
 def install(folder: str, plans: Mapping[str, Plan]) -> None:
     """Record this process's memory, and what each change answered, into ``folder``, which must exist."""
-    observer = Observer(folder, change_statuses(plans))
+    statuses = (events.ChangeStatus(name, str(plan.status), plan.reason) for name, plan in plans.items())
+    observer = Observer(folder, tuple(statuses))
     observer.attempt(observer.write)
+    observer.attempt(_observe_forwards, observer)
+    observer.attempt(_observe_kernels, observer)
+    observer.attempt(_observe_changes, observer)
+
+
+def _observe_forwards(observer: Observer) -> None:
+    """Every forward of a model in this process, but for those that a draft model's graph captures."""
+    import torch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original = ModelRunner.forward
 
     def starts(runner: Any, batch: Any) -> None:
         if observer.memory.cache_token_bytes is None:
             observer.memory.cache_token_bytes = cache_token_bytes(runner)
         observer.forward_starts(0 if batch.input_ids is None else batch.input_ids.shape[0], runner.device == "cuda")
 
-    observer.attempt(observe_forwards, observer, starts, lambda runner, result: observer.forward_ends())
-    observer.attempt(_observe_kernels, observer)
-    observer.attempt(_observe_changes, observer)
+    @functools.wraps(original)
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return original(self, forward_batch, *args, **kwargs)
+        observer.attempt(starts, self, forward_batch)
+        result = original(self, forward_batch, *args, **kwargs)
+        observer.attempt(observer.forward_ends)
+        return result
+
+    ModelRunner.forward = run
+
+
+def cache_token_bytes(runner: Any) -> float | None:
+    """Bytes that a token takes in the KV cache of this rank; ``None`` where there is more than one kind of cache."""
+    pool, table = pools(runner)
+    if hybrid(pool, table) or not pool_bytes(pool) or getattr(runner, "is_draft_worker", False):
+        return None
+    return pool_bytes(pool) / int(runner.max_total_num_tokens)
 
 
 def _observe_changes(observer: Observer) -> None:

@@ -241,6 +241,16 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
         raise ValueError(f"{field} must be {rule}, got {value!r}")
 
 
+LEAST = {
+    "layers": 1,
+    "experts": 2,
+    "heads": 1,
+    "kv_heads": 1,
+    "q_lora_rank": 1,
+    "shared_experts": 0,
+    "seed": 0,
+}
+"""Of the fields of a spec."""
 OF_FAMILY: Any = None
 """A size that the family decides, if it is not given."""
 
@@ -294,43 +304,26 @@ class ModelSpec:
             if field != "family":
                 kind = bool if field == "nextn" else int
                 _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
-        _require(self.layers >= 1, "layers", "at least 1", self.layers)
-        _require(
-            0 <= self.dense_layers <= self.layers, "dense_layers", f"0 to layers ({self.layers})", self.dense_layers
-        )
-        _require(self.experts >= 2, "experts", "at least 2", self.experts)
-        _require(1 <= self.top_k <= self.experts, "top_k", f"1 to experts ({self.experts})", self.top_k)
+        for field, least in LEAST.items():
+            _require(getattr(self, field) >= least, field, f"at least {least}", getattr(self, field))
         for field in ("hidden", "moe_intermediate", "intermediate"):
             value = getattr(self, field)
             _require(value > 0 and value % ROW_MULTIPLE == 0, field, f"a positive multiple of {ROW_MULTIPLE}", value)
-        _require(self.heads >= 1, "heads", "at least 1", self.heads)
-        _require(
-            self.kv_heads >= 1 and self.heads % self.kv_heads == 0,
-            "kv_heads",
-            f"a divisor of heads ({self.heads})",
-            self.kv_heads,
-        )
-        _require(
-            not family.latent_attention or self.kv_heads == self.heads,
-            "kv_heads",
-            f"heads ({self.heads}) for {self.family}",
-            self.kv_heads,
-        )
-        _require(self.q_lora_rank >= 1, "q_lora_rank", "at least 1", self.q_lora_rank)
-        _require(self.shared_experts >= 0, "shared_experts", "at least 0", self.shared_experts)
         for field in ("dense_layers", "shared_experts"):
             value = getattr(self, field)
             _require(getattr(family, field) is not None or value == 0, field, f"0 for {self.family}", value)
-        _require(self.seed >= 0, "seed", "at least 0", self.seed)
-        _require(
-            self.max_position >= 256 and self.max_position % 2 == 0,
-            "max_position",
-            "even and at least 256",
-            self.max_position,
-        )
-        _require(not self.nextn or family.nextn, "nextn", f"false for {self.family}", self.nextn)
-        # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
-        _require(not self.nextn or self.layers >= 2, "nextn", "false when there is one layer", self.nextn)
+        same_heads = self.kv_heads == self.heads or not family.latent_attention
+        for field, holds, rule in (
+            ("dense_layers", 0 <= self.dense_layers <= self.layers, f"0 to layers ({self.layers})"),
+            ("top_k", 1 <= self.top_k <= self.experts, f"1 to experts ({self.experts})"),
+            ("kv_heads", self.heads % self.kv_heads == 0, f"a divisor of heads ({self.heads})"),
+            ("kv_heads", same_heads, f"heads ({self.heads}) for {self.family}"),
+            ("max_position", self.max_position >= 256 and self.max_position % 2 == 0, "even and at least 256"),
+            ("nextn", family.nextn or not self.nextn, f"false for {self.family}"),
+            # With one layer the engine looks for the NextN weights under layer 0, where the main model's are.
+            ("nextn", self.layers >= 2 or not self.nextn, "false when there is one layer"),
+        ):
+            _require(holds, field, rule, getattr(self, field))
 
     @property
     def expert_groups(self) -> tuple[int, int]:

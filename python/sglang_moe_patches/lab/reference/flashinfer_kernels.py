@@ -2,8 +2,7 @@
 
 They read what the real kernels read, in the layout the real kernels read it: weights whose rows are permuted for the
 tensor cores and block scales that are interleaved on top. A wrong preparation of the weights gives wrong answers here
-as it would there. What a stand-in does not do is refused by the name of the argument, never ignored; arguments that
-only tune the real kernels (``enable_pdl``, ``tune_max_num_tokens``) have no effect.
+as it would there. What a stand-in does not do is refused by the name of the argument, never ignored.
 
 **A token's result does not depend on the rest of the batch, to the last bit.** NVFP4 values without their
 whole-tensor scale are multiples of 2**-10 no larger than 2688, so that every partial sum of a matrix product over up
@@ -19,9 +18,11 @@ Nothing is installed by importing this module.
 """
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cache, wraps
 from importlib import util
 from typing import Any
 
@@ -46,19 +47,51 @@ _EPILOGUE_TILE_M = 128
 _TILE_ROWS, _TILE_COLS = 128, 4
 
 
+_TUNING = ("enable_pdl", "tune_max_num_tokens")
+"""Arguments that only tune the real kernels: they have no effect."""
+
+
+def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: Iterable[str] = ()) -> Callable[..., Any]:
+    """Make a function callable as the installed FlashInfer's is: ``target``, of whatever release.
+
+    The function gets by name what it has parameters for and what is ``served``. Any other argument is refused by its
+    name unless it is FlashInfer's default, or ``ignored``.
+    """
+
+    def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters.values()
+        taken = {*served, *(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)}
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            signature = _signature_of(target)
+            given = signature.bind(*args, **kwargs).arguments
+            for name in given.keys() - taken - {*ignored, *_TUNING}:
+                value, default = given[name], signature.parameters[name].default
+                if not (value is None or value is default or (type(value) is type(default) and value == default)):
+                    raise NotImplementedError(f"{name}={value!r}: only the default")
+            return function(**{name: given[name] for name in taken & given.keys()})
+
+        return call
+
+    return stand_in
+
+
+@cache
+def _signature_of(target: str) -> inspect.Signature:
+    # Also once it is replaced: the engine's wrapper around a stand-in keeps the signature of what it replaces.
+    return inspect.signature(pkgutil.resolve_name(target))
+
+
+@_at_the_signature_of("flashinfer.fp4_quantize")
 def fp4_quantize(
     input: torch.Tensor,
     global_scale: torch.Tensor | None = None,
-    sf_vec_size: int = 16,
-    sf_use_ue8m0: bool = False,
     is_sf_swizzled_layout: bool = True,
-    is_sf_8x4_layout: bool = False,
     is_global_scale_inversed: bool = False,
-    enable_pdl: bool | None = None,
     backend: str = "cuda",
-    nvfp4_4over6: object | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand-in for ``flashinfer.fp4_quantize``, NVFP4 only.
+    """NVFP4 only.
 
     :param input: bfloat16 or float16 [M, K], row-major, K a multiple of 16.
     :param global_scale: one float32 value, the multiplier 448 * 6 / amax; None is 1.
@@ -66,83 +99,61 @@ def fp4_quantize(
     :param is_global_scale_inversed: ``global_scale`` is amax / (448 * 6) instead.
     :returns: packed: uint8 [M, K // 2], first element in the low nibble. scales: the bytes of the E4M3 block scales as
         uint8, [M, K // 16] linear, or swizzled with M rounded up to a multiple of 128 and K // 16 to a multiple of 4.
-    :raises NotImplementedError: naming the argument that is not supported.
-    :raises ValueError: K is not a multiple of 16, or ``global_scale`` is more than one value.
     """
-    if sf_vec_size != nvfp4.BLOCK_SIZE:
-        raise NotImplementedError(f"sf_vec_size={sf_vec_size}: only {nvfp4.BLOCK_SIZE} (NVFP4)")
-    if sf_use_ue8m0:
-        raise NotImplementedError("sf_use_ue8m0: only E4M3 block scales (NVFP4)")
-    if is_sf_8x4_layout:
-        raise NotImplementedError("is_sf_8x4_layout: only the linear and the 128x4 layouts")
     if backend not in ("cuda", "cute-dsl"):  # two implementations of one function; the engine asks for either
         raise NotImplementedError(f"backend={backend!r}: only 'cuda' and 'cute-dsl'")
-    _refuse(nvfp4_4over6=nvfp4_4over6)
-    if input.dtype not in (torch.bfloat16, torch.float16):
-        raise NotImplementedError(f"input of {input.dtype}: only bfloat16 and float16")
-    if input.dim() != 2 or input.stride(-1) != 1:
-        raise NotImplementedError("input: only a row-major matrix")
+    if input.dtype not in (torch.bfloat16, torch.float16) or input.dim() != 2 or input.stride(-1) != 1:
+        raise NotImplementedError(f"input: only a row-major matrix of bfloat16 or float16, got {_describe(input)}")
     multiplier: torch.Tensor | float = 1.0 if global_scale is None else global_scale
     quantize = _triton().quantize if input.is_cuda and _triton() else nvfp4.quantize
     packed, block_scale = quantize(input, 1 / multiplier if is_global_scale_inversed else multiplier)
-    scales = block_scale.view(torch.uint8)
-    if is_sf_swizzled_layout:
-        scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
-    return packed, scales
+    return packed, _scale_bytes(block_scale, is_sf_swizzled_layout)
 
 
+@_at_the_signature_of("flashinfer.nvfp4_quantize")
 def nvfp4_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor,
     sfLayout: int = SF_SWIZZLED,
-    do_shuffle: bool = False,
-    sf_vec_size: int = 16,
-    enable_pdl: bool | None = None,
     backend: str = "cuda",
     per_token_activation: bool = False,
-    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-    nvfp4_4over6: object | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Stand-in for ``flashinfer.nvfp4_quantize``: ``fp4_quantize`` with, if asked for, a scale for each token.
+    """``fp4_quantize`` with, if asked for, a scale for each token.
 
     :param a_global_sf: the multiplier; with ``per_token_activation`` the factor that makes of a row's largest magnitude
         the row's scale, 1 / (448 * 6).
     :param sfLayout: 0 swizzled or 2 linear block scales.
     :returns: packed and scales as of ``fp4_quantize``; with ``per_token_activation`` also the scales of the rows,
         float32 [M]: what a row stands for is its NVFP4 value times its scale.
-    :raises NotImplementedError: naming the argument that is not supported.
     """
-    _refuse(
-        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
-        out_scale=out_scale,
-        nvfp4_4over6=nvfp4_4over6,
-        do_shuffle=do_shuffle or None,
-    )
     if sfLayout not in (SF_SWIZZLED, SF_LINEAR):
         raise NotImplementedError(f"sfLayout={sfLayout!r}: only the linear and the 128x4 layouts")
+    swizzled = sfLayout == SF_SWIZZLED
     if not per_token_activation:
-        return fp4_quantize(a, a_global_sf, sf_vec_size, is_sf_swizzled_layout=sfLayout == SF_SWIZZLED, backend=backend)
-    if sf_vec_size != nvfp4.BLOCK_SIZE:
-        raise NotImplementedError(f"sf_vec_size={sf_vec_size}: only {nvfp4.BLOCK_SIZE} (NVFP4)")
+        quantized: tuple[torch.Tensor, ...] = fp4_quantize(
+            a, a_global_sf, is_sf_swizzled_layout=swizzled, backend=backend
+        )
+        return quantized
     scaled, factor = _scaled_by_token(a, a_global_sf)
     packed, block_scale = nvfp4.quantize(scaled, 1.0)
+    return packed, _scale_bytes(block_scale, swizzled), factor.flatten()
+
+
+def _scale_bytes(block_scale: torch.Tensor, swizzled: bool) -> torch.Tensor:
+    """E4M3 block scales as FlashInfer hands them out: uint8, linear or swizzled."""
     scales = block_scale.view(torch.uint8)
-    if sfLayout == SF_SWIZZLED:
-        scales = nvfp4_block_scale_interleave(scales).view(-1, _round_up(scales.shape[-1], _TILE_COLS))
-    return packed, scales, factor.flatten()
+    columns = scales.shape[-1]
+    return nvfp4_block_scale_interleave(scales).view(-1, columns + -columns % _TILE_COLS) if swizzled else scales
 
 
 def nvfp4_block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
-    """Stand-in for ``flashinfer.nvfp4_block_scale_interleave`` (``block_scale_interleave``).
+    """``flashinfer.nvfp4_block_scale_interleave`` (``block_scale_interleave``).
 
     The byte at row r, column c goes to tile (r // 128, c // 4), and in it to (r % 32, r % 128 // 32, c % 4).
 
     :param unswizzled_sf: uint8 [M, K] or [B, M, K].
     :returns: uint8, flat: B times M rounded up to a multiple of 128 times K rounded up to a multiple of 4, zeros where
         there was nothing.
-    :raises NotImplementedError: another dtype (the real kernel takes bfloat16 too).
-    :raises ValueError: another number of dimensions.
     """
     if unswizzled_sf.dtype != torch.uint8:
         raise NotImplementedError(f"unswizzled_sf of {unswizzled_sf.dtype}: only uint8")
@@ -163,64 +174,154 @@ def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int)
     return tiles.transpose(1, 3).reshape(rows, cols)
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A NVFP4 layer and its input, by the names of FlashInfer's arguments.
+
+    :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
+    :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
+    :param gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
+        shuffled rows; up (w3) before gate (w1) before the shuffle.
+    :param gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
+    :param gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
+    :param gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
+    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
+    :param activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
+    :param gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see ``activate``.
+    :param per_token_scale: float32 [tokens], a factor of each token's hidden_states.
+    """
+
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor
+    gemm1_weights: torch.Tensor
+    gemm1_weights_scale: torch.Tensor
+    gemm2_weights: torch.Tensor
+    gemm2_weights_scale: torch.Tensor
+    output1_scale_scalar: torch.Tensor
+    output1_scale_gate_scalar: torch.Tensor
+    output2_scale_scalar: torch.Tensor
+    intermediate_size: int
+    local_num_experts: int
+    activation_type: int = ACTIVATION_SWIGLU
+    gemm1_alpha: torch.Tensor | None = None
+    gemm1_beta: torch.Tensor | None = None
+    gemm1_clamp_limit: torch.Tensor | None = None
+    per_token_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden_states.dtype != torch.uint8:
+            raise NotImplementedError(f"hidden_states of {self.hidden_states.dtype}: only NVFP4 packed in uint8")
+        if self.activation_type not in (*_NOT_GATED, *GATED_ACTIVATIONS):
+            served = sorted((*_NOT_GATED, *GATED_ACTIVATIONS))
+            raise NotImplementedError(f"activation_type={self.activation_type}: only {served}")
+        experts, hidden, rows = self.local_num_experts, self.hidden, self.rows
+        shapes = {
+            "gemm1_weights": (experts, rows, hidden // 2),
+            "gemm1_weights_scale": (experts, rows, hidden // nvfp4.BLOCK_SIZE),
+            "gemm2_weights": (experts, hidden, self.intermediate_size // 2),
+            "gemm2_weights_scale": (experts, hidden, self.intermediate_size // nvfp4.BLOCK_SIZE),
+            **dict.fromkeys(("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar"), (experts,)),
+        }
+        for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
+            if getattr(self, name) is not None:
+                if not self.gated or (self.activation_type == ACTIVATION_GEGLU and name == "gemm1_alpha"):
+                    raise NotImplementedError(f"{name} with activation_type={self.activation_type}")
+                shapes[name] = (experts,)
+        for name, shape in shapes.items():
+            _check_shape(name, getattr(self, name), shape)
+        if self.per_token_scale is not None:
+            _check_shape("per_token_scale", self.per_token_scale.flatten(), self.hidden_states.shape[:1])
+
+    @property
+    def gated(self) -> bool:
+        return self.activation_type in GATED_ACTIVATIONS
+
+    @property
+    def hidden(self) -> int:
+        return self.hidden_states.shape[1] * 2
+
+    @property
+    def rows(self) -> int:
+        """Of the first weight."""
+        return self.intermediate_size * (2 if self.gated else 1)
+
+    @property
+    def has_triton_kernels(self) -> bool:
+        plain = self.activation_type in (ACTIVATION_SWIGLU, ACTIVATION_RELU2)
+        options = (self.gemm1_alpha, self.gemm1_beta, self.gemm1_clamp_limit, self.per_token_scale)
+        return self.hidden_states.is_cuda and plain and all(option is None for option in options)
+
+    def activate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """What lies between the two products; x is a row of the first product.
+
+        Not gated: f(x * gate_scale) * scale.
+
+        Gated, x being up and gate: f(gate * gate_scale) * (up + beta) * scale, the clamp coming first, on what is not
+        scaled yet: gate from above, up on both sides. SwiGLU's f(g) is g * sigmoid(alpha * g).
+
+        SiTU scales both halves by gate_scale before the clamp, and is
+        beta * tanh(up / beta) * alpha * tanh(gate / alpha) * sigmoid(gate) * scale.
+
+        :returns: float64 [rows, intermediate], of float64 [rows, columns of the first product].
+        """
+        gate_scale, scale, alpha, beta, limit = (
+            None if value is None else value[expert].double()
+            for value in (
+                self.output1_scale_gate_scalar,
+                self.output1_scale_scalar,
+                self.gemm1_alpha,
+                self.gemm1_beta,
+                self.gemm1_clamp_limit,
+            )
+        )
+        if not self.gated:
+            return _NOT_GATED[self.activation_type](x * gate_scale) * scale
+        up, gate = x.chunk(2, dim=-1)
+        situ = self.activation_type == ACTIVATION_SITU
+        if situ:
+            up, gate = up * gate_scale, gate * gate_scale
+        if limit is not None:
+            up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
+        if situ:
+            alpha, beta = (1.0 if value is None else value for value in (alpha, beta))
+            return beta * (up / beta).tanh() * alpha * (gate / alpha).tanh() * gate.sigmoid() * scale
+        if beta is not None:
+            up = up + beta
+        gate = gate * gate_scale
+        if self.activation_type == ACTIVATION_GEGLU:
+            gate = F.gelu(gate)
+        else:
+            gate = F.silu(gate) if alpha is None else gate * (alpha * gate).sigmoid()
+        return gate * (up * scale)
+
+
+_NOT_GATED: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    ACTIVATION_GELU: F.gelu,
+    ACTIVATION_SILU: F.silu,
+    ACTIVATION_RELU2: lambda x: F.relu(x).square(),
+}
+_OF_LAYER = tuple(each.name for each in fields(_Layer))
+_ROUTING = ("routing_bias", "n_group", "topk_group", "routed_scaling_factor", "routing_method_type")
+
+
+@_at_the_signature_of(
+    "flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe", served=_OF_LAYER, ignored=("num_experts", *_ROUTING)
+)
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    routing_bias: torch.Tensor | None,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor | None,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm1_bias: torch.Tensor | None,
-    gemm1_alpha: torch.Tensor | None,
-    gemm1_beta: torch.Tensor | None,
-    gemm1_clamp_limit: torch.Tensor | None,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    gemm2_bias: torch.Tensor | None,
-    output1_scale_scalar: torch.Tensor | None,
-    output1_scale_gate_scalar: torch.Tensor | None,
-    output2_scale_scalar: torch.Tensor | None,
-    num_experts: int,
     top_k: int,
-    n_group: int | None,
-    topk_group: int | None,
-    intermediate_size: int,
     local_expert_offset: int,
-    local_num_experts: int,
-    routed_scaling_factor: float | None,
-    routing_method_type: int = ROUTING_DEFAULT,
     do_finalize: bool = True,
-    enable_pdl: bool | None = None,
-    activation_type: int = ACTIVATION_SWIGLU,
-    per_token_scale: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
-    tune_max_num_tokens: int = 8192,
-    gemm1_lora_delta: torch.Tensor | None = None,
-    valid_hidden_size: int | None = None,
-    valid_intermediate_size: int | None = None,
-    num_fused_shared_experts: int | None = None,
-    hidden_states_scale_layout: object | None = None,
+    **layer: Any,
 ) -> list[torch.Tensor]:
-    """Stand-in for FlashInfer's NVFP4 MoE kernel with the routing decided by the caller.
+    """The NVFP4 MoE kernel with the routing decided by the caller.
 
     :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight; or, as in
         newer releases, a tuple (ids int [tokens, top_k], weights bfloat16 or float32 [tokens, top_k]). An id that is
         not a local expert's contributes nothing.
-    :param routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type: have no effect here, the
-        routing is done.
-
-    The other arguments, the result and the errors are those of ``trtllm_fp4_block_scale_moe``; with ``do_finalize``
-    false, weights that came in a tuple are returned as they came.
+    :returns: as ``trtllm_fp4_block_scale_moe``; with ``do_finalize`` false, weights that came in a tuple as they came.
     """
-    _refuse(
-        gemm1_bias=gemm1_bias,
-        gemm2_bias=gemm2_bias,
-        gemm1_lora_delta=gemm1_lora_delta,
-        valid_hidden_size=valid_hidden_size,
-        valid_intermediate_size=valid_intermediate_size,
-        num_fused_shared_experts=num_fused_shared_experts,
-        hidden_states_scale_layout=hidden_states_scale_layout,
-    )
     if isinstance(topk_ids, torch.Tensor):
         ids, weights = _unpack_topk(topk_ids)
         weights = weights.bfloat16()
@@ -229,85 +330,33 @@ def trtllm_fp4_block_scale_routed_moe(
         if weights.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"weights of topk_ids must be bfloat16 or float32, got {weights.dtype}")
     for part in (ids, weights):
-        _check_shape("topk_ids", part, (hidden_states.shape[0], top_k))
-    return _answer(
-        ids.long() - local_expert_offset,
-        weights,
-        do_finalize,
-        output,
-        hidden_states=hidden_states,
-        hidden_states_scale=hidden_states_scale,
-        per_token_scale=per_token_scale,
-        gemm1_weights=gemm1_weights,
-        gemm1_weights_scale=gemm1_weights_scale,
-        gemm2_weights=gemm2_weights,
-        gemm2_weights_scale=gemm2_weights_scale,
-        output1_scale_scalar=output1_scale_scalar,
-        output1_scale_gate_scalar=output1_scale_gate_scalar,
-        output2_scale_scalar=output2_scale_scalar,
-        intermediate_size=intermediate_size,
-        experts=local_num_experts,
-        activation=_Activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-    )
+        _check_shape("topk_ids", part, (layer["hidden_states"].shape[0], top_k))
+    return _answer(_Layer(**layer), ids.long() - local_expert_offset, weights, output, do_finalize=do_finalize)
 
 
+@_at_the_signature_of("flashinfer.fused_moe.trtllm_fp4_block_scale_moe", served=_OF_LAYER)
 def trtllm_fp4_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor | None,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm1_bias: torch.Tensor | None,
-    gemm1_alpha: torch.Tensor | None,
-    gemm1_beta: torch.Tensor | None,
-    gemm1_clamp_limit: torch.Tensor | None,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    gemm2_bias: torch.Tensor | None,
-    output1_scale_scalar: torch.Tensor | None,
-    output1_scale_gate_scalar: torch.Tensor | None,
-    output2_scale_scalar: torch.Tensor | None,
     num_experts: int,
     top_k: int,
     n_group: int | None,
     topk_group: int | None,
-    intermediate_size: int,
     local_expert_offset: int,
-    local_num_experts: int,
     routed_scaling_factor: float | None,
     routing_method_type: int = ROUTING_DEFAULT,
     do_finalize: bool = True,
-    enable_pdl: bool | None = None,
-    activation_type: int = ACTIVATION_SWIGLU,
-    per_token_scale: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
-    tune_max_num_tokens: int = 8192,
-    norm_topk_prob: bool = True,
-    routing_replay_out: torch.Tensor | None = None,
-    num_fused_shared_experts: int | None = None,
-    valid_hidden_size: int | None = None,
-    valid_intermediate_size: int | None = None,
-    hidden_states_scale_layout: object | None = None,
+    **layer: Any,
 ) -> list[torch.Tensor]:
-    """Stand-in for FlashInfer's NVFP4 MoE kernel that routes by itself.
+    """The NVFP4 MoE kernel that routes by itself.
 
-    intermediate = the activation of hidden_states @ gemm1_weights (``_Activation``), quantized to NVFP4: its multiplier
-    is part of output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with
-    gemm2_weights and output2_scale_scalar, and summed over the token's experts with the routing weights.
+    The activation of hidden_states @ gemm1_weights is quantized to NVFP4: its multiplier is part of
+    output1_scale_scalar already, or one per token with ``per_token_scale``. It is multiplied with gemm2_weights and
+    output2_scale_scalar, and summed over the token's experts with the routing weights.
 
     :param routing_logits: float [tokens, num_experts].
     :param routing_bias: float [num_experts], added to the scores for the choice of experts only (DeepSeekV3, MiniMax2).
-    :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
-    :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.
-    :param gemm1_weights: uint8 [local experts, 2 * intermediate (gated) or intermediate, hidden // 2], NVFP4 with
-        shuffled rows; up (w3) before gate (w1) before the shuffle.
-    :param gemm1_weights_scale: float8_e4m3fn [local experts, rows, hidden // 16], shuffled and interleaved.
-    :param gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see
-        ``_Activation``.
-    :param gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
-    :param gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
-    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
     :param num_experts: of the whole layer; this rank holds ``local_num_experts`` of them from ``local_expert_offset``
         on, and the others contribute nothing.
     :param n_group, topk_group: DeepSeekV3 routing limited to the best groups of experts; None, 0 or 1 groups: no limit.
@@ -315,66 +364,20 @@ def trtllm_fp4_block_scale_moe(
     :param routing_method_type: FlashInfer's number: 0 Default, 1 Renormalize, 2 DeepSeekV3, 3 Llama4, 4
         RenormalizeNaive, 6 SigmoidRenorm, 7 MiniMax2 or 8 Sigmoid.
     :param do_finalize: false leaves the sum over the experts to the caller.
-    :param activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
-    :param per_token_scale: float32 [tokens], a factor of each token's hidden_states.
     :param output: bfloat16 [tokens, up to hidden], contiguous: written to and returned. None: allocated. Not looked at
         where ``do_finalize`` is false.
-    :param norm_topk_prob: has no effect: only true.
+    :param layer: see :class:`_Layer`.
     :returns: [output], bfloat16 [tokens, hidden]. With ``do_finalize`` false, what ``flashinfer`` leaves to be
         finalized: gemm2_output, bfloat16 [tokens * top_k, hidden], the rows of each expert side by side (the real
         kernel pads them to tiles, so that it has more); expert_weights, bfloat16 [tokens, top_k];
         expanded_idx_to_permuted_idx, int32 [tokens * top_k], the row of each (token, slot), -1 where its expert is
         elsewhere. Rows that no index names are not written.
-    :raises NotImplementedError: naming the argument that is not supported.
-    :raises ValueError: shapes or dtypes that do not fit together.
     """
-    _refuse(
-        gemm1_bias=gemm1_bias,
-        gemm2_bias=gemm2_bias,
-        routing_replay_out=routing_replay_out,
-        num_fused_shared_experts=num_fused_shared_experts,
-        valid_hidden_size=valid_hidden_size,
-        valid_intermediate_size=valid_intermediate_size,
-        hidden_states_scale_layout=hidden_states_scale_layout,
-    )
-    if routing_logits.shape != (hidden_states.shape[0], num_experts):
-        raise ValueError(
-            f"routing_logits must be [{hidden_states.shape[0]}, {num_experts}], got {tuple(routing_logits.shape)}"
-        )
-    if not norm_topk_prob:
-        raise NotImplementedError("norm_topk_prob=False")
+    _check_shape("routing_logits", routing_logits, (layer["hidden_states"].shape[0], num_experts))
     ids, weights = _route(
         routing_logits, routing_bias, top_k, n_group, topk_group, routed_scaling_factor, routing_method_type
     )
-    return _answer(
-        ids.long() - local_expert_offset,
-        weights,
-        do_finalize,
-        output,
-        hidden_states=hidden_states,
-        hidden_states_scale=hidden_states_scale,
-        per_token_scale=per_token_scale,
-        gemm1_weights=gemm1_weights,
-        gemm1_weights_scale=gemm1_weights_scale,
-        gemm2_weights=gemm2_weights,
-        gemm2_weights_scale=gemm2_weights_scale,
-        output1_scale_scalar=output1_scale_scalar,
-        output1_scale_gate_scalar=output1_scale_gate_scalar,
-        output2_scale_scalar=output2_scale_scalar,
-        intermediate_size=intermediate_size,
-        experts=local_num_experts,
-        activation=_Activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-    )
-
-
-def _refuse(**arguments: object | None) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(name)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return n + -n % multiple
+    return _answer(_Layer(**layer), ids.long() - local_expert_offset, weights, output, do_finalize=do_finalize)
 
 
 def _unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -476,90 +479,18 @@ def _load_weights(
     return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
 
 
-@dataclass(frozen=True)
-class _Activation:
-    """What lies between the two products, with FlashInfer's numbers; x is a row of the first product.
-
-    Not gated: f(x * gate_scale) * scale.
-
-    Gated, x being up and gate: f(gate * gate_scale) * (up + beta) * scale, the clamp coming first, on what is not
-    scaled yet: gate from above, up on both sides. SwiGLU's f(g) is g * sigmoid(alpha * g).
-
-    SiTU scales both halves by gate_scale before the clamp, and is
-    beta * tanh(up / beta) * alpha * tanh(gate / alpha) * sigmoid(gate) * scale.
-    """
-
-    kind: int
-    alpha: torch.Tensor | None = None
-    beta: torch.Tensor | None = None
-    limit: torch.Tensor | None = None
-
-    def check(self, experts: int) -> None:
-        if self.kind not in (*_NOT_GATED, *GATED_ACTIVATIONS):
-            raise NotImplementedError(f"activation_type={self.kind}: only {sorted((*_NOT_GATED, *GATED_ACTIVATIONS))}")
-        given = {"gemm1_alpha": self.alpha, "gemm1_beta": self.beta, "gemm1_clamp_limit": self.limit}
-        for name, value in given.items():
-            if value is None:
-                continue
-            if not self.gated or (self.kind == ACTIVATION_GEGLU and name == "gemm1_alpha"):
-                raise NotImplementedError(f"{name} with activation_type={self.kind}")
-            _check_shape(name, value, (experts,))
-
-    @property
-    def gated(self) -> bool:
-        return self.kind in GATED_ACTIVATIONS
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the Triton kernels have it."""
-        plain = self.kind in (ACTIVATION_SWIGLU, ACTIVATION_RELU2)
-        return plain and self.alpha is None and self.beta is None and self.limit is None
-
-    def __call__(self, x: torch.Tensor, expert: int, gate_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """float64 [rows, columns of the first product] to float64 [rows, intermediate]."""
-        if not self.gated:
-            return _NOT_GATED[self.kind](x * gate_scale) * scale
-        up, gate = x.chunk(2, dim=-1)
-        alpha, beta, limit = (
-            None if value is None else value[expert].double() for value in (self.alpha, self.beta, self.limit)
-        )
-        if self.kind == ACTIVATION_SITU:
-            up, gate = up * gate_scale, gate * gate_scale
-        if limit is not None:
-            up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
-        if self.kind == ACTIVATION_SITU:
-            alpha, beta = (1.0 if value is None else value for value in (alpha, beta))
-            return beta * (up / beta).tanh() * alpha * (gate / alpha).tanh() * gate.sigmoid() * scale
-        if beta is not None:
-            up = up + beta
-        gate = gate * gate_scale
-        if self.kind == ACTIVATION_GEGLU:
-            gate = F.gelu(gate)
-        else:
-            gate = F.silu(gate) if alpha is None else gate * (alpha * gate).sigmoid()
-        return gate * (up * scale)
-
-
-_NOT_GATED: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
-    ACTIVATION_GELU: F.gelu,
-    ACTIVATION_SILU: F.silu,
-    ACTIVATION_RELU2: lambda x: F.relu(x).square(),
-}
-
-
 def _answer(
-    ids: torch.Tensor, weights: torch.Tensor, do_finalize: bool, output: torch.Tensor | None, **layer: Any
+    layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor | None, *, do_finalize: bool
 ) -> list[torch.Tensor]:
     """The layer once the routing is known.
 
     :param ids: int64 [tokens, top_k], local numbers. weights: bfloat16 or float32 [tokens, top_k].
-    :param layer: the arguments of ``_run_experts``.
     """
-    x = layer["hidden_states"]
-    (tokens, top_k), hidden = ids.shape, x.shape[1] * 2
+    device = layer.hidden_states.device
+    (tokens, top_k), hidden = ids.shape, layer.hidden
     if do_finalize:
         if output is None:
-            output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
+            output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
         elif (
             output.dtype != torch.bfloat16
             or output.dim() != 2
@@ -569,124 +500,55 @@ def _answer(
         ):
             # The real kernel takes the address and assumes the rest.
             raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
-        _run_experts(ids, weights.float(), output=output, **layer)
+        _run_experts(layer, ids, weights.float(), output)
         return [output]
 
     # Each (token, slot) is a token of its own, with one expert of weight 1; expert after expert.
     slot_ids = ids.flatten()
-    local = (slot_ids >= 0) & (slot_ids < layer["experts"])
-    order = torch.where(local, slot_ids, layer["experts"]).argsort(stable=True)
+    local = (slot_ids >= 0) & (slot_ids < layer.local_num_experts)
+    order = torch.where(local, slot_ids, layer.local_num_experts).argsort(stable=True)
     token = order // top_k
-    rows = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16, device=x.device)
-    of_slots = {}
-    for name, columns in (
-        ("hidden_states", hidden // 2),
-        ("hidden_states_scale", hidden // nvfp4.BLOCK_SIZE),
-        ("per_token_scale", 1),
-    ):
-        if (value := layer[name]) is not None:
-            value = value.view(torch.uint8) if value.itemsize == 1 else value  # not all of PyTorch indexes E4M3
-            of_slots[name] = value.reshape(tokens, columns)[token]
-    one = torch.ones(tokens * top_k, 1, device=x.device)
-    _run_experts(slot_ids[order].unsqueeze(1), one, output=rows, **{**layer, **of_slots})
+    scale = layer.hidden_states_scale.view(torch.uint8)  # not all of PyTorch indexes E4M3
+    of_slots = replace(
+        layer,
+        hidden_states=layer.hidden_states[token],
+        hidden_states_scale=scale.reshape(tokens, hidden // nvfp4.BLOCK_SIZE)[token],
+        per_token_scale=None if layer.per_token_scale is None else layer.per_token_scale.flatten()[token],
+    )
+    rows = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16, device=device)
+    _run_experts(of_slots, slot_ids[order].unsqueeze(1), torch.ones(tokens * top_k, 1, device=device), rows)
     row_of = torch.empty_like(order, dtype=torch.int32)
-    row_of[order] = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device)
+    row_of[order] = torch.arange(tokens * top_k, dtype=torch.int32, device=device)
     return [rows, weights, row_of.masked_fill_(~local, -1)]
 
 
-def _run_experts(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor | None,
-    per_token_scale: torch.Tensor | None,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    output1_scale_scalar: torch.Tensor | None,
-    output1_scale_gate_scalar: torch.Tensor | None,
-    output2_scale_scalar: torch.Tensor | None,
-    intermediate_size: int,
-    experts: int,
-    activation: _Activation,
-    output: torch.Tensor,
-) -> None:
+def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
     """Each token's experts, weighed and summed into ``output``: ids int64, weights float32, both [tokens, top_k]."""
-    if hidden_states.dtype != torch.uint8:
-        raise NotImplementedError(f"hidden_states of {hidden_states.dtype}: only NVFP4 packed in uint8")
-    if (
-        hidden_states_scale is None
-        or output1_scale_scalar is None
-        or output1_scale_gate_scalar is None
-        or output2_scale_scalar is None
-    ):
-        raise ValueError("NVFP4 needs hidden_states_scale and the three output scales")
-    activation.check(experts)
-    gated = activation.gated
-    tokens, hidden = hidden_states.shape[0], hidden_states.shape[1] * 2
-    rows = intermediate_size * (2 if gated else 1)
-    _check_shape("gemm1_weights", gemm1_weights, (experts, rows, hidden // 2))
-    _check_shape("gemm1_weights_scale", gemm1_weights_scale, (experts, rows, hidden // nvfp4.BLOCK_SIZE))
-    _check_shape("gemm2_weights", gemm2_weights, (experts, hidden, intermediate_size // 2))
-    _check_shape("gemm2_weights_scale", gemm2_weights_scale, (experts, hidden, intermediate_size // nvfp4.BLOCK_SIZE))
-    for name, scale in (
-        ("output1_scale_scalar", output1_scale_scalar),
-        ("output1_scale_gate_scalar", output1_scale_gate_scalar),
-        ("output2_scale_scalar", output2_scale_scalar),
-    ):
-        _check_shape(name, scale, (experts,))
-    if per_token_scale is not None and per_token_scale.numel() != tokens:
-        raise ValueError(f"per_token_scale must be [{tokens}], got {list(per_token_scale.shape)}")
+    tokens, hidden, device = layer.hidden_states.shape[0], layer.hidden, layer.hidden_states.device
     if tokens == 0:
         return
-
-    device = hidden_states.device
     workspace = _workspace(device)  # noqa: F841 - held until the result is there
-    w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", rows, hidden, gated, device)
-    w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, intermediate_size, None, device)
-    block_scale = hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
-    if hidden_states.is_cuda and activation.is_plain and per_token_scale is None and (kernels := _triton()):
-        kernels.run_experts(
-            ids,
-            weights,
-            hidden_states,
-            block_scale,
-            gemm1_weights,
-            gemm1_weights_scale,
-            w13_orders,
-            gemm2_weights,
-            gemm2_weights_scale,
-            w2_orders,
-            output1_scale_scalar,
-            output1_scale_gate_scalar,
-            output2_scale_scalar,
-            output,
-            gated=gated,
-        )
+    w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", layer.rows, hidden, layer.gated, device)
+    w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, layer.intermediate_size, None, device)
+    block_scale = layer.hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
+    if layer.has_triton_kernels and (kernels := _triton()):
+        scaled = replace(layer, hidden_states_scale=block_scale)
+        kernels.run_experts(scaled, (w13_orders, w2_orders), ids, weights, output)
         return
-    x = nvfp4.decode(hidden_states, block_scale).double()
+    x = nvfp4.decode(layer.hidden_states, block_scale).double()
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
-    for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
+    for expert in ids[(ids >= 0) & (ids < layer.local_num_experts)].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        w13 = _load_weights(gemm1_weights[expert], gemm1_weights_scale[expert], w13_orders)
-        gemm1 = x[token] @ w13.T
-        if per_token_scale is not None:
-            gemm1 = gemm1 * per_token_scale.flatten()[token, None].double()
-        gate_scale, scale = output1_scale_gate_scalar[expert].double(), output1_scale_scalar[expert].double()
-        intermediate = activation(gemm1, expert, gate_scale, scale)
-        if per_token_scale is None:
-            # The multiplier for the intermediate is in `scale`, so 1 here.
-            token_scale = None
+        gemm1 = x[token] @ _load_weights(layer.gemm1_weights[expert], layer.gemm1_weights_scale[expert], w13_orders).T
+        w2 = _load_weights(layer.gemm2_weights[expert], layer.gemm2_weights_scale[expert], w2_orders)
+        if layer.per_token_scale is None:
+            # The multiplier for the intermediate is in output1_scale_scalar, so 1 here.
+            gemm2 = nvfp4.decode(*nvfp4.quantize(layer.activate(gemm1, expert), 1.0)).double() @ w2.T
         else:
-            intermediate, token_scale = _scaled_by_token(intermediate.bfloat16())
-        packed, intermediate_scale = nvfp4.quantize(intermediate, 1.0)
-        w2 = _load_weights(gemm2_weights[expert], gemm2_weights_scale[expert], w2_orders)
-        gemm2 = nvfp4.decode(packed, intermediate_scale).double() @ w2.T
-        if token_scale is not None:
-            gemm2 = gemm2 * token_scale.double()
-        expert_output = (gemm2 * output2_scale_scalar[expert].double()).float()
+            gemm1 = gemm1 * layer.per_token_scale.flatten()[token, None].double()
+            intermediate, token_scale = _scaled_by_token(layer.activate(gemm1, expert).bfloat16())
+            gemm2 = nvfp4.decode(*nvfp4.quantize(intermediate, 1.0)).double() @ w2.T * token_scale.double()
+        expert_output = (gemm2 * layer.output2_scale_scalar[expert].double()).float()
         total.index_add_(0, token, expert_output * weights[token, slot].unsqueeze(-1))
     output.copy_(total[:, : output.shape[1]])
 
@@ -718,7 +580,9 @@ def _workspace(device: torch.device) -> torch.Tensor | None:
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
-def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        raise ValueError(f"{name} must be given")
     if tensor.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
 

@@ -18,13 +18,16 @@ boundary of NVFP4 can come out on its other side here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_moe_patches.lab.reference.nvfp4 import BLOCK_SIZE, E4M3_MAX
+
+if TYPE_CHECKING:
+    from sglang_moe_patches.lab.reference.flashinfer_kernels import _Layer
 
 SCRATCH_BYTES = 64 << 20
 """What one call may allocate, beside its result and index lists of a few bytes per token and expert."""
@@ -356,97 +359,69 @@ def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
 
 
 def run_experts(
+    layer: _Layer,
+    orders: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ids: torch.Tensor,
     weights: torch.Tensor,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm1_rows: tuple[torch.Tensor, torch.Tensor],
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    gemm2_rows: tuple[torch.Tensor, torch.Tensor],
-    output1_scale_scalar: torch.Tensor,
-    output1_scale_gate_scalar: torch.Tensor,
-    output2_scale_scalar: torch.Tensor,
     output: torch.Tensor,
-    *,
-    gated: bool,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
     """The routed experts of an NVFP4 layer, ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after the routing.
 
+    :param orders: of the first and the second weight, of codes and block scales each: where the layout has put row i.
     :param ids: int64 [tokens, top_k], local expert numbers; others than 0 to experts - 1 contribute nothing.
     :param weights: float32 [tokens, top_k].
-    :param hidden_states: uint8 [tokens, hidden // 2]; hidden_states_scale: float8_e4m3fn [tokens, hidden // 16].
-    :param gemm1_weights: uint8 [experts, rows, hidden // 2], rows 2 * intermediate if ``gated``, else intermediate;
-        gemm1_weights_scale: float8_e4m3fn [experts, rows, hidden // 16].
-    :param gemm1_rows: int [rows] each, for weights and scales: where the layout has put row i.
-    :param gemm2_weights: uint8 [experts, hidden, intermediate // 2]; gemm2_weights_scale: float8_e4m3fn [experts,
-        hidden, intermediate // 16]; gemm2_rows: int [hidden] each.
-    :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [experts].
     :param output: bfloat16 [tokens, up to hidden], contiguous; written to. May not overlap an argument.
     :param scratch_bytes: bound of the scratch memory, as far as 128 tokens and 64 columns at a time allow.
     """
     tokens, top_k = ids.shape
-    experts, hidden, intermediate = gemm2_weights.shape[0], gemm2_weights.shape[1], gemm2_weights.shape[2] * 2
+    experts, hidden, intermediate = layer.local_num_experts, layer.hidden, layer.intermediate_size
     # A token's experts in the order of their numbers, so that its sum does not depend on the order given.
     expert = torch.where((ids >= 0) & (ids < experts), ids, experts)
     expert, order = expert.sort(dim=1, stable=True)
     weights = weights.gather(1, order).contiguous()
+    x, x_scale = layer.hidden_states, layer.hidden_states_scale
+    gemm1 = layer.gemm1_weights, layer.gemm1_weights_scale, *orders[0]
+    gemm2 = layer.gemm2_weights, layer.gemm2_weights_scale, *orders[1]
 
     per_slot = intermediate // 2 + intermediate // BLOCK_SIZE
     step = max(128, scratch_bytes // (top_k * (per_slot + _BLOCK_N * 4)))
-    columns = scratch_bytes - min(tokens, step) * top_k * per_slot
-    columns = max(columns // (min(tokens, step) * top_k * 4) // _BLOCK_N, 1) * _BLOCK_N
-    columns = min(columns, hidden)
-    for first in range(0, tokens, step):
-        here = slice(first, min(first + step, tokens))
-        _run_pass(
-            expert[here],
-            weights[here],
-            hidden_states[here],
-            hidden_states_scale[here],
-            (gemm1_weights, gemm1_weights_scale, *gemm1_rows, output1_scale_gate_scalar, output1_scale_scalar),
-            (gemm2_weights, gemm2_weights_scale, *gemm2_rows, output2_scale_scalar),
-            output[here],
-            columns,
-            gated,
-        )
-
-
-def _run_pass(
-    expert: torch.Tensor,
-    weights: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    gemm1: tuple[torch.Tensor, ...],
-    gemm2: tuple[torch.Tensor, ...],
-    output: torch.Tensor,
-    most_columns: int,
-    gated: bool,
-) -> None:
-    slots, top_k, device = expert.numel(), expert.shape[1], x.device
-    experts, hidden, intermediate = gemm2[0].shape[0], gemm2[0].shape[1], gemm2[0].shape[2] * 2
-    slot, *blocks = _blocks(expert.flatten(), experts)
+    most_columns = scratch_bytes - min(tokens, step) * top_k * per_slot
+    most_columns = max(most_columns // (min(tokens, step) * top_k * 4) // _BLOCK_N, 1) * _BLOCK_N
+    most_columns = min(most_columns, hidden)
     tile: dict[str, Any] = {"M": _BLOCK_M, "N": _BLOCK_N, "BYTES": _BLOCK_BYTES, "num_warps": 4}
     sizes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
-    count = blocks[0].numel()
-    packed = torch.empty(slots, intermediate // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(slots, intermediate // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
-    _gemm1_kernel[(count * (intermediate // _BLOCK_N),)](
-        x, x_scale, *gemm1, slot, *blocks, packed, scale, experts, **sizes, TOP_K=top_k, GATED=gated, **tile
-    )
-    rows = torch.empty(slots * most_columns, dtype=torch.float32, device=device)
-    for first in range(0, output.shape[1], most_columns):
-        columns = min(most_columns, hidden - first)
-        _gemm2_kernel[(count * (columns // _BLOCK_N),)](
-            packed, scale, *gemm2, slot, *blocks, rows, experts, first, columns, **sizes, **tile
+
+    def run_pass(here: slice) -> None:  # a function: its scratch is free before the next pass
+        slots, device = expert[here].numel(), x.device
+        slot, *blocks = _blocks(expert[here].flatten(), experts)
+        count = blocks[0].numel()
+        packed = torch.empty(slots, intermediate // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(slots, intermediate // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=device)
+        _gemm1_kernel[(count * (intermediate // _BLOCK_N),)](
+            *(x[here], x_scale[here], *gemm1, layer.output1_scale_gate_scalar, layer.output1_scale_scalar),
+            *(slot, *blocks, packed, scale, experts),
+            **sizes,
+            TOP_K=top_k,
+            GATED=layer.gated,
+            **tile,
         )
-        strip = output[:, first : first + columns]
-        _sum_kernel[(strip.shape[0], triton.cdiv(columns, 1024))](
-            rows, expert, weights, strip, experts, columns, output.stride(0), TOP_K=top_k, N=1024
-        )
+        rows = torch.empty(slots * most_columns, dtype=torch.float32, device=device)
+        for first in range(0, output.shape[1], most_columns):
+            columns = min(most_columns, hidden - first)
+            _gemm2_kernel[(count * (columns // _BLOCK_N),)](
+                *(packed, scale, *gemm2, layer.output2_scale_scalar),
+                *(slot, *blocks, rows, experts, first, columns),
+                **sizes,
+                **tile,
+            )
+            strip = output[here, first : first + columns]
+            _sum_kernel[(strip.shape[0], triton.cdiv(columns, 1024))](
+                *(rows, expert[here], weights[here], strip, experts, columns, output.stride(0)), TOP_K=top_k, N=1024
+            )
+
+    for first in range(0, tokens, step):
+        run_pass(slice(first, min(first + step, tokens)))
 
 
 assert E4M3_MAX == 448.0  # spelled out in _quantized

@@ -15,19 +15,16 @@ Psychometrika 12 (1947); the exact form is the sign test on the discordant pairs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any
 
-from sglang_moe_patches.lab.observers.events import Acted, ChangeStatus, Memory, made
+from sglang_moe_patches.lab.observers.events import Acted, ChangeStatus, Memory
 from sglang_moe_patches.lab.regress import bound
 
 SCHEMA = 2
 """Version of ``Comparison.to_dict``: raised when a field is renamed, removed or changes its meaning."""
-READ = (1, SCHEMA)
-"""Those from whose runs a comparison can be made; 1 called *conclusive* what could have shown any drop at all."""
 MAX_DROP = 3.0
 """Percentage points of accuracy that patched may lose, where nobody says otherwise."""
 NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 2
@@ -188,7 +185,7 @@ class Comparison:
         return not few and 100 * self.stock.accuracy > self.max_drop
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the runs and settings, from which ``from_dict`` makes all the rest, and the results."""
+        """JSON-ready: the settings, the runs and the results."""
         return {
             "schema": SCHEMA,
             "settings": {
@@ -222,31 +219,6 @@ class Comparison:
                 "output_throughput": {"stock": self.stock.output_throughput, "patched": self.patched.output_throughput},
             },
         }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Comparison:
-        """The comparison that ``to_dict`` wrote, computed again from its runs.
-
-        :raises ValueError: another schema version.
-        """
-        if data.get("schema") not in READ:
-            raise ValueError(f"report has schema {data.get('schema')!r}, this release reads {SCHEMA}")
-        stock, patched = (_run_from_dict(data["runs"][name]) for name in ("stock", "patched"))
-        return compare(stock, patched, **data["settings"])
-
-
-def _required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _run_from_dict(data: Mapping[str, Any]) -> Run:
-    values = {each.name: data[each.name] for each in fields(Run) if each.name in data or _required(each)}
-    values["command"] = tuple(values["command"])
-    values["answers"] = tuple(Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in values["answers"])
-    values["memory"] = None if values["memory"] is None else Memory(**values["memory"])
-    values["changes"] = tuple(ChangeStatus(*each) for each in values["changes"])
-    values["acted"] = made(Acted, values.get("acted", {}))
-    return Run(**values)
 
 
 def mcnemar(losses: int, gains: int) -> tuple[float, float]:

@@ -11,8 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 GSM8K = 1319
 """Questions of GSM8K's test set, which the engine downloads."""
-REHEARSED = 8
-"""Questions that are asked first, for an estimate of the time; a fifth of all at most."""
 
 
 class DataError(ValueError):
@@ -48,25 +45,6 @@ class Evaluation:
     shots: int
     max_new_tokens: int
     parallel: int
-
-    @property
-    def rehearsed(self) -> int:
-        """How many of the questions are asked first; 0: too few are asked for an estimate to be worth it."""
-        return REHEARSED if self.questions >= 5 * REHEARSED else 0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Of an evaluation.
-
-    :param rehearsed_s: seconds that the first few questions took, asked together; ``None``: not known yet.
-    :param answered: how many of all are.
-    :param seconds: since they are asked.
-    """
-
-    rehearsed_s: float | None = None
-    answered: int = 0
-    seconds: float = 0.0
 
 
 def count_questions(path: Path) -> int:
@@ -104,44 +82,32 @@ def evaluate(
     environment: dict[str, str],
     evaluation: Evaluation,
     work: Path,
-    while_waiting: Callable[[Progress], None] = lambda progress: None,
-    *,
-    rehearse: bool = False,
+    while_waiting: Callable[[int, float], None] = lambda answered, seconds: None,
 ) -> dict[str, Any]:
     """Ask the server at ``url``, at temperature 0.
 
     :param environment: of the client's process.
     :param work: folder for what the client writes.
-    :param while_waiting: called a few times a second; what it raises ends the evaluation.
-    :param rehearse: whether the first few questions are asked first, to know how long all will take; their answers do
-        not count, and the server's cache of them is flushed.
+    :param while_waiting: called a few times a second, with the questions answered and the seconds since the start; what
+        it raises ends the evaluation.
     :returns: ``answers`` (each: question, text, label, predicted, tokens), ``latency_s`` and the sums ``input_tokens``
         and ``output_tokens``.
     :raises EvaluationFailed: not every question was answered.
     """
-    result, log_path = work / "answers.json", work / "evaluation.log"
-    rehearsed, answered = work / "rehearsed", work / "answered"
-    for path in (result, rehearsed, answered):
+    result, log_path, answered = work / "answers.json", work / "evaluation.log", work / "answered"
+    for path in (result, answered):
         path.unlink(missing_ok=True)
     data = None if evaluation.data_path is None else str(evaluation.data_path.resolve())
     asked = json.dumps({**asdict(evaluation), "data_path": data})
     command = [sys.executable, "-W", "ignore", "-m", __name__, "--url", url, "--result", str(result.resolve())]
-    if rehearse and evaluation.rehearsed:
-        command.append("--rehearse")
-    else:
-        rehearsed.touch()
-    progress, started = Progress(), time.monotonic()
+    started = time.monotonic()
     with log_path.open("wb") as log:
         client = Supervised([*command, "--evaluation", asked], environment, log, join_error=True, cwd=str(work))
     try:
         ended = False
         while not ended:
             ended = client.exit_code() is not None  # and then one look more: what was answered last
-            if progress.rehearsed_s is None and rehearsed.exists():
-                progress, started = Progress(float(rehearsed.read_text() or 0)), time.monotonic()
-            count = answered.stat().st_size if answered.exists() else 0
-            progress = replace(progress, answered=count, seconds=time.monotonic() - started)
-            while_waiting(progress)
+            while_waiting(answered.stat().st_size if answered.exists() else 0, time.monotonic() - started)
             time.sleep(0 if ended else 0.2)
     finally:
         client.end()
@@ -151,20 +117,11 @@ def evaluate(
     return found
 
 
-def _flush_cache(url: str) -> None:
-    """What was asked is asked once more, as if it had not been; a server that does not do that answers all the same."""
-    import httpx
-
-    with suppress(httpx.HTTPError):
-        httpx.post(f"{url}/flush_cache", timeout=60, trust_env=False)
-
-
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--result", required=True, type=Path)
     parser.add_argument("--evaluation", required=True, type=json.loads, help="the fields of Evaluation, as JSON")
-    parser.add_argument("--rehearse", action="store_true", help="ask the first few questions first")
     options = parser.parse_args()
     evaluation = Evaluation(**options.evaluation)
     work = options.result.parent
@@ -197,30 +154,21 @@ def _main() -> None:
                 file.write(b".")
             return answer
 
-    def ask(questions: int) -> Any:
-        return few_shot_gsm8k.run_eval(
-            argparse.Namespace(
-                host=host,
-                port=int(port),
-                data_path=evaluation.data_path,
-                num_questions=questions,
-                num_shots=evaluation.shots,
-                max_new_tokens=evaluation.max_new_tokens,
-                parallel=evaluation.parallel,
-                temperature=0,
-                return_logprob=True,  # the way to learn the token ids through the engine's own client
-                logprob_start_len=None,
-            )
-        )
-
-    if options.rehearse:
-        seconds = ask(evaluation.rehearsed)["latency"]
-        states.clear()
-        _flush_cache(options.url)
-        (work / "rehearsed.partial").write_text(str(seconds))
-        (work / "rehearsed.partial").replace(work / "rehearsed")
     few_shot_gsm8k.RuntimeEndpoint = Counted
-    totals = ask(evaluation.questions)
+    totals = few_shot_gsm8k.run_eval(
+        argparse.Namespace(
+            host=host,
+            port=int(port),
+            data_path=evaluation.data_path,
+            num_questions=evaluation.questions,
+            num_shots=evaluation.shots,
+            max_new_tokens=evaluation.max_new_tokens,
+            parallel=evaluation.parallel,
+            temperature=0,
+            return_logprob=True,  # the way to learn the token ids through the engine's own client
+            logprob_start_len=None,
+        )
+    )
     answers = []
     input_tokens = output_tokens = 0
     for line, state in zip(lines[: evaluation.questions], states, strict=True):

@@ -13,13 +13,12 @@ from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
-from sglang_moe_patches.lab.regress import bound, duration, gsm8k, report
+from sglang_moe_patches.lab.regress import bound, gsm8k, report
 from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, smallest_sample
-from sglang_moe_patches.lab.regress.gsm8k import Evaluation, Progress
+from sglang_moe_patches.lab.regress.gsm8k import Evaluation
 from sglang_moe_patches.lab.servers import gpu, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
 from sglang_moe_patches.lab.servers.interrupts import Interrupts
-from sglang_moe_patches.lab.servers.refusals import Refusal
 from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
@@ -60,19 +59,6 @@ class Criterion:
         return max(smallest_sample(self.alpha), bound.fewest(self.max_drop / 100, self.alpha))
 
 
-SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
-REFUSED: dict[str, Refusal] = {
-    **refusals.of_every_command(
-        "regress",
-        same="answers are",
-        instead=SERVE_YOURSELF,
-        of_a_pair=f"put a router before each pair, {SERVE_YOURSELF}",
-    ),
-    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
-}
-"""Server arguments that are refused, by name."""
-
-
 def enough(data_path: Path | None, criterion: Criterion) -> int:
     """How many questions to ask where nobody says: as many as show that patched is no worse by more than may be lost.
 
@@ -110,7 +96,7 @@ def check(
             gsm8k.check_questions(evaluation.data_path, evaluation.questions, evaluation.shots)
         refusals.check_output(output)
         if isinstance(subject, ServerSpec):
-            subject.check(REFUSED, environment)
+            subject.check(environment)
         else:
             refusals.check_address("--baseline-url", subject.stock)
             refusals.check_address("--patched-url", subject.patched)
@@ -234,8 +220,7 @@ class _Asking:
             self.console.print(self.beforehand, highlight=False)
         for name, url in bare.items():
             with scratch() as work:
-                rest = len(urls) - 1 if name == next(iter(urls)) else 0
-                yield self._evaluate(name, url, work, command=(url,), release=releases[name], rest=rest)
+                yield self._evaluate(name, url, work, command=(url,), release=releases[name])
 
     def servers(self, subject: ServerSpec, logs: Path, console: Console) -> Iterator[Run]:
         """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
@@ -272,14 +257,7 @@ class _Asking:
                     ready = f"{name}: ready after {server.startup_s:.0f} s"
                     console.print(f"{ready}; asking {self.evaluation.questions} questions")
                     release = engine.version() or "unknown"
-                    rest = int(name == STOCK)
-                    found = self._evaluate(
-                        *(name, server.url, work),
-                        command=tuple(server.command),
-                        release=release,
-                        rest=rest,
-                        start_s=server.startup_s,
-                    )
+                    found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
                     server.check()
                     figures = events.collect(observed)
                     # Before the server is ended: whatever happens then, this run is made.
@@ -289,23 +267,12 @@ class _Asking:
             except gsm8k.EvaluationFailed as error:
                 raise _failure(name)(f"{error}\n{server.log_tail()}") from error
 
-    def _evaluate(
-        self,
-        name: str,
-        url: str,
-        work: Path,
-        *,
-        command: tuple[str, ...],
-        release: str,
-        rest: int = 0,
-        start_s: float = 0.0,
-    ) -> Run:
-        """:param rest: servers to ask after this one, each of which takes ``start_s`` to start."""
+    def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
         ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        with self._shown(name, rest, start_s) as watch:
-            found = gsm8k.evaluate(url, client, self.evaluation, work, watch, rehearse=self.console is not None)
+        with self._shown(name) as watch:
+            found = gsm8k.evaluate(url, client, self.evaluation, work, watch)
         return Run(
             name=name,
             engine=release,
@@ -320,31 +287,27 @@ class _Asking:
         )
 
     @contextmanager
-    def _shown(self, name: str, rest: int, start_s: float) -> Iterator[Callable[[Progress], None]]:
-        """What to call a few times a second within the block: it says how long all takes, and how far it is."""
+    def _shown(self, name: str) -> Iterator[Callable[[int, float], None]]:
+        """What to call a few times a second within the block, with the questions answered and the seconds since the
+        start: it says how far the evaluation is, and how long it still takes."""
         if self.console is None:
-            yield lambda progress: self.interrupt()
+            yield lambda answered, seconds: self.interrupt()
             return
-        console, estimated, said = self.console, False, 0.0
+        console, said = self.console, 0.0
         with console.status(f"{name}: asking", refresh_per_second=4) as status:
 
-            def watch(progress: Progress) -> None:
-                nonlocal estimated, said
+            def watch(answered: int, seconds: float) -> None:
+                nonlocal said
                 self.interrupt()
-                if progress.rehearsed_s and not estimated:
-                    estimated, said = True, 0.0
-                    console.print(
-                        _estimate(name, self.evaluation, progress.rehearsed_s, rest, start_s), highlight=False
-                    )
-                left = duration.left(self.evaluation, progress)
-                if progress.rehearsed_s is None:
-                    line = f"{name}: asking the first {self.evaluation.rehearsed}, to know how long all take"
-                else:
-                    line = f"{name}: {progress.answered:,} of {self.evaluation.questions:,} answered"
-                line += "" if left is None else f", about {duration.spoken(left)} left"
+                line = f"{name}: {answered:,} of {self.evaluation.questions:,} answered"
+                if answered:
+                    left = seconds / answered * (self.evaluation.questions - answered)
+                    line += f", about {spoken(left)} left"
+                    if name == STOCK:
+                        line += f"; then patched, about {spoken(seconds + left)}"
                 status.update(line)
-                if not console.is_terminal and progress.seconds - said >= SAID_EVERY_S:
-                    said = progress.seconds
+                if not console.is_terminal and seconds - said >= SAID_EVERY_S:
+                    said = seconds
                     console.print(line, highlight=False)
 
             yield watch
@@ -354,18 +317,11 @@ SAID_EVERY_S = 30.0
 """Seconds between two lines about how far an evaluation is, where there is no terminal."""
 
 
-def _estimate(name: str, evaluation: Evaluation, rehearsed_s: float, rest: int, start_s: float) -> str:
-    """How long this server's evaluation takes, and how long all that is left to do."""
-    low, high = duration.estimate(evaluation, rehearsed_s)
-    said = (
-        f"{name}: its {evaluation.questions:,} questions take about {duration.between(low, high)} (from "
-        f"{rehearsed_s:.1f} s for the first {evaluation.rehearsed}, asked first)"
-    )
-    if rest:
-        whole = [(1 + rest) * each + rest * start_s for each in (low, high)]
-        started = "" if not start_s else ", a start like this one's included"
-        said += f"; the rest of this run about {duration.between(*whole)}{started}"
-    return f"{said}."
+def spoken(seconds: float) -> str:
+    """For people, to two digits at most."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def _failure(name: str) -> type[CannotRun | PatchedFailed]:

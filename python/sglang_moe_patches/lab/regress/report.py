@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches.lab import pages
 from sglang_moe_patches.lab.observers import acted
-from sglang_moe_patches.lab.regress import bound
+from sglang_moe_patches.lab.regress import bound, pages
 from sglang_moe_patches.lab.regress.compare import INCONCLUSIVE, NO_WORSE, WORSE, Answer, Comparison, Run
 from sglang_moe_patches.lab.regress.gsm8k import GSM8K
 
@@ -379,73 +378,46 @@ def print_table(comparison: Comparison, console: Console) -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _bars(title: str, groups: list[tuple[str, float, float]], text: Callable[[float], str], **options: Any) -> str:
-    """An SVG element: horizontal bars, a pair for each (label, stock, patched).
+@dataclass(frozen=True)
+class Bar:
+    """:param width: per cent of the figure's; the longest leaves room for its text."""
 
-    :param text: what stands beside a bar, from its value.
-    :param options: ``intervals``, [(low, high), (low, high)] of the single group; ``limit``, the end of the axis.
+    width: float
+    text: str
+
+
+def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]]]:
+    """(title, pairs of stock's and patched's bars by their label) of each figure that was measured in both servers.
+
+    Not throughput, of which one run each is no comparison.
     """
-    from matplotlib.figure import Figure
+    runs = (comparison.stock, comparison.patched)
+    accuracies = []
+    for run in runs:
+        low, high = _interval(run)
+        text = f"{100 * run.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+        accuracies.append(Bar(35 * run.accuracy, text))
 
-    with pages.drawing(title):
-        figure = Figure(figsize=(5.6, 0.75 + 0.72 * len(groups)), layout="constrained")
-        axes = figure.subplots()
-        limit = options.get("limit") or 1.4 * max((max(pair[1:]) for pair in groups), default=0) or 1.0
-        ends = options.get("intervals")
-        for place, (_, *pair) in enumerate(groups):
-            for side, (value, color) in enumerate(zip(pair, (STOCK_COLOR, PATCHED_COLOR), strict=True)):
-                y = place + (side - 0.5) * 0.36
-                axes.barh(y, value, height=0.32, color=color)
-                end = value
-                if ends:
-                    low, high = ends[side]
-                    axes.plot([low, high], [y, y], color="#1c2430", linewidth=1.3)
-                    axes.plot([low, high], [y, y], color="#1c2430", linewidth=0, marker="|", markersize=7)
-                    end = high
-                axes.text(end + 0.015 * limit, y, text(value), va="center", color="#1c2430")
-        axes.set_yticks(range(len(groups)), [group[0] for group in groups])
-        axes.set_ylim(len(groups) - 0.5, -0.5)
-        axes.set_xlim(0, limit)
-        axes.set_xticks([])
-        axes.tick_params(length=0)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        return pages.svg(figure, title)
+    def pairs(*figures: tuple[str, str, Callable[[int], str]]) -> list[tuple[str, list[Bar]]]:
+        measured: list[tuple[str, Callable[[int], str], list[Any]]] = [
+            (label, text, [getattr(run.memory, name, None) for run in runs]) for label, name, text in figures
+        ]
+        both = [figure for figure in measured if None not in figure[2]]
+        most = max((max(values) for _, _, values in both), default=0) or 1
+        return [(label, [Bar(70 * value / most, text(value)) for value in values]) for label, text, values in both]
 
-
-def _plots(comparison: Comparison) -> list[tuple[str, str]]:
-    """(title, SVG) of each plot that there are figures for; not throughput, of which one run each is no comparison."""
-    stock, patched = comparison.stock, comparison.patched
-    plots = [
+    found = [
+        ("Accuracy", [("", accuracies)]),
         (
-            "Accuracy, with 95 % interval",
-            _bars(
-                "Accuracy",
-                [("", stock.accuracy, patched.accuracy)],
-                lambda value: f"{100 * value:.1f} %",
-                intervals=[_interval(stock), _interval(patched)],
-                limit=1.25,
+            "Activation memory",
+            pairs(
+                ("peak of one forward", "peak_forward_bytes", _bytes),
+                ("live when the kernel starts", "live_at_kernel_bytes", _bytes),
             ),
         ),
+        ("MoE output buffers per forward", pairs(("", "output_buffers", str))),
     ]
-    if stock.memory is None or patched.memory is None:
-        return plots
-    sizes = [
-        (label, float(one), float(other))
-        for label, one, other in (
-            ("peak of\none forward", stock.memory.peak_forward_bytes, patched.memory.peak_forward_bytes),
-            ("live when the\nkernel starts", stock.memory.live_at_kernel_bytes, patched.memory.live_at_kernel_bytes),
-        )
-        if one is not None and other is not None
-    ]
-    if sizes:
-        plots.append(("Activation memory", _bars("Activation memory", sizes, lambda value: _bytes(int(value)))))
-    buffers = (stock.memory.output_buffers, patched.memory.output_buffers)
-    if buffers[0] is not None and buffers[1] is not None:
-        groups = [("", float(buffers[0]), float(buffers[1]))]
-        plots.append(
-            ("MoE output buffers per forward", _bars("MoE output buffers", groups, lambda value: f"{value:.0f}"))
-        )
-    return plots
+    return [(title, bars) for title, bars in found if bars]
 
 
 def _same_start(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -478,8 +450,6 @@ def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
 
 def render_html(comparison: Comparison) -> str:
     """The whole page, with nothing to load from elsewhere."""
-    from markupsafe import Markup
-
     return pages.render(
         Path(__file__).with_name("report.html.j2"),
         verdict=verdict(comparison),
@@ -490,7 +460,7 @@ def render_html(comparison: Comparison) -> str:
         rows=rows(comparison),
         did=did(comparison),
         notes=notes(comparison),
-        plots=[(title, Markup(svg)) for title, svg in _plots(comparison)],
+        bars=_bars(comparison),
         differences=[_difference(*difference) for difference in comparison.differing],
         open_differences=OPEN_DIFFERENCES,
         commands=[(run, shlex.join(run.command)) for run in (comparison.stock, comparison.patched)],

@@ -29,13 +29,10 @@ def used_mib() -> dict[str, int]:
         return {}
 
 
-def wait_until_free(
-    before: dict[str, int], while_waiting: Callable[[], None], *, ended: str = "stock", following: str = "patched"
-) -> None:
-    """Wait until every GPU has no more memory in use than ``before`` a server ran there.
+def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -> None:
+    """Wait until every GPU has no more memory in use than ``before`` the stock server ran there.
 
     :param while_waiting: called about four times a second.
-    :param ended: the server that ran there, and ``following`` the next, by their names for people.
     :raises MemoryHeld: one has, for ``PATIENCE_S``.
     """
     deadline = time.monotonic() + PATIENCE_S
@@ -47,8 +44,8 @@ def wait_until_free(
         if time.monotonic() > deadline:
             name = held[0]
             raise MemoryHeld(
-                f"{name} has {now[name]:,} MiB in use, {before[name]:,} before the {ended} server, whose processes are "
-                f"gone; something else holds it (nvidia-smi shows what), so the {following} server was not started"
+                f"{name} has {now[name]:,} MiB in use, {before[name]:,} before the stock server, whose processes are "
+                "gone; something else holds it (nvidia-smi shows what), so the patched server was not started"
             )
         while_waiting()
         time.sleep(0.25)

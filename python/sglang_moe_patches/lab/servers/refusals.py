@@ -29,48 +29,37 @@ class Refusal:
     ours: bool = False
 
 
-def of_every_command(command: str, *, same: str, instead: str, of_a_pair: str = "") -> dict[str, Refusal]:
-    """What no command can serve that starts servers on this machine, one after the other, and asks them over HTTP.
-
-    :param command: its name.
-    :param same: what TLS or gRPC would not change: "answers are", say.
-    :param instead: what to do where the command cannot start the servers.
-    :param of_a_pair: the same of one half of a pair (disaggregation), where that is something else.
-    """
-    own = Refusal(
-        f"{command} sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True
-    )
-    http = Refusal("the servers listen on 127.0.0.1 and are asked over plain HTTP", f"leave it out: {same} the same")
-    key = Refusal("no key is sent", "leave it out: the servers listen on 127.0.0.1 for this run alone")
-    no_answers = Refusal(
-        f"{command} asks for generated answers, and this server gives none", "serve a model that generates"
-    )
-    elsewhere = f"{command} starts, watches and ends processes on this machine only"
-    return {
-        **dict.fromkeys(("--host", "--port", "--model", "--model-path"), own),
-        **dict.fromkeys(
-            ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh"),
-            http,
-        ),
-        **dict.fromkeys(("--grpc-mode", "--smg-grpc-mode"), http),
-        **dict.fromkeys(("--api-key", "--admin-api-key"), key),
-        **dict.fromkeys(("--is-embedding", "--encoder-only"), no_answers),
-        "--nnodes": Refusal(elsewhere, instead, lambda n: n != "1"),
-        "--use-ray": Refusal(elsewhere, instead),
-        "--disaggregation-mode": Refusal(
-            "one half of a pair answers nothing by itself", of_a_pair or instead, lambda mode: mode != "null"
-        ),
-        "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", instead),
-        "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
-    }
+SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
+_OWN = Refusal("regress sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True)
+_HTTP = Refusal("the servers listen on 127.0.0.1 and are asked over plain HTTP", "leave it out: answers are the same")
+_KEY = Refusal("no key is sent", "leave it out: the servers listen on 127.0.0.1 for this run alone")
+_NO_ANSWERS = Refusal("regress asks for generated answers, and this server gives none", "serve a model that generates")
+_ELSEWHERE = "regress starts, watches and ends processes on this machine only"
+REFUSED: dict[str, Refusal] = {
+    **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
+    **dict.fromkeys(
+        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh"), _HTTP
+    ),
+    **dict.fromkeys(("--grpc-mode", "--smg-grpc-mode"), _HTTP),
+    **dict.fromkeys(("--api-key", "--admin-api-key"), _KEY),
+    **dict.fromkeys(("--is-embedding", "--encoder-only"), _NO_ANSWERS),
+    "--nnodes": Refusal(_ELSEWHERE, SERVE_YOURSELF, lambda n: n != "1"),
+    "--use-ray": Refusal(_ELSEWHERE, SERVE_YOURSELF),
+    "--disaggregation-mode": Refusal(
+        "one half of a pair answers nothing by itself",
+        f"put a router before each pair, {SERVE_YOURSELF}",
+        lambda mode: mode != "null",
+    ),
+    "--checkpoint-engine-wait-weights-before-ready": Refusal("nobody would send the weights", SERVE_YOURSELF),
+    "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
+    "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
+}
+"""Server arguments that ``regress`` cannot serve, by name: it starts servers on this machine, one after the other, and
+asks them over HTTP."""
 
 
-def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal]) -> None:
-    """Refuse what a command cannot serve.
-
-    :param refused: server arguments, by name.
-    :raises ValueError: one of them cannot be served; the message says why and what to do instead.
-    """
+def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
+    """:raises ValueError: one of them cannot be served; the message says why and what to do instead."""
     for flag, value in [*_pairs(arguments), *_from_config(arguments, refused)]:
         # The engine's parser takes the beginning of a name for it, where no other name begins so.
         name = flag if flag in refused else next((name for name in refused if name.startswith(flag)), "")

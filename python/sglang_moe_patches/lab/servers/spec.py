@@ -8,13 +8,10 @@ from pathlib import Path
 
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.lab.servers import refusals
-from sglang_moe_patches.lab.servers.refusals import Refusal
 from sglang_moe_patches.lab.servers.server import Server, port_in_use
 from sglang_moe_patches.registry import CHANGES
 
 STOCK, PATCHED = "stock", "patched"
-VARIABLES: Mapping[str, Mapping[str, str]] = {STOCK: {patch.SELECT_VARIABLE: "none"}, PATCHED: {}}
-"""What sets the two servers apart: environment variables, by the server's name."""
 
 
 class PortInUse(ValueError):
@@ -23,7 +20,7 @@ class PortInUse(ValueError):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A model to serve, on servers that are alike but for :data:`VARIABLES`.
+    """A model to serve, on a stock and a patched server that are alike in all else.
 
     :param model: a folder, a name on the hub, or an address that the engine can load from.
     :param arguments: of the servers, without model, host and port.
@@ -47,14 +44,13 @@ class ServerSpec:
         """Whether the arguments say what to run on, or lead to a file that may."""
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
-    def check(self, refused: Mapping[str, Refusal], environment: Mapping[str, str]) -> None:
+    def check(self, environment: Mapping[str, str]) -> None:
         """Find out what is wrong before a minute is spent on starting a server.
 
-        :param refused: server arguments that the command cannot serve, by name.
         :param environment: of the servers.
         :raises ValueError: one line that names what is wrong and what to give instead.
         """
-        refusals.check_server_arguments(list(self.arguments), refused)
+        refusals.check_server_arguments(list(self.arguments))
         refusals.check_model(self.model)
         refusals.check_plugins(environment)
         patch.check_environment(CHANGES, environment)
@@ -64,22 +60,13 @@ class ServerSpec:
         if self.port is not None and port_in_use(self.port):
             raise PortInUse(f"port {self.port} is in use; choose another --port, or leave it out for a free one")
 
-    def server(
-        self,
-        name: str,
-        environment: Mapping[str, str],
-        log: Path,
-        *more: str,
-        variables: Mapping[str, str] | None = None,
-    ) -> Server:
+    def server(self, name: str, environment: Mapping[str, str], log: Path) -> Server:
         """``STOCK`` or ``PATCHED``, not started yet.
 
-        :param environment: the whole environment of its process, but for what sets the two apart.
+        :param environment: the whole environment of its process, but for what makes it stock.
         :param log: file that takes its output.
-        :param more: server arguments of this one alone.
-        :param variables: what sets it apart; ``None``: :data:`VARIABLES`.
         :raises PortInUse: it could not listen on its port.
         """
         self._check_port()
-        own = {**environment, **(VARIABLES[name] if variables is None else variables)}
-        return Server(name, [*self.given, *more], own, log, timeout=self.startup_timeout, port=self.port)
+        own = {**environment, **({patch.SELECT_VARIABLE: "none"} if name == STOCK else {})}
+        return Server(name, self.given, own, log, timeout=self.startup_timeout, port=self.port)

@@ -8,17 +8,14 @@ Why
 
 How
     Weights, KV cache, graphs and registered buffers are in place when ``Scheduler.run_event_loop`` begins, those of a
-    draft model too. There the allocator is switched over (:mod:`.switch`). Ordinary blocks that it keeps stay usable,
-    and the graphs' pools are what they were.
+    draft model too. There the allocator is switched over (:mod:`.switch`). Ordinary blocks that it keeps stay usable.
 
-    Where memory must be ordinary all the same, the switch is off for that long: while a graph is captured, whoever
-    captures it (``torch.cuda.CUDAGraph``), in the engine's whole region around captures, at whose end buffers are
-    registered with other processes (``GroupCoordinator.graph_capture``), and while memory comes from a pool of
-    somebody's own (``torch.cuda.use_mem_pool``).
+    Where memory must be ordinary all the same, the switch is off for that long (:func:`.switch.hold_off`): while a
+    graph is captured, and while memory comes from a pool of its own.
 
     Ranks decide alike: the switch is tried on each, and stays on if it works on all (:func:`.switch.everywhere`).
 
-    Which servers: :mod:`.eligibility`. By itself only where it was seen on a GPU.
+    Which servers: :mod:`.eligibility`.
 
 Upstream
     None.

@@ -86,8 +86,8 @@ FEATURES = (
 )
 """By name, with what is done about each. What is not here is left to run with it.
 
-Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): who gives one is another
-process, whose allocator is as it was.
+Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): a handle is made in
+another process, and its allocator is not switched.
 """
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
@@ -100,7 +100,7 @@ class Situation:
 
     :param device: ``--device``.
     :param configured: which of ``CONFIGURATIONS`` is set; "": none.
-    :param never: why it is left alone whatever is asked, each with its feature's name.
+    :param never: why it is left alone even with ``on``, each with its feature's name.
     :param unseen: names of what it has that was not seen on a GPU.
     """
 
@@ -115,14 +115,12 @@ def situation_of(server_args: Any, environ: Mapping[str, str], pytorch: str) -> 
 
     :param pytorch: its version.
     """
-    had = [each for each in FEATURES if each.has(getattr(server_args, each.argument, None))]
-    graphs = environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true")
-    return Situation(
-        device=server_args.device,
-        configured=_configured(environ),
-        never=tuple(f"of {each}, {each.why}" for each in had if each.why),
-        unseen=(*_unseen_pytorch(pytorch), *(str(each) for each in had if not each.why), *[VIT_GRAPHS] * graphs),
-    )
+    features = [feature for feature in FEATURES if feature.has(getattr(server_args, feature.argument, None))]
+    unseen = [*_unseen_pytorch(pytorch), *(str(feature) for feature in features if not feature.why)]
+    if environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true"):
+        unseen.append(VIT_GRAPHS)
+    never = tuple(f"of {feature}, {feature.why}" for feature in features if feature.why)
+    return Situation(server_args.device, _configured(environ), never, tuple(unseen))
 
 
 def of_process(environ: Mapping[str, str], pytorch: str) -> Situation:
@@ -173,14 +171,14 @@ class Allocator:
     maps: bool | None = True
 
 
-def allocator_skip_reason(found: Allocator) -> str | None:
+def allocator_skip_reason(allocator: Allocator) -> str | None:
     """What the allocator lacks for it, or ``None``."""
-    if found.hip:
+    if allocator.hip:
         return "this PyTorch is AMD's: not seen"
-    if not found.settable:
+    if not allocator.settable:
         return "this PyTorch's allocator cannot be set while it runs"
-    if found.backend != "native":
-        return f"the allocator is {found.backend}, not PyTorch's own"
-    if found.maps is False:
+    if allocator.backend != "native":
+        return f"the allocator is {allocator.backend}, not PyTorch's own"
+    if allocator.maps is False:
         return "the driver has no virtual memory management"
     return None

@@ -83,8 +83,8 @@ def setter() -> Set | None:
     """PyTorch's own function that changes the allocator's settings, by the name that is not deprecated if it has it."""
     import torch
 
-    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    return found or getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    return newer or getattr(torch.cuda.memory, "_set_allocator_settings", None)
 
 
 def allocator() -> Allocator:
@@ -99,20 +99,20 @@ def allocator() -> Allocator:
 
 
 def _driver_maps() -> bool | None:
-    found = ctypes.c_int()
+    value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY, 0)
+        failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), _VIRTUAL_MEMORY, 0)
     except (OSError, AttributeError):  # no driver, or what stands in for one
         return None
-    return None if failed else bool(found.value)
+    return None if failed else bool(value.value)
 
 
 def expandable() -> bool:
     """Whether what is allocated now comes from an expandable segment: tried."""
     import torch
 
-    # Of a stream that nobody else has: the allocator keeps nothing for it that would do.
+    # On a stream of its own: the allocator keeps no free block for it that would do.
     with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         address = (probe := torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")).data_ptr()
     segments = torch.cuda.memory_snapshot()
@@ -182,10 +182,10 @@ def probe() -> Install:
     graph = torch.cuda.CUDAGraph
     for name in ("capture_begin", "capture_end"):
         engine.get(graph, name)
-    set_ = setter()
-    engine.require(set_, "PyTorch's allocator cannot be set while it runs")
-    assert set_ is not None
-    switch = Switch(set_)
+    set_settings = setter()
+    if set_settings is None:
+        raise engine.Unsupported("PyTorch's allocator cannot be set while it runs")
+    switch = Switch(set_settings)
 
     def install(patcher: Patcher) -> None:
         hold_off(switch, patcher, graph, coordinator)
@@ -195,7 +195,8 @@ def probe() -> Install:
 
 
 def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
-    """Have it off where memory must be ordinary.
+    """Have it off where memory must be ordinary: while any code captures a graph; in the engine's whole region
+    around captures, at the end of which buffers are registered with other processes; in a memory pool of its own.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.

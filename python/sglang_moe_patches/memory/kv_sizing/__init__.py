@@ -6,15 +6,10 @@ Why
     reaches a user only as ``--mem-fraction-static``.
 
 How
-    At the end of its first start a server rehearses (:mod:`.rehearsal`): every rank runs the largest forwards that the
-    configuration allows (:mod:`.phases`), through the scheduler's own inbox, before the first request is read. What was
-    left free at the worst moment is recorded (:mod:`.record`) under a fingerprint of all that it depends on. A later
-    start has the fraction that the record gives (:mod:`.sizing`), used where the engine sizes its pools, so that
-    these are made by its own code. The first such start rehearses once more: a larger pool allows longer prefixes.
-
-    Never worse than the rule: whatever is not known, fails, or gives less than 2 %, leaves the engine's own number,
-    with one line that says why. All ranks decide by what the first has read. A given ``--mem-fraction-static`` is used
-    unchanged, unless the variable says ``always``.
+    ``docs/changes/kv-sizing.md``. In code: :mod:`.hooks` asks :mod:`.sizing` for the fraction before the engine makes
+    its pools, by what :mod:`.record` has under a :mod:`.fingerprint`. Before the first request :mod:`.rehearsal` has
+    every rank run :mod:`.phases` through the scheduler's own inbox; :mod:`.monitor` goes on while the server serves.
+    All ranks decide by what the first has read.
 
 Upstream
     None. The engine's sizing after its graphs is off, not for MLA, and only where the largest prefill is captured.

@@ -8,10 +8,10 @@ from typing import Any
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
     SHORT_PROMPT_TOKENS,
+    Batch,
     Limits,
     Load,
     Phase,
-    Seen,
     Tokens,
     max_new_tokens,
 )
@@ -47,12 +47,12 @@ class LoadDriver:
     def phase_name(self) -> str:
         return self._phase.name if self._phase is not None else ""
 
-    def saw(self, forward: Seen) -> None:
+    def saw(self, batch: Batch) -> None:
         """A forward has run."""
         if self._phase is None:
             return
-        self._reached = self._reached or self._phase.bound.met(forward)
-        behind = forward.batch.mode in DECODES and forward.batch.requests >= self._phase.background
+        self._reached = self._reached or self._phase.bound.met(batch)
+        behind = batch.mode in DECODES and batch.requests >= self._phase.background
         self._decoding = self._decoding or behind
 
     def answered(self, name: str) -> None:

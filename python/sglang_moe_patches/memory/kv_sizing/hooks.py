@@ -20,14 +20,13 @@ from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
     fingerprint,
     images,
-    launches,
     metrics,
     record,
     rehearsal,
     sizing,
 )
 from sglang_moe_patches.memory.kv_sizing.facts import GIB, draft_kv_bytes, server_facts
-from sglang_moe_patches.memory.kv_sizing.launcher import given_by_the_user
+from sglang_moe_patches.memory.kv_sizing.launcher import MARK, given_by_the_user
 from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
 from sglang_moe_patches.memory.kv_sizing.record import Record
@@ -44,8 +43,7 @@ class State:
     :param leader: it is the world's first rank, which reads, writes and logs.
     :param elsewhere: it is on another machine than the leader, with a file of its own.
     :param launch: memory of all ranks as the start began; ``None``: nothing is sized or recorded.
-    :param fraction: the record's; ``None``: the engine's own, or the given one, is in force.
-    :param source: of the fraction in force, by :class:`metrics.Source`, and ``reason``: why it is not the record's.
+    :param given: the user set ``--mem-fraction-static``.
     :param rank_reserve: what this rank has beside its weights and its KV cache, in bytes.
     :param draft_runners: the engine's model runners of draft models, which have KV caches of their own.
     """
@@ -60,11 +58,14 @@ class State:
     launch: sizing.LaunchMemory | None = None
     record: Record | None = None
     decision: sizing.Decision = field(default_factory=sizing.Decision)
-    fraction: float | None = None
-    source: metrics.Source = metrics.Source.DEFAULT
-    reason: str = ""
+    given: bool = False
     rank_reserve: int = 0
     draft_runners: list[Any] = field(default_factory=list)
+
+    @property
+    def fraction(self) -> float | None:
+        """The record's; ``None``: the engine's own, or the given one, is in force."""
+        return self.decision.fraction
 
     @property
     def fraction_in_force(self) -> float:
@@ -72,10 +73,11 @@ class State:
         return self.launch.fraction if self.fraction is None else self.fraction
 
     @property
-    def reserve(self) -> int:
-        """What the fraction in force sets aside, in bytes."""
-        assert self.launch is not None
-        return int(self.launch.before * (1 - self.fraction_in_force))
+    def source(self) -> metrics.Source:
+        """Of the fraction in force."""
+        if self.fraction is not None:
+            return metrics.Source.RECORD
+        return metrics.Source.GIVEN if self.given else metrics.Source.DEFAULT
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the leader alone."""
@@ -145,10 +147,9 @@ def _make_init_memory_pool(original: Callable[..., Any], state: State, in_contex
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
         _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
-        before = _free(state) if state.launch is not None and _leaves_more(self, state.launch) else 0
+        before = _free_before_pools(state, self)
         result = original(self, *args, **kwargs)
-        if state.launch is not None:
-            state.rank_reserve = _rank_reserve(state, self, before)
+        state.rank_reserve = _rank_reserve(state, self, before)
         if state.fraction is not None:
             assert state.launch is not None
             assert state.record is not None
@@ -168,16 +169,16 @@ def _make_init_memory_pool(original: Callable[..., Any], state: State, in_contex
     return init_memory_pool
 
 
-def _leaves_more(runner: Any, launch: sizing.LaunchMemory) -> bool:
-    """Whether a rank may have more beside its KV cache than the fraction sets aside."""
-    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
-    return stages > 1 or launch.max_tokens > 0
+def _free_before_pools(state: State, runner: Any) -> int:
+    """Free bytes, as the engine finds them when it sizes its pools.
 
-
-def _free(state: State) -> int:
-    """Free bytes, as the engine finds them when it sizes its pools; 0: not known."""
+    :returns: 0 where it is not known, or the rank has no more beside its KV cache than the fraction sets aside.
+    """
     import torch
 
+    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
+    if state.launch is None or (stages == 1 and not state.launch.max_tokens):
+        return 0
     try:
         torch.cuda.empty_cache()
         return gpu_memory.read(state.gpu).free
@@ -186,12 +187,13 @@ def _free(state: State) -> int:
 
 
 def _rank_reserve(state: State, runner: Any, before: int) -> int:
-    """:param before: free memory in bytes before the pools were made; 0: not known, or not asked."""
+    """:param before: free memory in bytes before the pools were made; 0: not known, or it does not matter."""
+    reserve = int(state.decision.reserve)
     if before:
         # A stage with less to hold than another has more left, and so has a KV cache that the user limits.
         with suppress(Exception):
-            return max(state.reserve, before - server_facts(runner).kv_bytes)
-    return state.reserve
+            return max(reserve, before - server_facts(runner).kv_bytes)
+    return reserve
 
 
 def _size(state: State, runner: Any, free_before_load_gib: float, in_context: bool) -> None:
@@ -207,6 +209,7 @@ def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.Siz
     state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
     state.elsewhere = int(arguments.get("node_rank") or 0) > 0
     given = given_by_the_user(runner.server_args)
+    vars(runner.server_args).pop(MARK, None)
     keep = given and eligibility.KV_SIZING.read() != eligibility.ALWAYS
     monitor_only = eligibility.monitor_only_reason(arguments) or ""
     if int(arguments.get("nnodes") or 1) > 1 and not monitor_only:
@@ -230,14 +233,17 @@ def apply(
     if outcome.message:
         state.log("%s", outcome.message, warn=outcome.is_warning)
     state.launch, state.record, state.decision = outcome.launch, outcome.record, outcome.decision
-    state.reason = outcome.decision.reason
-    state.source = metrics.Source.GIVEN if inputs.given else metrics.Source.DEFAULT
-    leader = inputs.reports[0]
-    state.key, state.fingerprint_inputs = leader.key, leader.fingerprint_inputs
-    if outcome.decision.fraction is None:
+    state.given, state.fingerprint_inputs = inputs.given, inputs.reports[0].fingerprint_inputs
+    state.key = record.fingerprint(state.fingerprint_inputs)
+    if state.fraction is None:
         return
-    _note_sized_start(state)
-    state.fraction, state.source = outcome.decision.fraction, metrics.Source.RECORD
+    if state.leader:
+        # Before it tries, so that a start that dies before it serves is not repeated for ever. A file that cannot be
+        # written, as one that is shipped read-only, keeps no start from being sized.
+        try:
+            state.update(lambda old: record.with_unserved(old, state.process), wait_s=RECORD_LOCK_TIMEOUT_S)
+        except OSError as error:
+            state.log("this start is not written down: %s", error)
     runner.mem_fraction_static = state.fraction
     if in_context:
         from sglang.srt.runtime_context import get_context
@@ -245,18 +251,6 @@ def apply(
         get_context().override("sglang-moe-patches: kv-sizing", mem_fraction_static=state.fraction)
     else:
         runner.server_args.mem_fraction_static = state.fraction
-
-
-def _note_sized_start(state: State) -> None:
-    """Write the sized start down before it tries, so that one that dies before it serves is not repeated for ever.
-
-    A file that cannot be written, as one that is shipped read-only, keeps no start from being sized.
-    """
-    if state.leader:
-        try:
-            state.update(lambda old: record.with_unserved(old, state.process), wait_s=RECORD_LOCK_TIMEOUT_S)
-        except OSError as error:
-            state.log("this start is not written down: %s", error)
 
 
 def _machines_apart() -> str | None:
@@ -283,7 +277,7 @@ def _report(
     state: State, runner: Any, free_before_load_gib: float, fraction: float, arguments: Mapping[str, Any]
 ) -> sizing.RankReport:
     """What this rank knows: its memory, and the record of its configuration."""
-    state.process = launches.current(is_replica=int(arguments.get("dp_size") or 1) > 1)
+    state.process = record.current_launch(is_replica=int(arguments.get("dp_size") or 1) > 1)
     kept = 0
     if getattr(runner, "is_multimodal", False):
         try:
@@ -292,19 +286,18 @@ def _report(
             return sizing.RankReport(str(error))
     total = gpu_memory.read(int(runner.gpu_id)).total
     inputs = _fingerprint_inputs(runner, arguments, total)
-    key = record.fingerprint(inputs)
     limit = int(arguments.get("max_total_tokens") or 0)
     launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept, limit)
     found, unreadable, nearest = None, "", ""
     try:
         known = record.read(state.path)
-        if own := known.get(key):
-            found = record.without_living(own, launches.is_alive)
+        if own := known.get(record.fingerprint(inputs)):
+            found = record.without_living(own, record.is_alive)
         else:
             nearest = fingerprint.nearest(inputs, known)
     except record.Unreadable as error:
         unreadable = f"{state.path} {error}"
-    return sizing.RankReport("", launch, key, inputs, found, unreadable, nearest)
+    return sizing.RankReport("", launch, inputs, found, unreadable, nearest)
 
 
 def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -> dict[str, Any]:
@@ -346,31 +339,17 @@ def _make_init_info(original: Callable[..., Any], state: State) -> Callable[...,
 def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.launch is None:
-            if state.reason:
-                _show_sizing(state, metrics.Metrics(eligibility.arguments_of(self.server_args), state.gpu))
-            return original(self, *args, **kwargs)
         serving = Serving(state, self)
         serving.begin()
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         except BaseException as error:
             serving.end(ran_out=is_out_of_memory(error))
             raise
-        finally:
-            serving.end()
+        serving.end()
+        return result
 
     return run_event_loop
-
-
-def _show_sizing(state: State, shown: metrics.Metrics) -> None:
-    """On the leader alone, which has the record."""
-    if not state.leader:
-        return
-    fraction = suggested = None
-    if state.launch is not None:
-        fraction, suggested = state.fraction_in_force, sizing.suggested_fraction(state.launch, state.record)
-    shown.show_sizing(fraction, suggested, state.source, state.reason)
 
 
 OUT_OF_MEMORY = re.compile(
@@ -394,47 +373,83 @@ class Serving:
 
     def __init__(self, state: State, scheduler: Any) -> None:
         self.state, self.scheduler = state, scheduler
-        arguments = eligibility.arguments_of(scheduler.server_args)
-        self._metrics = metrics.Metrics(arguments, state.gpu)
+        self._metrics = metrics.Metrics(eligibility.arguments_of(scheduler.server_args), state.gpu)
         self._monitor: FreeMemoryMonitor | None = None
         self._results: coordination.RankResults | None = None
         self._rehearsing = False
+        self._collect_until: float | None = None
 
     def begin(self) -> None:
         """Called on every rank, before the loop."""
         state = self.state
-        if not state.decision.rehearse:
-            self._note_served_start()
-            self._begin_monitor()
+        if state.launch is None:
+            self._show_sizing()
             return
+        if state.decision.rehearse:
+            if problem := self._begin_rehearsal():
+                state.decision = replace(state.decision, rehearse=False)
+                state.log("no rehearsal: %s", problem, warn=True)
+            else:
+                limit_s = rehearsal.timeout_s()
+                state.log("rehearses the largest forwards before the first request, at most %.0f s", limit_s)
+        if not self._rehearsing:
+            self._read_requests()
+
+    def _begin_rehearsal(self) -> str:
+        """:returns: why no rank has begun one; "": all have."""
         run, problem = None, ""
         try:
             self._results = coordination.RankResults()
-            run = rehearsal.Rehearsal(self.scheduler, state.gpu, self._rehearsed, self._results, leads=state.leader)
+            run = rehearsal.Rehearsal(
+                self.scheduler, self.state.gpu, self._rehearsed, self._results, leads=self.state.leader
+            )
             run.begin()
-            if state.leader:
-                state.update(self._with_rehearsal_begun, wait_s=RECORD_LOCK_TIMEOUT_S)
+            if self.state.leader:
+                self.state.update(self._with_rehearsal_begun, wait_s=RECORD_LOCK_TIMEOUT_S)
         except Exception as error:
             problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
         problem = next(filter(None, coordination.all_gather(problem)), "")
-        if problem:
-            if run is not None:
-                run.end()
-            self._note_served_start()
-            state.log("no rehearsal: %s", problem, warn=True)
-            if state.record is None:
-                _show_sizing(state, self._metrics)
-            else:
-                self._begin_monitor()
-            return
-        self._rehearsing = True
-        state.log("rehearses the largest forwards before the first request, at most %.0f s", rehearsal.timeout_s())
+        if problem and run is not None:
+            run.end()
+        self._rehearsing = not problem
+        return problem
 
-    def _note_served_start(self) -> None:
-        """Cross the start off in the record: requests are read now, and what ends this server was not its size."""
-        if self.state.leader and self.state.fraction is not None:
+    def _read_requests(self) -> None:
+        """From here on users' requests are read, and the loop reads the clock once in each turn."""
+        state = self.state
+        if state.leader and state.fraction is not None:
+            # What ends this server from now on was not its size.
             with suppress(OSError):
-                self.state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
+                state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
+        self._show_sizing()
+        if state.record is not None or state.decision.rehearse or state.decision.monitor:
+            try:
+                self._monitor = FreeMemoryMonitor(
+                    lambda: gpu_memory.read(state.gpu), self._save, show=self._metrics.show_lowest_free
+                )
+            except Exception as error:
+                state.log("free memory is not monitored: %s", error, warn=True)
+        if self._monitor is None and self._collect_until is None:
+            return
+        original = self.scheduler.process_input_requests
+
+        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
+            self._collect()
+            if self._monitor is not None:
+                self._monitor.sample()
+            return original(*args, **kwargs)
+
+        self.scheduler.process_input_requests = process_input_requests
+
+    def _show_sizing(self) -> None:
+        """On the leader alone, which has the record."""
+        state = self.state
+        if not state.leader:
+            return
+        fraction = suggested = None
+        if state.launch is not None:
+            fraction, suggested = state.fraction_in_force, sizing.suggested_fraction(state.launch, state.record)
+        self._metrics.show_sizing(fraction, suggested, state.source, state.decision.reason)
 
     def _with_rehearsal_begun(self, old: Record) -> Record:
         old = replace(old, fingerprint_inputs=self.state.fingerprint_inputs)
@@ -443,37 +458,26 @@ class Serving:
     def _rehearsed(self, result: rehearsal.RankResult) -> None:
         """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""
         self._rehearsing = False
-        self._note_served_start()
         assert self._results is not None
         try:
             self._results.publish(replace(result, reserve=self.state.rank_reserve))
         except Exception as error:
             log.logger.warning(log.of("kv-sizing", "what a rank has measured is lost: %s"), error)
-        self._begin_monitor()
         if self.state.leader:
-            self._wait_for_all(time.monotonic() + rehearsal.ABANDON_AFTER_S)
+            self._collect_until = time.monotonic() + rehearsal.ABANDON_AFTER_S
+        self._read_requests()
+        self._collect()
 
-    def _wait_for_all(self, until: float) -> None:
-        """Look now, and in each turn of the loop, until every rank has published its result."""
-        if self._has_all(until):
+    def _collect(self) -> None:
+        """On the leader, once and then in each turn of the loop: write the record when every rank has published."""
+        state, until = self.state, self._collect_until
+        if until is None:
             return
-        original = self.scheduler.process_input_requests
-
-        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
-            if self._has_all(until):
-                self.scheduler.process_input_requests = original
-            return original(*args, **kwargs)
-
-        self.scheduler.process_input_requests = process_input_requests
-
-    def _has_all(self, until: float) -> bool:
-        """Whether no more is waited for."""
-        state = self.state
         assert self._results is not None
         try:
             results: list[rehearsal.RankResult] | None = self._results.collect()
             if results is None and time.monotonic() < until:
-                return False
+                return
             failures = [f"rank {rank}: {result.failure}" for rank, result in enumerate(results or ()) if result.failure]
             if results is None or failures:
                 reason = "; ".join(failures) or "not every rank has published its result"
@@ -482,7 +486,7 @@ class Serving:
                 self._write(results)
         except Exception as error:
             state.log("what was measured is lost: %s", error, warn=True)
-        return True
+        self._collect_until = None
 
     def _write(self, results: list[rehearsal.RankResult]) -> None:
         state, runner = self.state, self.scheduler.tp_worker.model_runner
@@ -527,37 +531,16 @@ class Serving:
         )
         assert became is not None
         state.record = became
-        _show_sizing(state, self._metrics)
+        self._show_sizing()
         state.log(
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
             leader.seconds,
             f"{max(needs) / 1e6:,.0f}",
-            f"{state.reserve / 1e6:,.0f}",
+            f"{state.decision.reserve / 1e6:,.0f}",
             f"; not reached: {', '.join(became.missed)}" if became.missed else "",
             "; ended early, before memory ran out" if stopped else "",
             state.path,
         )
-
-    def _begin_monitor(self) -> None:
-        """From here on, the loop reads the clock once in each turn."""
-        state = self.state
-        _show_sizing(state, self._metrics)
-        if state.record is None and not (state.decision.rehearse or state.decision.monitor):
-            return
-        try:
-            self._monitor = monitor = FreeMemoryMonitor(
-                lambda: gpu_memory.read(state.gpu), self._save, show=self._metrics.show_lowest_free
-            )
-        except Exception as error:
-            state.log("free memory is not monitored: %s", error, warn=True)
-            return
-        original = self.scheduler.process_input_requests
-
-        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
-            monitor.sample()
-            return original(*args, **kwargs)
-
-        self.scheduler.process_input_requests = process_input_requests
 
     def _save(self, lowest: int, ran_out: bool) -> bool:
         def add_serving(old: Record) -> Record:

@@ -15,7 +15,7 @@ from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_SIZING
 
 MARK = "_moe_patches_fraction_by_rule"
-"""Attribute of a ``ServerArgs`` that came without a fraction; it goes with it to the schedulers."""
+"""Attribute of a ``ServerArgs`` that came without a fraction. It goes with it to the schedulers, which take it off."""
 ENGINE_WARMUP_LIMIT_S = 600.0
 """What the engine gives its first request where ``SGLANG_WARMUP_TIMEOUT`` is not set."""
 RETRY_S = 0.5
@@ -35,10 +35,16 @@ def _make_post_init(original: Callable[..., None]) -> Callable[..., None]:
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         by_rule = self.mem_fraction_static is None
         original(self, *args, **kwargs)
-        if by_rule:
+        # Schedulers that size nothing would show it among their arguments.
+        if by_rule and _skip_reason(self) is None:
             setattr(self, MARK, True)
 
     return __post_init__
+
+
+def _skip_reason(server_args: Any) -> str | None:
+    asked, arguments = KV_SIZING.read(os.environ), eligibility.arguments_of(server_args)
+    return eligibility.skip_reason(asked, arguments, os.environ)
 
 
 def given_by_the_user(server_args: Any) -> bool:
@@ -72,8 +78,7 @@ def _make_wait_and_warmup(original: Callable[..., None]) -> Callable[..., None]:
     def wait_and_warmup(server_args: Any, *args: Any, **kwargs: Any) -> None:
         try:
             arguments = eligibility.arguments_of(server_args)
-            skip_reason = eligibility.skip_reason(KV_SIZING.read(), arguments, os.environ)
-            if arguments.get("skip_server_warmup") and skip_reason is None:
+            if arguments.get("skip_server_warmup") and _skip_reason(server_args) is None:
                 _wait_for_scheduler(server_args.url(), arguments.get("api_key"))
         except Exception as error:
             message = log.of("kv-sizing", "the server may say too early that it is ready: %s")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
@@ -75,6 +75,7 @@ class Batch:
     :param prefix: tokens of all requests that are cached already, and ``longest_prefix`` of one.
     :param longest: tokens of the longest request, where the engine has them on the host.
     :param all_ranks: tokens of all data-parallel ranks, where they are gathered.
+    :param graph: a captured graph ran it.
     """
 
     mode: str
@@ -84,18 +85,7 @@ class Batch:
     longest_prefix: int = 0
     longest: int = 0
     all_ranks: int = 0
-
-
-class Seen(Protocol):
-    """A forward that was observed.
-
-    :param graph: whether a captured graph ran.
-    """
-
-    @property
-    def batch(self) -> Batch: ...
-    @property
-    def graph(self) -> bool: ...
+    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -327,11 +317,11 @@ class Bound:
     all_ranks: int = 0
     graph: bool | None = None
 
-    def met(self, seen: Seen) -> bool:
+    def met(self, batch: Batch) -> bool:
         return (
-            seen.batch.mode in self.modes
-            and all(getattr(seen.batch, name) >= getattr(self, name) for name in BOUND_FIELDS)
-            and (self.graph is None or seen.graph is self.graph)
+            batch.mode in self.modes
+            and all(getattr(batch, name) >= getattr(self, name) for name in BOUND_FIELDS)
+            and (self.graph is None or batch.graph is self.graph)
         )
 
 

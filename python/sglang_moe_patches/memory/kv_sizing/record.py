@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,6 +111,42 @@ class Record:
 
 
 _OF = " of "
+
+
+# --- Launches --------------------------------------------------------------------------------------------------------
+
+FORGOTTEN_AFTER_S = 1800.0
+"""A launch on another machine cannot be looked for: after so long it counts as ended."""
+_LAUNCH = re.compile(r"(?P<host>.*):(?P<pid>\d+)@(?P<created>[\d.]+)")
+
+
+def current_launch(*, is_replica: bool) -> str:
+    """The launch of this server, by which others can tell later whether it has ended.
+
+    :param is_replica: the process that launched all replicas is meant.
+    :returns: host, process and when that began, as process numbers come again.
+    """
+    import psutil
+
+    here = psutil.Process()
+    launcher = (here.parent() if is_replica else None) or here
+    return f"{socket.gethostname()}:{launcher.pid}@{launcher.create_time():.2f}"
+
+
+def is_alive(launch: str) -> bool:
+    """Whether a launch may still be under way."""
+    import psutil
+
+    name = _LAUNCH.fullmatch(launch)
+    if name is None:
+        return False
+    created = float(name["created"])
+    if name["host"] != socket.gethostname():
+        return time.time() - created < FORGOTTEN_AFTER_S
+    try:
+        return abs(psutil.Process(int(name["pid"])).create_time() - created) < 0.1
+    except psutil.Error:
+        return False
 
 
 class Unreadable(ValueError):

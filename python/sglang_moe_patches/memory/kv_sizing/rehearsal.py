@@ -20,7 +20,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +34,6 @@ from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts, unknown_pool
 from sglang_moe_patches.memory.kv_sizing.phases import (
-    Batch,
     Limits,
     Phase,
     ServerFacts,
@@ -69,14 +68,6 @@ RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 
 
 @dataclass(frozen=True)
-class ObservedForward:
-    """A forward that has run."""
-
-    batch: Batch
-    graph: bool
-
-
-@dataclass(frozen=True)
 class RankResult:
     """What a rank has seen.
 
@@ -85,7 +76,6 @@ class RankResult:
     :param parts: of what it needed.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param flushed: its cache is empty again.
     """
 
     lowest: int = 0
@@ -93,7 +83,6 @@ class RankResult:
     parts: NeedParts = field(default_factory=NeedParts)
     failure: str = ""
     stopped: bool = False
-    flushed: bool = True
     seconds: float = 0.0
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
@@ -136,11 +125,6 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
     return replace(derive_limits(told, facts), stop_token=stops)
-
-
-def is_counter(name: str, value: object) -> bool:
-    """Whether an attribute counts what has run, and is to be as before when a rehearsal has ended."""
-    return name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
@@ -234,9 +218,8 @@ class Rehearsal:
         self.scheduler, self.gpu, self._over, self._notes, self.leads = scheduler, gpu, over, notes, leads
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
-        self.reads = channels.recv_from_tokenizer is not None
+        self._reads = channels.recv_from_tokenizer is not None
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
-        self._timeout_s, self._abandon_after_s = REHEARSAL_TIMEOUT_S, ABANDON_AFTER_S
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
@@ -265,7 +248,7 @@ class Rehearsal:
             load = derive_phases(limits)
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
             self._driver = LoadDriver(load, limits, make, make_abort, self._late)
-        if self.reads:
+        if self._reads:
             self._open_inbox()
         self._unpack()
         for sender in self._senders:
@@ -295,13 +278,11 @@ class Rehearsal:
         import numpy
         import torch
 
-        cpu, python, of_numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-        self._undo.append(lambda: torch.set_rng_state(cpu))
-        self._undo.append(lambda: random.setstate(python))
-        self._undo.append(lambda: numpy.random.set_state(of_numpy))
+        self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        self._undo.append(partial(random.setstate, random.getstate()))
+        self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.cuda.get_rng_state(self.gpu)
-            self._undo.append(lambda: torch.cuda.set_rng_state(device, self.gpu))
+            self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.gpu), self.gpu))
 
     def _keep_counters(self) -> None:
         patcher = Patcher()
@@ -309,11 +290,11 @@ class Rehearsal:
         mute_metrics(patcher)
         reporter = getattr(self.scheduler, "metrics_reporter", None)
         for owner in filter(None, (self.scheduler, reporter, self.runner)):
-            kept = {name: value for name, value in vars(owner).items() if is_counter(name, value)}
-            recording = {name: vars(owner)[name] for name in RECORDING if name in vars(owner)}
-            for name in recording:
-                setattr(owner, name, False)
-            self._undo.append(lambda owner=owner, was={**kept, **recording}: _set(owner, was))  # type: ignore[misc]
+            for name, value in list(vars(owner).items()):
+                if name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float)):
+                    self._undo.append(partial(setattr, owner, name, value))
+                elif name in RECORDING:
+                    self._meanwhile(owner, name, False)
 
     def _open_inbox(self) -> None:
         scheduler = self.scheduler
@@ -353,7 +334,7 @@ class Rehearsal:
             try:
                 self._look()
                 if self._driver is not None and facts is not None:
-                    self._driver.saw(ObservedForward(facts, bool(getattr(result, "can_run_graph", False))))
+                    self._driver.saw(replace(facts, graph=bool(getattr(result, "can_run_graph", False))))
             except Exception as error:
                 self._fail(error)
             return result
@@ -414,7 +395,7 @@ class Rehearsal:
                 self._driver.answered(name)
 
     def _finish(self, flushed: bool) -> None:
-        result = RankResult(failure=self._failure or "it was ended by something else", flushed=flushed)
+        result = RankResult(failure=self._failure or "it was ended by something else")
         with suppress(Exception):
             result = self._result(flushed)
         self.end()
@@ -429,17 +410,8 @@ class Rehearsal:
             parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
-            flushed=flushed,
             seconds=time.monotonic() - self._began,
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
             skipped=driver.load.skipped if driver else (),
         )
-
-
-def _set(owner: Any, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        try:
-            setattr(owner, name, value)
-        except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "%s is not what it was: %s"), name, error)

@@ -85,7 +85,6 @@ class RankReport:
 
     failure: str = ""
     launch: LaunchMemory | None = None
-    key: str = ""
     fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
     record: Record | None = None
     unreadable: str = ""
@@ -257,9 +256,19 @@ def _margin(record: Record) -> int:
 
 
 def wanted_reserve(launch: LaunchMemory, record: Record) -> float:
-    """Bytes to set aside: the peak need, the margin, and what grows with the KV cache."""
-    need = max(record.need + launch.images, record.serving_peak_need)
-    return with_growth(record, need + _margin(record))
+    """Bytes to set aside: the peak need, the margin, and what grows with the KV cache, at most in proportion to it.
+
+    That is the request table, and the KV cache of a draft model; and where the number of requests follows the pools,
+    all that was needed, which a decode of more of them may have taken.
+    """
+    wanted = max(record.need + launch.images, record.serving_peak_need) + _margin(record)
+    if record.kv_bytes <= 0:
+        return wanted
+    grows = record.table_bytes + record.draft_kv_bytes
+    if record.requests_grow:
+        grows += max(record.need, record.serving_peak_need)
+    # It takes from the KV cache by which it grows: without that, a little more than is needed.
+    return wanted + max(0.0, (available(record) - wanted) / record.kv_bytes - 1) * grows
 
 
 def available(record: Record) -> int:
@@ -287,25 +296,6 @@ def limited(launch: LaunchMemory, tokens: int) -> int:
 def tokens_beside(record: Record, reserve: float) -> int:
     """Of the KV cache beside a reserve."""
     return int(max(0.0, available(record) - reserve) * record.tokens / record.kv_bytes) if record.kv_bytes else 0
-
-
-def with_growth(record: Record, wanted: float) -> float:
-    """Add to a reserve what grows with the KV cache, at most in proportion to it.
-
-    That is the request table, and the KV cache of a draft model; and where the number of requests follows the pools,
-    all that was needed, which a decode of more of them may have taken.
-
-    :param wanted: the reserve without that, in bytes.
-    """
-    if record.kv_bytes <= 0:
-        return wanted
-    grows = (
-        record.table_bytes
-        + record.draft_kv_bytes
-        + (max(record.need, record.serving_peak_need) if record.requests_grow else 0)
-    )
-    # It takes from the KV cache by which it grows: without that, a little more than is needed.
-    return wanted + max(0.0, (available(record) - wanted) / record.kv_bytes - 1) * grows
 
 
 def lowest(seen: int, began: int, reserved_growth: int) -> int:

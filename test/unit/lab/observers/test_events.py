@@ -6,23 +6,18 @@ from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.observers.events import (
     Act,
     Acted,
-    Block,
     ChangeStatus,
-    History,
     Memory,
     MoeInput,
-    Moment,
     Process,
 )
-
-MOMENT = Moment(7, (Block(512, ("a.py:1 f: x = y", "b.py"), 3),))
 
 
 def test_a_process_is_read_as_it_was_written(tmp_path) -> None:
     changes = (ChangeStatus("output-buffer", "hardened", "a reason"),)
     used = Memory("cuda", 1, None, 5, 7, cache_token_bytes=0.5)
     acts = Acted((1,), (Act("columns", None, True, 3, 2, 6),), MoeInput(5, 8, 64, 2))
-    found = Process(changes, used, acts, "", History(((0.0, 512), (0.5, 0)), (MOMENT,), MOMENT))
+    found = Process(changes, used, acts, "")
     events.write(found, tmp_path / "1.json")
     assert events.collect(tmp_path) == found
     assert [path.name for path in tmp_path.iterdir()] == ["1.json"]

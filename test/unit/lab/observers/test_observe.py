@@ -13,8 +13,7 @@ import torch
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.lab.observers import acted, forwards
 from sglang_moe_patches.lab.observers.events import ChangeStatus, Memory, Process, collect, write
-from sglang_moe_patches.lab.observers.forwards import KERNELS, Observer
-from sglang_moe_patches.lab.observers.observer import cache_token_bytes
+from sglang_moe_patches.lab.observers.forwards import KERNELS, Observer, cache_token_bytes
 
 MIB = 1 << 20
 APPLIED = ChangeStatus("output-buffer", "applied", "")

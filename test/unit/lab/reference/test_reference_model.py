@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -297,56 +298,49 @@ def test_replaces_a_model_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "files", [{"notes.txt": "mine"}, {"config.json": '{"architectures": ["DeepseekV3ForCausalLM"]}'}]
+    ("files", "words"),
+    [
+        ({"notes.txt": "mine"}, "not empty and not a tiny model of ours"),
+        ({"config.json": '{"architectures": ["DeepseekV3ForCausalLM"]}'}, "not empty and not a tiny model of ours"),
+        ({"config.json": json.dumps({model.MARKER: {}}), "notes.txt": "mine"}, r"notes\.txt"),
+    ],
+    ids=["another folder", "somebody's model", "foreign files beside a model of ours"],
 )
-def test_leaves_other_directories_alone(tmp_path, files):
+def test_leaves_other_directories_alone(tmp_path, files, words):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(FileExistsError, match="not empty and not a tiny model of ours") as error:
+    with pytest.raises(FileExistsError, match=words) as error:
         make_model(tmp_path, ModelSpec())
     assert str(tmp_path) in str(error.value)
+    with pytest.raises(FileExistsError, match="is a file"):
+        make_model(tmp_path / next(iter(files)), ModelSpec())
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
-def test_refuses_foreign_files_beside_a_model_and_a_file_in_its_place(tmp_path):
-    small = ModelSpec(layers=1, dense_layers=1)
-    make_model(tmp_path / "tiny", small)
-    (tmp_path / "tiny" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"notes\.txt"):
-        make_model(tmp_path / "tiny", small)
-    with pytest.raises(FileExistsError, match="is a file"):
-        make_model(tmp_path / "tiny" / "notes.txt", small)
-    assert (tmp_path / "tiny" / "notes.txt").read_text() == "mine"
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_leaves_what_was_there(tmp_path, monkeypatch):
+def disk_full(self, target):
+    if self.name == "new":
+        raise OSError("disk full")
+    return os.rename(self, target)
+
+
+@pytest.mark.parametrize(
+    ("target", "what", "replacement", "error"),
+    [
+        ("tiny", "safetensors.torch.save_file", interrupted, KeyboardInterrupt),
+        ("new", "safetensors.torch.save_file", interrupted, KeyboardInterrupt),
+        ("tiny", "pathlib.Path.rename", disk_full, OSError),
+    ],
+)
+def test_a_run_that_fails_leaves_what_was_there(tmp_path, monkeypatch, target, what, replacement, error):
     small = ModelSpec(layers=1, dense_layers=1)
     make_model(tmp_path / "tiny", small)
     before = contents(tmp_path / "tiny")
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
-    for target in ("tiny", "new"):
-        with pytest.raises(KeyboardInterrupt):
-            make_model(tmp_path / target, dataclasses.replace(small, seed=5))
+    monkeypatch.setattr(what, replacement)
+    with pytest.raises(error):
+        make_model(tmp_path / target, dataclasses.replace(small, seed=5))
     assert contents(tmp_path / "tiny") == before
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-
-
-def test_a_failing_rename_puts_the_old_model_back(tmp_path, monkeypatch):
-    small = ModelSpec(layers=1, dense_layers=1)
-    make_model(tmp_path / "tiny", small)
-    before = contents(tmp_path / "tiny")
-    rename = Path.rename
-
-    def failing(self, target):
-        if self.name == "new":
-            raise OSError("disk full")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="disk full"):
-        make_model(tmp_path / "tiny", dataclasses.replace(small, seed=5))
-    assert contents(tmp_path / "tiny") == before

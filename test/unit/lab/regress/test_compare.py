@@ -14,7 +14,6 @@ from sglang_moe_patches.lab.regress.compare import (
     compare,
     mcnemar,
     smallest_detectable_drop,
-    smallest_sample,
 )
 
 MEMORY = Memory("cpu", None, 4096, 12, forwards=30, moe_layers=3, output_buffers=3)
@@ -50,23 +49,6 @@ def test_a_run_counts():
     assert (one.correct, one.accuracy, one.input_throughput, one.output_throughput) == (3, 0.75, 100.0, 25.0)
     assert run("stock", [], latency_s=0).accuracy == run("stock", [], latency_s=0).output_throughput == 0
     assert not Answer("q", "no number", 42, None, ()).correct
-
-
-@pytest.mark.parametrize(
-    ("losses", "gains", "two_sided", "worse"),
-    [
-        (0, 0, 1.0, 1.0),
-        (1, 0, 1.0, 1 / 2),
-        (5, 0, 2 / 32, 1 / 32),
-        (0, 5, 2 / 32, 1.0),
-        (3, 1, 10 / 16, 5 / 16),
-        (8, 1, 20 / 512, 10 / 512),
-        (4, 4, 1.0, 163 / 256),
-        (9, 3, 2 * 299 / 4096, 299 / 4096),
-    ],
-)
-def test_mcnemar_by_hand(losses, gains, two_sided, worse):
-    assert mcnemar(losses, gains) == pytest.approx((two_sided, worse), rel=1e-12)
 
 
 @given(losses=st.integers(0, 40), gains=st.integers(0, 40))
@@ -139,13 +121,6 @@ def test_how_many_questions_it_takes_if_they_go_like_these():
     assert outcome(3, 0, 97).questions_needed is None
 
 
-def test_where_fewer_are_right_than_may_be_lost_nothing_is_shown():
-    few = compare(run("stock", [True] * 5 + [False] * 195), run("patched", [True] * 5 + [False] * 195),
-                  require_identical=False)  # fmt: skip
-    assert few.stock.correct == few.detectable_drop == 5
-    assert (few.accuracy_can_tell, few.exit_code) == (False, 2)
-
-
 def test_identical_answers_are_a_verdict_of_their_own():
     nothing_right = run("stock", [False] * 20)
     required = compare(nothing_right, nothing_right, require_identical=True)
@@ -155,11 +130,6 @@ def test_identical_answers_are_a_verdict_of_their_own():
     assert found_only.to_dict()["results"]["conclusive"] is False
     differing = compare(nothing_right, replaced(nothing_right, 3, tokens=(9,)), require_identical=True)
     assert (differing.conclusive, differing.exit_code) == (True, 1)
-
-
-@pytest.mark.parametrize(("alpha", "questions"), [(0.5, 2), (0.49, 2), (0.05, 5), (0.03, 6), (1e-6, 20)])
-def test_the_smallest_sample(alpha, questions):
-    assert smallest_sample(alpha) == questions
 
 
 def test_a_drop_is_worse_and_a_rise_is_not():
@@ -228,32 +198,19 @@ def test_alpha_is_a_probability_and_what_may_be_lost_a_part_of_all(name, value):
 
 
 @pytest.mark.parametrize("memory", [None, MEMORY])
-def test_json_round_trip(memory):
+def test_a_report_is_json_of_runs_and_results(memory):
     stock = run("stock", [True] * 6, memory=memory)
     made = compare(stock, replaced(stock, 2, predicted=None, text="\u2028 <b>"), require_identical=True, alpha=0.01)
     data = json.loads(json.dumps(made.to_dict()))
     assert data["schema"] == 2
-    assert Comparison.from_dict(data) == made
-    assert Comparison.from_dict(data).to_dict() == made.to_dict()
+    assert data["settings"] == {"require_identical": True, "alpha": 0.01, "max_drop": 3.0}
+    assert data["runs"]["stock"]["memory"] == (memory and dataclasses.asdict(memory))
+    assert data["runs"]["patched"]["answers"][2]["text"] == "\u2028 <b>"
     assert data["results"]["differing"] == [2]
     assert data["results"]["worse"] is True
-
-
-def test_a_report_from_before_a_field_was_added_is_read():
-    made = compare(run("stock", [True]), run("patched", [True]), require_identical=True)
-    data = {**made.to_dict(), "schema": 1}
-    del data["settings"]["max_drop"]
-    for side in data["runs"].values():
-        del side["not_observed"]
-    assert Comparison.from_dict(data) == made
 
 
 def test_same_named_runs_keep_their_figures_apart():
     stock = run("server", [True])
     data = compare(stock, dataclasses.replace(stock, latency_s=2.0), require_identical=True).to_dict()
     assert data["results"]["output_throughput"] == {"stock": 25.0, "patched": 50.0}
-
-
-def test_other_schemas_are_refused():
-    with pytest.raises(ValueError, match="schema 3"):
-        Comparison.from_dict({**outcome(1, 0).to_dict(), "schema": 3})

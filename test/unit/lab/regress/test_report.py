@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from sglang_moe_patches.lab.regress import report
+from sglang_moe_patches.lab.regress import pages, report
 from sglang_moe_patches.lab.regress.compare import Answer, Comparison, Memory, Run, compare
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/a.png onerror=alert(1)> {{ 7*7 }} & \"quoted\""
@@ -212,7 +212,7 @@ def test_the_first_screen_says_what_was_compared_and_the_most_that_is_true(found
     page = Page(report.render_html(found))
     assert page.text.index(headline) < page.text.index(told["Answers"]) < page.text.index("At a glance")
     assert "GSM8K" not in page.text
-    assert [title for title, _ in report._plots(found) if "throughput" in title.lower()] == []
+    assert [title for title, _ in report._bars(found) if "throughput" in title.lower()] == []
 
 
 def test_what_was_not_measured_is_left_out_or_said():
@@ -233,7 +233,19 @@ def test_a_gpu_without_the_observed_kernels_shows_peak_and_tokens_alone():
         assert label not in table
     assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
     assert "MoE output buffers" not in page
-    assert "3,027.7 MB" in "".join(svg for _, svg in report._plots(comparison))
+    assert [title for title, _ in report._bars(comparison)] == ["Accuracy", "Activation memory"]
+
+
+def test_bars_are_as_long_as_their_figures():
+    bars = dict(report._bars(memories(peak_forward_bytes=(10**9, 4 * 10**8), output_buffers=(3, 1))))
+    ((label, (stock, patched)),) = bars["Activation memory"]
+    assert (label, stock.text, patched.text) == ("peak of one forward", "1,000.0 MB", "400.0 MB")
+    assert patched.width == pytest.approx(0.4 * stock.width)
+    ((_, (stock, patched)),) = bars["MoE output buffers per forward"]
+    assert (stock.text, patched.text, patched.width) == ("3", "1", pytest.approx(stock.width / 3))
+    assert bars["Accuracy"][0][1][0].text == "90.0 % (95 % interval 69.9 to 97.2)"
+    page = report.render_html(memories(peak_forward_bytes=(10**9, 4 * 10**8)))
+    assert '<span style="width: 28.0%; background: var(--patched)"></span>400.0 MB' in page
 
 
 def test_what_is_saved_is_said_in_tokens_of_kv_cache():
@@ -304,6 +316,16 @@ def test_the_page_is_whole_and_loads_nothing(comparison):
     assert len(ids) == len(set(ids))  # clip paths of one plot must not cut another
 
 
+def test_a_written_report_can_be_added_to(tmp_path):
+    path = report.write(same(), tmp_path)
+    pages.insert(path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>"})
+    text = Page(path.read_text()).text
+    places = [text.index(each) for each in ("Answers", "KV cache", "At a glance", "Second start", "What the figures")]
+    assert places == sorted(places)
+    with pytest.raises(ValueError, match="no marker 'x'"):
+        pages.insert(path, {"x": ""})
+
+
 def test_hostile_text_is_shown_and_not_run():
     comparison = different(text=HOSTILE, question=HOSTILE)
     html = report.render_html(comparison)
@@ -355,18 +377,14 @@ def test_notes_say_what_the_run_cannot_show():
     assert "Memory was not measured" in notes(same(memory=None))
 
 
-def test_the_interval_is_wilsons():
-    low, high = report._interval(run("stock", count=20, right=18))
-    assert (low, high) == pytest.approx((0.69896, 0.97213), abs=1e-4)
-
-
-def test_write_and_read_again(tmp_path):
+def test_what_is_written_is_the_comparison(tmp_path):
     comparison = different(text="a lone \ud800 surrogate")
     path = report.write(comparison, tmp_path / "deep" / "report")
     assert path == tmp_path / "deep" / "report" / "report.html"
     assert "WORSE" in path.read_text(encoding="utf-8")
     data = json.loads((path.parent / "report.json").read_text())
-    assert Comparison.from_dict(data) == comparison
+    assert data == json.loads(json.dumps(comparison.to_dict()))
+    assert data["runs"]["stock"]["answers"][3]["tokens"] == [3, 4]
     assert sorted(p.name for p in path.parent.iterdir()) == ["report.html", "report.json"]
     report.write(same(), path.parent)
     assert "All 20 answers are identical" in path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Answers of two servers that ought to be equal: where they are not, what is kept of it, and whose doing it is."""
+"""Answers of two servers that ought to be equal: where they differ, and whether stock or our patch did it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.lab.servers.server import Server
-
 from common.servers import prompt
+from sglang_moe_patches.lab.servers.server import Server
 
 LEVEL = 0.05
 
@@ -79,7 +78,7 @@ def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
             **asked.more,
         }
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).raise_for_status().json()
-        return Answer(answer["output_ids"], [each[0] for each in answer["meta_info"]["output_token_logprobs"]])
+        return Answer(answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
 
     alone = {number: one(asked) for number, asked in enumerate(requests) if not asked.together}
     others = [number for number, asked in enumerate(requests) if asked.together]
@@ -90,42 +89,42 @@ def ask(server: Server, requests: Sequence[Asked]) -> list[Answer]:
 
 def differences(requests: Sequence[Asked], one: Sequence[Answer], other: Sequence[Answer]) -> list[Difference]:
     """Of two servers' answers to the same requests, bit for bit."""
-    found = []
+    different = []
     for number, (asked, a, b) in enumerate(zip(requests, one, other, strict=True)):
-        sides = [list(zip(each.tokens, each.logprobs, strict=True)) for each in (a, b)]
+        sides = [list(zip(answer.tokens, answer.logprobs, strict=True)) for answer in (a, b)]
         longest = max(map(len, sides))
         padded = [[*side, *[None] * (longest - len(side))] for side in sides]
         where = next((at for at, (x, y) in enumerate(zip(*padded, strict=True)) if x != y), None)
         if where is not None:
-            found.append(Difference(number, asked, where, *(side[where] for side in padded)))
-    return found
+            different.append(Difference(number, asked, where, *(side[where] for side in padded)))
+    return different
 
 
 def keep(
-    folder: Path, found: Sequence[Difference], answers: Mapping[str, Sequence[Answer]], files: Iterable[Path]
+    folder: Path, different: Sequence[Difference], answers: Mapping[str, Sequence[Answer]], files: Iterable[Path]
 ) -> Path:
     """Write what differs, every answer by its server, and copies of ``files`` (logs, forwards) to a new ``folder``.
 
     :returns: it, or where it is there already the next one that is not.
     """
-    number, made = 1, folder
-    while made.exists():
+    number, new_folder = 1, folder
+    while new_folder.exists():
         number += 1
-        made = folder.with_name(f"{folder.name}-{number}")
-    made.mkdir(parents=True)
-    what = {
-        "differences": [{**asdict(each), "said": str(each)} for each in found],
-        "answers": {name: [asdict(each) for each in said] for name, said in answers.items()},
+        new_folder = folder.with_name(f"{folder.name}-{number}")
+    new_folder.mkdir(parents=True)
+    record = {
+        "differences": [{**asdict(one), "said": str(one)} for one in different],
+        "answers": {name: [asdict(answer) for answer in given] for name, given in answers.items()},
     }
-    (made / "mismatch.json").write_text(json.dumps(what, indent=1))
+    (new_folder / "mismatch.json").write_text(json.dumps(record, indent=1))
     for file in files:
         if file.exists():
-            (made / file.name).write_bytes(file.read_bytes())
-    return made
+            (new_folder / file.name).write_bytes(file.read_bytes())
+    return new_folder
 
 
 def whose(stock: Sequence[bool], patched: Sequence[bool]) -> str:
-    """Whose doing it is that runs differ: a sentence.
+    """Whether stock or our patch caused what differs: a sentence.
 
     :param stock: of each run of stock against stock, whether any answer differed; ``patched``: stock against patched.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from sglang_moe_patches.lab.observers.events import Moment
-from sglang_moe_patches.lab.observers.history import describe, replay
+from common import history
+from common.history import Block, History, Moment, describe, replay
+from sglang_moe_patches.lab.observers.forwards import Observer
 
 
 def event(action, addr, size, *lines, time_us=0):
@@ -55,3 +57,22 @@ def test_describe_shows_the_engines_lines_innermost_first():
         ]
     )
     assert code == ("linear.py:7 f: ", "deepseek_v2.py:8 f: ")
+
+
+def test_the_second_forward_with_so_many_tokens_is_recorded(tmp_path, monkeypatch):
+    marked, recorded = [], History(((0.0, 512),), (), Moment(7, (Block(512, ("a.py:1 f: x = y", "b.py"), 3),)))
+    for name in ("forward_starts", "kernel_starts", "forward_ends"):
+        monkeypatch.setattr(Observer, name, lambda self, *args: None)
+    recorder = SimpleNamespace(mark=lambda: marked.append(1), finish=lambda: recorded)
+    monkeypatch.setattr(history, "Recorder", lambda: recorder)
+    monkeypatch.setenv(history.TOKENS, "9")
+    history.register()
+    observer, written = Observer(str(tmp_path), ()), []
+    for tokens, largest, cuda in ((9, 0, True), (5, 9, True), (9, 9, False), (9, 9, True), (9, 9, True)):
+        observer.memory.tokens = largest
+        observer.forward_starts(tokens, cuda)
+        observer.kernel_starts()
+        observer.forward_ends()
+        written.append(history.collect(tmp_path))
+    assert written == [None, None, None, recorded, recorded]
+    assert len(marked) == 1

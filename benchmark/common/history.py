@@ -7,15 +7,55 @@ the bytes in use at every moment, and what is alive at any of them, each block w
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.lab.observers.events import Block, History, Moment
+from sglang_moe_patches.lab.observers import events
+from sglang_moe_patches.lab.observers.forwards import Observer
 
+TOKENS = "BENCHMARK_HISTORY_TOKENS"
+"""Environment variable of a server: of the second forward with so many tokens the history is recorded (CUDA)."""
 _GRANULE = 512
 """The allocator hands out multiples of this many bytes."""
 _MOST_EVENTS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory that was allocated during a forward and is alive.
+
+    :param code: the engine's part of the stack that asked for it, innermost first.
+    :param after_mark: how many kernels had started before.
+    """
+
+    bytes: int
+    code: tuple[str, ...]
+    after_mark: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """``bytes`` in use beyond those at a forward's start, less than the sum of ``blocks`` where some from before were
+    released; and the blocks that are alive, largest first."""
+
+    bytes: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """Where one forward's memory went.
+
+    :param line: (milliseconds since the first allocation, bytes in use beyond those at the start).
+    :param alive: when each kernel started.
+    """
+
+    line: tuple[tuple[float, int], ...]
+    alive: tuple[Moment, ...]
+    at_peak: Moment
 
 
 def replay(events: Sequence[Mapping[str, Any]], marks: Sequence[int]) -> tuple[list[tuple[float, int]], list[Moment]]:
@@ -98,3 +138,42 @@ class Recorder:
         torch.cuda.memory._record_memory_history(enabled=None)
         line, moments = replay(events, self.marks)
         return History(tuple(line), tuple(moments[:-1]), moments[-1])
+
+
+def register() -> None:
+    """Entry point of an engine plugin: the observer of each model process records the forward that is asked for."""
+    wanted = int(os.environ[TOKENS])
+    recorder: Recorder | None = None
+    starts, kernel_starts, ends = Observer.forward_starts, Observer.kernel_starts, Observer.forward_ends
+
+    def forward_starts(self: Observer, tokens: int, cuda: bool) -> None:
+        nonlocal wanted, recorder
+        starts(self, tokens, cuda)
+        if cuda and tokens == wanted == self.memory.tokens:
+            wanted, recorder = 0, Recorder()
+
+    def marked_kernel_starts(self: Observer, output: Any = None) -> None:
+        kernel_starts(self, output)
+        if recorder:
+            recorder.mark()
+
+    def forward_ends(self: Observer) -> None:
+        nonlocal recorder
+        if recorder:
+            history, recorder = recorder.finish(), None
+            self.path.with_suffix(".history").write_text(events.to_json(history))
+        ends(self)
+
+    # By name: an assignment to a method of a class is not typed.
+    for name, method in {
+        "forward_starts": forward_starts,
+        "kernel_starts": marked_kernel_starts,
+        "forward_ends": forward_ends,
+    }.items():
+        setattr(Observer, name, method)
+
+
+def collect(folder: Path) -> History | None:
+    """That of the rank whose forward used most; ``None``: none was recorded."""
+    recorded = [events.record(History, path.read_text()) for path in sorted(folder.glob("*.history"))]
+    return max(recorded, key=lambda history: history.at_peak.bytes, default=None)

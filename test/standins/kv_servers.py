@@ -1,0 +1,219 @@
+"""What kv-sizing's unit tests run on: a record, the limits of a server, and one rank's scheduler without an engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import torch
+import zmq
+from sglang_moe_patches.core.gpu_memory import Memory
+from sglang_moe_patches.memory.kv_sizing import phases, rehearsal, sizing
+from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Limits
+from sglang_moe_patches.memory.kv_sizing.record import Record
+
+GB = 1_000_000_000
+KEY = "0123456789abcdef"
+A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
+"""Launches: host, process and when it began."""
+START = sizing.LaunchMemory(before=140 * GB, total=141 * GB, fraction=0.8)
+MEASURED = Record(
+    measured=1000.0,
+    total=141 * GB,
+    before=140 * GB,
+    rule_fraction=0.8,
+    rule_tokens=382_206,
+    fraction=0.8,
+    tokens=382_206,
+    kv_bytes=20 * GB,
+    reserve=28 * GB,
+    need=8 * GB,
+    ranks=(8 * GB, 7 * GB),
+    reached=("prefill chunk",),
+)
+SIZED = 0.9285
+"""What it gives such a start: 8 GB of 140 were needed, and 2 GB are the margin."""
+LIMITS = Limits(
+    chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000, context=10_006
+)
+SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0, vocabulary=5000, context=10_006)
+
+
+def of_kind(limits, kind):
+    """The phase of a kind; ``None``: there is none."""
+    return next((phase for phase in phases.derive_phases(limits).phases if phase.kind is kind), None)
+
+
+def prompts_of(phase, vocabulary=5000):
+    return phase.prompts(phases.Tokens("x", vocabulary))
+
+
+def at_its_bound(phase):
+    """A batch that is as large as any phase asks for."""
+    return Batch(phase.bound.modes[0], **dict.fromkeys(BOUND_FIELDS, 10**9))
+
+
+def observed(batch, graph):
+    """A forward as a driver sees it."""
+    return replace(batch, graph=graph)
+
+
+def a_pool(name, *bases, **has):
+    """In the place of a pool of the engine's, which is known by its class."""
+    return type(name, bases or (object,), has)()
+
+
+PLAIN_TABLE, STATE_TABLE = a_pool("ReqToTokenPool"), a_pool("HybridReqToTokenPool")
+CONFIG = SimpleNamespace(context_len=1000, vocab_size=5000)
+
+
+def a_runner(pool, table=PLAIN_TABLE, **more):
+    """In the place of a model runner, as far as its pools are asked about."""
+    has = {"token_to_kv_pool": pool, "req_to_token_pool": table, "model_config": CONFIG, "max_total_num_tokens": 900}
+    return SimpleNamespace(**{**has, **more})
+
+
+class FlushCacheReqOutput:
+    """As the engine's; it is known by its name."""
+
+    def __init__(self, success):
+        self.success = success
+
+
+class Outbox:
+    def __init__(self):
+        self.sent = []
+
+    def send_output(self, output, recv_obj=None):
+        self.sent.append(output)
+
+
+class Scheduler:
+    """One rank, as far as a rehearsal touches it: every request that is put is a forward, then an answer.
+
+    Made by the fixture ``scheduler``, which replaces what a rehearsal asks the engine for.
+
+    :param free: free memory after so many forwards.
+    """
+
+    def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
+        self.did = SimpleNamespace(forwards=0, phases=[])
+        self.free, self.flushes, self.server_args = free, flushes, SimpleNamespace(**arguments)
+        self.real = SimpleNamespace(recv_pyobj=self._nothing)
+        self.recv_from_tokenizer = self.real if reads else None
+        self.send_to_tokenizer, self.send_to_detokenizer = Outbox(), Outbox()
+        self.enable_metrics, self.forward_ct, self.spec_num_forward_ct, self.max_queued_requests = True, 7, 3, 2
+        runner = type("Runner", (), {"forward": lambda runner, batch: self.run(runner)})()
+        runner.forward_pass_id = 11
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+
+    @property
+    def forwards(self):
+        return self.did.forwards
+
+    def read(self):
+        return Memory(self.free(self.forwards), 10 * GB)
+
+    def _nothing(self, *flags):
+        raise zmq.Again()
+
+    def run(self, runner):
+        assert not self.enable_metrics
+        self.did.forwards += 1
+        self.forward_ct += 1
+        self.spec_num_forward_ct += 1
+        runner.forward_pass_id += 1
+        random.random(), torch.rand(1), numpy.random.random()
+        return SimpleNamespace(can_run_graph=False)
+
+    def is_fully_idle(self):
+        return True
+
+    def turn(self):
+        """One turn of its loop: what it has read."""
+        read = []
+        while True:
+            try:
+                read.append(self.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
+            except zmq.ZMQError:
+                break
+        self.process_input_requests(read)
+        return read
+
+    def process_input_requests(self, read):
+        for each in read:
+            if each == "flush":
+                self.send_to_tokenizer.send_output(FlushCacheReqOutput(self.flushes))
+            elif each != "abort":
+                self.did.phases.append(each.phase.name)
+                self.tp_worker.model_runner.forward(at_its_bound(each.phase))
+                answer = SimpleNamespace(rids=[each.name], finished_reasons=[{"type": "length"}])
+                self.send_to_detokenizer.send_output(answer)
+
+
+def state_of(scheduler):
+    """All that a rehearsal may change, to compare."""
+    boxes = scheduler.send_to_tokenizer, scheduler.send_to_detokenizer
+    owners = [dict(vars(each)) for each in (scheduler, scheduler.tp_worker.model_runner, *boxes)]
+    numbers = (
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        numpy.random.get_state(legacy=False)["state"]["key"].tolist(),
+    )
+    return owners, numbers
+
+
+class Notes:
+    """What ranks leave for the first; those of ``others`` are there when it looks for the last time of ``looks``."""
+
+    def __init__(self, *others, looks=1):
+        self.left, self.others, self.looks, self.low = [], list(others), looks, False
+
+    def report_low_memory(self):
+        self.low = True
+
+    def any_rank_low_on_memory(self):
+        return self.low
+
+    def publish(self, result):
+        self.left.append(result)
+
+    def collect(self):
+        self.looks -= 1
+        return [*self.left, *self.others] if self.looks <= 0 else None
+
+
+def a_rehearsal(scheduler, over=print, notes=None, *, leads=True):
+    return rehearsal.Rehearsal(scheduler, 0, over, notes or Notes(), leads=leads)
+
+
+def rehearse(scheduler, notes=None):
+    """To its end: the result; nothing of it is left in the scheduler."""
+    results: list[rehearsal.RankResult] = []
+    before = state_of(scheduler)
+    a_rehearsal(scheduler, results.append, notes).begin()
+    for _ in range(3000):
+        scheduler.turn()
+        if results:
+            assert state_of(scheduler) == before
+            return results[0]
+    raise AssertionError("it never ends")
+
+
+@dataclass
+class Rank:
+    """What the driver says to one rank, and the file that it would read."""
+
+    path: Path
+    device: str = "H200"
+    total: int = 141 * GB
+    before: int = 140 * GB
+    silent: bool = False
+
+    def read(self):
+        if self.silent:
+            raise RuntimeError("the driver does not answer")
+        return Memory(self.before, self.total)

@@ -1,0 +1,100 @@
+"""How ranks exchange what they know, and which launches are under way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_moe_patches.memory.kv_sizing import coordination, record
+from sglang_moe_patches.memory.kv_sizing.rehearsal import RankResult
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
+    made, here = torch.distributed.HashStore(), threading.local()
+    world = SimpleNamespace(ranks=2, here=here)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.ranks)
+    return world
+
+
+def test_what_ranks_leave_is_found_when_all_have(store):
+    made = []
+    for rank in range(2):
+        store.here.rank = rank
+        made.append(coordination.RankResults())
+    first, other = made
+    assert first.collect() is None
+    assert not first.any_rank_low_on_memory()
+    other.publish(RankResult(lowest=2))
+    other.report_low_memory()
+    assert first.any_rank_low_on_memory()
+    assert first.collect() is None
+    first.publish(RankResult(lowest=1))
+    assert [each.lowest for each in first.collect()] == [1, 2]
+
+
+@pytest.fixture
+def machines_of(store, monkeypatch):
+    """What ranks find out of one another; ``None``: one that has not the variable."""
+    monkeypatch.setattr(coordination, "WAIT_S", 0.5)
+
+    def ask(rank, takes_part):
+        store.here.rank = rank
+        return coordination.all_machines_take_part(takes_part)
+
+    def found(*take_part):
+        store.ranks = len(take_part)
+        asking = [(rank, each) for rank, each in enumerate(take_part) if each is not None]
+        with ThreadPoolExecutor() as pool:
+            return set(pool.map(lambda each: ask(*each), asking))
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("take_part", "together"),
+    [
+        ((True, True, True), True),
+        ((True, False, True), False),
+        ((False, True, True), False),
+        ((True, True, None), False),
+        ((None, True, True), False),
+    ],
+    ids=str,
+)
+def test_machines_decide_together_or_none_does(take_part, together, machines_of, monkeypatch):
+    if together:  # which none of them waits for
+        monkeypatch.setattr(coordination, "WAIT_S", 60.0)
+    assert machines_of(*take_part) == {together}
+
+
+def test_a_machine_that_comes_too_late_finds_that_the_others_have_given_up(machines_of):
+    assert machines_of(None, True) == {False}
+    assert machines_of(True, True) == {False}
+
+
+def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_one_each():
+    code = "from sglang_moe_patches.memory.kv_sizing import record; import sys\n"
+    code += "print(*(record.current_launch(is_replica=each) for each in (True, False)))"
+    command = [sys.executable, "-c", code]
+    found = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
+    (replica, alone), (another, other) = found
+    assert replica == another == record.current_launch(is_replica=False)
+    assert f":{os.getpid()}@" in replica
+    assert len({replica, alone, other}) == 3
+    assert [record.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("age_s", "alive"), [(60, True), (3600, False)])
+def test_a_launch_on_another_machine_counts_as_ended_after_half_an_hour(age_s, alive):
+    assert record.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive

@@ -1,0 +1,112 @@
+"""Which request of a rehearsal is put when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from kv_servers import LIMITS, at_its_bound, observed
+from sglang_moe_patches.memory.kv_sizing import phases
+from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
+from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind
+
+
+class Server:
+    """In the place of a scheduler: answers every request with one forward at its phase's bound.
+
+    :param refuses: names of phases whose forwards are never as large.
+    :param loses: names of phases whose requests are never answered.
+    """
+
+    def __init__(self, refuses=(), loses=(), late=lambda: False, only=None, **changed):
+        self.put, self.aborts, self.refuses, self.loses = [], 0, refuses, loses
+        limits = replace(LIMITS, **changed)
+        load = phases.derive_phases(limits)
+        if only:
+            load = replace(load, phases=tuple(phase for phase in load.phases if phase.kind is only))
+        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", late)
+
+    def make(self, name, prompt, new, phase):
+        return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
+
+    def step(self, idle=False):
+        got = self.driver.put(idle)
+        self.aborts += got.count("abort")
+        new = [each for each in got if each != "abort"]
+        self.put += new
+        return new
+
+    def serve(self, requests):
+        for phase in {id(each.phase): each.phase for each in requests}.values():
+            if phase.name not in self.refuses:
+                self.driver.saw(observed(at_its_bound(phase), bool(phase.bound.graph)))
+        self.answer([each for each in requests if each.phase.name not in self.loses])
+
+    def answer(self, requests):
+        for each in requests:
+            self.driver.answered(each.name)
+
+    def run(self):
+        """To the end: its driver."""
+        for _ in range(5000):
+            got = self.step(idle=True)
+            if self.driver.over:
+                return self.driver
+            self.serve(got)
+        raise AssertionError("it never ends")
+
+
+def test_every_phase_is_brought_about_in_turn():
+    server = Server()
+    driver = server.run()
+    assert (driver.reached, driver.missed) == ([phase.name for phase in driver.load.phases], [])
+    rising = [len(each.prompt) for each in server.put[: phases.GROWING_PROMPTS]]
+    assert rising == sorted(rising)
+    assert rising[-1] == LIMITS.chunk
+    assert len({each.name for each in server.put}) == len(server.put)
+
+
+def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():
+    server = Server(refuses=("prefill chunk",))
+    assert server.run().missed == ["prefill chunk"]
+    assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
+
+
+def test_requests_that_a_server_loses_are_not_waited_for():
+    assert Server(loses=("prefill chunk",)).run().over
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode", "aborts"),
+    [
+        pytest.param({"stages": 1}, "DECODE", [1, 1], id="one stage"),
+        pytest.param({"stages": 2}, "DECODE", [1, 2], id="each turn of a pipeline is another batch's"),
+        # A request that speculates ends by its length: it is short.
+        pytest.param({"draft_tokens": 4, "draft_slots": 8}, "TARGET_VERIFY", [0, 0], id="with speculation nothing is"),
+    ],
+)
+def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, aborts):
+    server = Server(only=PhaseKind.EAGER_DECODE, **changed)
+    first = server.step()
+    assert len(first) == LIMITS.requests
+    assert (server.step(), server.aborts) == ([], 0)
+    server.driver.saw(observed(Batch(mode, 4 * LIMITS.requests, LIMITS.requests), graph=False))
+    for count in aborts:
+        assert (server.step(), server.aborts) == ([], count)
+    assert not server.driver.over  # what was aborted is still to be answered
+    server.answer(first)
+    server.step()
+    (phase,) = server.driver.load.phases
+    assert (server.driver.over, server.driver.reached) == (True, [phase.name])
+    assert (phase.new_tokens <= phases.LONG_PROMPT_NEW_TOKENS) == (mode == "TARGET_VERIFY")
+
+
+def test_when_time_or_memory_runs_short_nothing_further_begins():
+    server = Server()
+    server.serve(server.step())
+    server.driver.end()
+    driver = server.run()
+    assert driver.missed
+    assert len(driver.missed) + len(driver.reached) == len(driver.load.phases)
+    assert Server(late=lambda: True).run().reached == []

@@ -1,0 +1,79 @@
+"""What the engine says of a model runner's pools, and what its rule keeps for images."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from kv_servers import PLAIN_TABLE, a_pool, a_runner
+from sglang_moe_patches.memory.kv_sizing import facts, images, phases
+from sglang_moe_patches.memory.kv_sizing.facts import GIB
+
+PLAIN = a_pool("MHATokenToKVPool", mem_usage=2)
+WINDOWS = a_pool("SWAKVPool", size_swa=700, mem_usage=2)
+TABLE = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
+
+
+@pytest.mark.parametrize(
+    ("pools", "kind", "window", "gib"),
+    [
+        pytest.param((PLAIN, PLAIN_TABLE), "", (0, 0), 2, id="one KV cache for all layers"),
+        pytest.param((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 2, id="sliding windows"),
+        pytest.param(STATES, "Mamba", (0, 0), 5, id="states count as KV cache"),
+    ],
+)
+def test_pools_are_told_by_their_kind(pools, kind, window, gib):
+    told = facts.server_facts(a_runner(*pools, sliding_window_size=128))
+    assert (told.hybrid, told.window, told.window_tokens, told.kv_bytes) == (kind, *window, gib * GIB)
+    limits = phases.derive_limits({}, told)
+    assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
+
+
+@pytest.mark.parametrize("runner", [{"is_multimodal": True}, {}])
+def test_a_model_that_takes_images_says_so(runner):
+    assert phases.derive_limits({}, facts.server_facts(a_runner(PLAIN, **runner))).images == bool(runner)
+
+
+@pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])
+def test_the_largest_captured_decode_is_of_what_was_captured(name):
+    for graphs, captured in ((SimpleNamespace(max_bs=144), 144), (None, None)):
+        assert facts.server_facts(a_runner(PLAIN, **{name: graphs})).captured == captured
+
+
+@pytest.mark.parametrize(
+    ("told", "gib"),
+    [
+        ({"graph_mem_usage": 2}, (2, 0)),
+        ({}, (0, 0)),
+        ({"graph_memory_usage": {"decode": 2}}, (2, 0)),
+        ({"graph_memory_usage": {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}}, (3, 4)),
+    ],
+    ids=str,
+)
+def test_graphs_took_what_the_engine_says(told, gib):
+    assert facts.graph_bytes(SimpleNamespace(**told)) == tuple(each * GIB for each in gib)
+
+
+def test_the_kv_caches_that_drafts_have_of_their_own_are_counted_once():
+    shared_by_two_drafts = a_pool("MHATokenToKVPool", mem_usage=1)
+    drafts = [a_runner(pool) for pool in (shared_by_two_drafts, shared_by_two_drafts, PLAIN)]
+    assert facts.draft_kv_bytes(drafts, a_runner(PLAIN)) == GIB
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """A model runner that takes images, for which the rule makes the fraction a tenth smaller."""
+    monkeypatch.setattr(images, "factor", lambda config: config)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.5)
+    return SimpleNamespace(model_config=0.9)
+
+
+def test_the_rules_share_for_images_and_their_cache_are_kept(rule):
+    assert images.allowance(rule, {}, 0.81, 100) == pytest.approx(9.5 * GIB, abs=1)
+
+
+def test_graphs_that_images_have_captured_while_serving_leave_the_rule(rule, monkeypatch):
+    monkeypatch.setenv(images.GRAPHS, "1")
+    with pytest.raises(images.NoAllowance, match=f"nor what {images.GRAPHS} captures"):
+        images.allowance(rule, {}, 0.81, 100)

@@ -1,0 +1,109 @@
+"""What identifies a configuration, and what of a server's arguments and variables does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from sglang_moe_patches.core.patch import Plan, Status
+from sglang_moe_patches.memory.kv_sizing import eligibility, fingerprint, record
+from sglang_moe_patches.memory.kv_sizing.fingerprint import lasting_arguments, variables_of
+from sglang_moe_patches.memory.kv_sizing.record import Record
+
+
+def key(**arguments):
+    return record.fingerprint({"arguments": lasting_arguments({"device": "cuda", "tp_size": 8, **arguments})})
+
+
+def test_what_listens_elsewhere_is_the_same_server_and_what_runs_otherwise_is_not():
+    assert key(port=1, host="a", log_level="error", mem_fraction_static=0.9) == key(port=2, mem_fraction_static=0.8)
+    assert key(some_new_flag=False) == key()
+    assert len({key(), key(chunked_prefill_size=8192), key(tp_size=4), key(some_new_flag=True)}) == 4
+
+
+def test_what_a_release_has_by_itself_is_not_said():
+    @dataclass
+    class Arguments:
+        model_path: str
+        tp_size: int = 1
+        page_size: int | None = None
+
+    struct = type("Struct", (), {"__struct_fields__": ("a", "b"), "__struct_defaults__": (5,)})
+    given = Arguments("m", 2, 64)
+    assert fingerprint.defaults_of(given) == {"tp_size": 1, "page_size": None}
+    assert fingerprint.defaults_of(struct()) == {"b": 5}
+    assert lasting_arguments(vars(given), fingerprint.defaults_of(given)) == {"tp_size": 2, "page_size": 64}
+    assert lasting_arguments({"tp_size": 1}, fingerprint.defaults_of(given)) == {}
+
+
+def test_no_secret_gets_into_a_file():
+    kept = {"max_total_tokens": 5, "swa_full_tokens_ratio": 0.7}
+    assert lasting_arguments(kept | dict.fromkeys(("api_key", "ssl_keyfile", "some_password", "hf_token"), "x")) == kept
+
+
+def test_nested_arguments_and_lists_count():
+    @dataclass
+    class Phase:
+        backend: str = "full"
+        max_bs: int = 64
+
+    @dataclass
+    class Graphs:
+        decode: Phase
+
+    same = key(cuda_graph_config=Graphs(Phase()))
+    assert same == key(cuda_graph_config={"decode": {"backend": "full", "max_bs": 64}})
+    others = key(cuda_graph_config=Graphs(Phase(max_bs=128))), key(cuda_graph_bs=[1, 2]), key(cuda_graph_bs=[1, 3])
+    assert len({same, *others, key()}) == 5
+
+
+SERVICE = {
+    "SGLANG_SERVICE_HOST": "10.0.0.1",
+    "SGLANG_ROUTER_SERVICE_PORT_HTTP": "80",
+    "SGLANG_PORT_30000_TCP_ADDR": "10.0.0.1",
+    "SGLANG_PORT": "tcp://10.0.0.1:30000",
+}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(SERVICE, id="what an orchestrator injects"),
+        pytest.param({"SGLANG_AUTH_TOKEN": "x"}, id="a secret"),
+        pytest.param({"HOME": "/"}, id="what is nobody's here"),
+        pytest.param({"SGLANG_MOE_PATCHES_OBSERVE": "/tmp"}, id="of a command"),
+        pytest.param({eligibility.KV_SIZING.name: "auto"}, id="of this change"),
+    ],
+)
+def test_what_an_orchestrator_injects_does_not_count(others):
+    counts = {"SGLANG_MOE_PATCHES_SEGMENTS": "on", "SGLANG_X": "1"}
+    assert variables_of(others | counts) == counts
+
+
+def test_a_model_is_its_configuration_wherever_it_lies():
+    configs = ['{"_name_or_path": "/a", "n": 1}', '{"_name_or_path": "/b", "n": 1}', '{"_name_or_path": "/a", "n": 2}']
+    same, moved, another = (
+        record.fingerprint({"model": number, "config": fingerprint.model_configuration(config)})
+        for number, config in enumerate(configs)
+    )
+    assert same == moved != another
+    # A draft that the model contains lies where the model does.
+    drafts = ("/a", "/a"), ("/b", "/b"), ("/a", "/c")
+    same, moved, another = (key(model_path=model, speculative_draft_model_path=draft) for model, draft in drafts)
+    assert same == moved != another
+
+
+def test_the_nearest_record_is_named_by_what_differs():
+    inputs = {"torch": "2.11", "model": "a", "arguments": {"tp_size": 2, "page_size": 1}}
+    known = {
+        "x": Record(fingerprint_inputs={**inputs, "model": "b", "arguments": {"tp_size": 4}}),
+        "y": Record(fingerprint_inputs={**inputs, "torch": "2.12"}),
+    }
+    assert fingerprint.nearest(inputs, known) == "the nearest record differs in torch"
+    assert fingerprint.nearest(inputs, {"x": known["x"]}).endswith("arguments.page_size, arguments.tp_size")
+    assert fingerprint.nearest(inputs, {}) == ""
+
+
+def test_the_changes_that_patch_the_engine_count_and_why_others_do_not_is_no_matter():
+    plans = {status.value: Plan(status) for status in Status}
+    assert set(fingerprint.changes_of(plans)) == {"applied", "hardened"}

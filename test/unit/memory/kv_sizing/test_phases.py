@@ -1,0 +1,329 @@
+"""The phases of a rehearsal, as functions of a server's configuration: no engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_servers import LIMITS, observed, of_kind, prompts_of
+from sglang_moe_patches.memory.kv_sizing import phases
+from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Bound, Limits, PhaseKind
+
+FACTS = phases.ServerFacts(
+    kv_bytes=1, kv_tokens=20_000, page=1, table_bytes=1, table_requests=300, context=10_006, vocabulary=5000
+)
+FEW = phases.ServerFacts(1, 5000, 1, 1, 20, 320, 1000)
+
+
+def derived(**changed):
+    return phases.derive_phases(replace(LIMITS, **changed))
+
+
+def lengths(phase):
+    return [len(prompt) for prompt in prompts_of(phase)]
+
+
+ALWAYS = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
+CAPTURED, EAGER = "captured decode of 64 requests", "eager decode of 300 requests"
+
+
+def last(requests=300):
+    return [
+        f"decode of {requests} requests with penalties and a logit bias",
+        f"decode of one long request among {requests - 1} short ones",
+        "prompts of many lengths",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({}, [*ALWAYS, CAPTURED, EAGER, *last()]),
+        ({"mixed": True}, [*ALWAYS, "mixed chunk", CAPTURED, EAGER, *last()]),
+        ({"captured": 0}, [*ALWAYS, EAGER, *last()]),
+        ({"requests": 64}, [*ALWAYS, CAPTURED, *last(64)]),
+        ({"requests": 40}, [*ALWAYS, "captured decode of 40 requests", *last(40)]),
+        ({"radix_cache": False}, [*ALWAYS[:2], CAPTURED, EAGER, *last()]),
+        ({"chunk": None}, ["longest prefill", CAPTURED, EAGER, *last()]),
+    ],
+    ids=str,
+)
+def test_the_phases_follow_from_the_configuration(changed, names):
+    assert [phase.name for phase in derived(**changed).phases] == names
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"input_tokens": 1000}, "request is a chunk"),
+        ({"radix_cache": False}, "no radix cache"),
+        ({"chunk": None}, "chunked prefill is off"),
+        ({"captured": 300, "ranks": 2, "gathered": 2}, "without its graph"),
+        ({"captured": 300, "ranks": 2}, None),
+        ({"images": True}, "images: the engine's own allowance is kept"),
+        ({"mixed": True, "stages": 2}, "mixed chunks: each stage has several batches under way"),
+        # Four prompts of a page do not fit into one chunk.
+        ({"stages": 2, "captured": 4, "page": 32, "chunk": 64}, "captured decode of 4 requests: "),
+        ({"stages": 2, "captured": 4, "chunk": 64}, None),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_driven_is_said(changed, reason):
+    skipped = derived(**changed).skipped
+    assert any(reason in why for why in skipped) if reason else skipped == ()
+
+
+@pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100)])
+def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
+    c = replace(LIMITS, page=page, input_tokens=context)
+    phase = of_kind(c, PhaseKind.BEHIND_PREFIX)
+    prefix, prompt = prompts_of(phase)
+    assert prompt[: len(prefix)] == prefix
+    assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
+    assert context - page < len(prompt) <= context
+    # Without the cache a prompt comes in whole chunks.
+    assert lengths(of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)) == [9 * c.chunk]
+
+
+@pytest.mark.parametrize("page", [1, 64, 96])
+def test_a_prefix_ends_where_a_state_is_kept(page):
+    before = of_kind(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix
+    assert before % phases.STATE_INTERVAL_TOKENS == before % page == 0
+    assert 0 <= LIMITS.input_tokens - LIMITS.chunk - before < phases.STATE_INTERVAL_TOKENS * page
+    alone = of_kind(replace(LIMITS, states=True, chunk=1000, radix_cache=False), PhaseKind.BEHIND_PREFIX)
+    assert alone.bound.longest_prefix == 9 * 1000  # where a chunk ended
+
+
+@pytest.mark.parametrize(
+    ("changed", "sharers"),
+    [
+        *[({"requests": requests}, sharers) for requests, sharers in ((300, 8), (9, 8), (8, 7), (3, 2), (2, None))],
+        pytest.param({"prefill_tokens": LIMITS.chunk}, 8, id="the engine puts off what would reach max_prefill_tokens"),
+        pytest.param({"window": 128, "window_tokens": 40_000}, 8, id="there are windows for all of them"),
+        pytest.param({"window": 4096, "window_tokens": 40_000}, None, id="there are not"),
+    ],
+    ids=str,
+)
+def test_as_many_share_a_prefix_as_run_beside_the_filler(changed, sharers):
+    phase = of_kind(replace(LIMITS, **changed), PhaseKind.SHARED_PREFIX)
+    assert (phase and phase.bound.requests) == sharers
+    if phase:
+        new = [length - phase.bound.prefix // sharers for length in lengths(phase)[1:]]
+        assert len(new) == sharers
+        assert LIMITS.chunk > sum(new) == phase.bound.tokens
+
+
+@pytest.mark.parametrize(
+    ("changed", "count", "packed"),
+    [
+        ({"input_tokens": 250}, 5, 1019),  # the last in part
+        ({"input_tokens": 700, "prefill_tokens": 16_384}, 2, 1022),
+        ({"input_tokens": 700, "prefill_tokens": 1400}, 1, 700),  # two would be max_prefill_tokens
+        ({"input_tokens": 511, "prefill_tokens": 1024}, 2, 1022),
+        ({"input_tokens": 250, "prefill_tokens": 600}, 2, 500),
+        ({"input_tokens": 250, "requests": 3}, 2, 500),
+        ({"input_tokens": 250, "cache_tokens": 800}, 2, 500),
+        ({"input_tokens": 250, "page": 64}, 4, 750),  # each takes four pages
+        ({"input_tokens": 100}, 11, 1013),
+        ({"input_tokens": 100, "window": 512, "window_tokens": 2570}, 4, 400),
+        ({"input_tokens": 100, "window": 512, "window_tokens": 1000}, 1, 100),  # no second window
+        ({"chunk": None, "prefill_tokens": 25_001}, 2, 20_000),
+        ({"chunk": None, "prefill_tokens": 8192}, 1, 10_000),
+        ({"chunk": None}, 1, 10_000),
+        ({}, 1, 1024),
+    ],
+    ids=str,
+)
+def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed, count, packed):
+    c = replace(LIMITS, **changed)
+    several = of_kind(c, PhaseKind.TOGETHER)
+    assert (c.together, c.packed, several is None) == (count, packed, count == 1)
+    if several is not None:
+        # One more that they wait for: all arrive while it runs.
+        assert lengths(several) == [c.largest] * (count + 1)
+        assert (several.bound.tokens, several.bound.requests) == (packed, count)
+
+
+@pytest.mark.parametrize(
+    ("info", "rows", "slots"),
+    [
+        ({}, 0, 0),
+        ({"speculative_num_draft_tokens": 4}, 0, 0),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, 12, 24),
+        (
+            {
+                **{"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 6},
+                **{"speculative_num_steps": 3, "speculative_eagle_topk": 4},
+            },
+            *(6, 24),
+        ),
+    ],
+    ids=str,
+)
+def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
+    two_ranks = {"device": "cpu", "chunked_prefill_size": 1024, "enable_dp_attention": True, "dp_size": 2}
+    c = phases.derive_limits(two_ranks | info, FACTS)
+    assert (c.draft_tokens, c.draft_slots) == (rows, slots)
+    for phase in phases.derive_phases(c).phases:
+        assert not (rows and phase.output_logprobs)
+        if phase.bound.modes == phases.DECODES:
+            # The engine counts the rows of all ranks.
+            assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
+            if phase.kind is not PhaseKind.LONG_AMONG_SHORT:
+                taken = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
+                assert c.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        pytest.param({"dp_size": 1, "attn_dp_size": 2}, id="as 0.5.20 names it"),
+        pytest.param({"dp_size": 2, "enable_dp_attention": True}, id="as 0.5.19 does"),
+        pytest.param({"attn_dp_size": 2, "enable_dp_attention": True}, id="both, as 0.5.23 does"),
+    ],
+)
+def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
+    def bounds(**more):
+        c = phases.derive_limits(info | more, FEW)
+        return c.ranks, c.gathered, [phase.bound for phase in phases.derive_phases(c).phases]
+
+    ranks, gathered, of_one = bounds()
+    assert (ranks, gathered) == (2, 2)
+    assert all(bound.all_ranks == 2 * (bound.tokens or bound.requests) > 0 for bound in of_one)
+    assert bounds(dp_size=4, attn_dp_size=2) == (8, 2, of_one)
+    c = phases.derive_limits({"dp_size": 4}, FEW)
+    assert (c.ranks, c.gathered) == (4, 1)
+    assert {phase.bound.all_ranks for phase in phases.derive_phases(c).phases} == {0}
+
+
+def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
+    facts = replace(FACTS, kv_tokens=50_000, table_requests=20, context=4096)
+    info = {"chunked_prefill_size": 64, "max_req_input_len": 3000}
+    whole, c = (phases.derive_limits({**info, "pp_size": stages}, facts) for stages in (1, 2))
+    assert (whole.batch, c.batch) == (20, 10)
+    for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
+        assert (of_kind(c, kind).bound.requests, len(prompts_of(of_kind(c, kind)))) == (10, 20)
+    long = of_kind(c, PhaseKind.LONG_AMONG_SHORT)
+    assert long.bound.longest == lengths(long)[0] > 2000
+    assert {phase.bound.longest for phase in phases.derive_phases(whole).phases} == {0}
+    captured = of_kind(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
+    assert captured.bound.requests == len(prompts_of(captured)) == 4
+    assert of_kind(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
+    assert phases.derive_limits({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, facts).batch == 3
+
+
+def test_the_fraction_in_force_is_the_schedulers():
+    assert phases.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
+    told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
+    assert phases.fraction_in_force(told) == 0.9
+
+
+@pytest.mark.parametrize(
+    ("info", "largest"),
+    [
+        ({"cuda_graph_max_bs": 256}, 256),
+        ({"cuda_graph_max_bs": 256, "disable_cuda_graph": True}, 0),
+        ({"cuda_graph_max_bs": 160, "device": "cpu"}, 0),
+        ({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}, 48),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}, 0),
+        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full", max_bs=48))}, 48),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("captured", [None, 40])
+def test_captured_decodes_are_read_from_every_release_s_words(info, largest, captured):
+    """And where the engine has captured less than that, it counts."""
+    expected = largest if captured is None else min(largest, captured)
+    assert phases.derive_limits(info, replace(FACTS, captured=captured)).captured == expected
+
+
+def test_the_largest_decode_asks_for_all_that_sampling_may_take():
+    asked = of_kind(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
+    assert asked.output_logprobs
+    assert asked.sampling.keys() >= {"presence_penalty", "repetition_penalty", "min_p", "logit_bias", "min_new_tokens"}
+    # Without an end of sequence a request with min_new_tokens ends the server.
+    assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
+    long, *short = lengths(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
+    assert long > 0.9 * LIMITS.input_tokens
+    assert short == [phases.SHORT_PROMPT_TOKENS] * (LIMITS.requests - 1)
+
+
+@given(
+    st.builds(
+        Limits,
+        chunk=st.none() | st.integers(16, 5000),
+        input_tokens=st.integers(100, 30_000),
+        cache_tokens=st.integers(200, 100_000),
+        requests=st.integers(1, 500),
+        captured=st.integers(0, 300),
+        page=st.sampled_from([1, 16, 64]),
+        mixed=st.booleans(),
+        radix_cache=st.booleans(),
+    )
+)
+def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
+    c = replace(c, input_tokens=min(c.input_tokens, c.cache_tokens - 6))
+    for phase in phases.derive_phases(c).phases:
+        prompts = lengths(phase)
+        assert prompts
+        assert all(0 < length <= c.input_tokens for length in prompts)
+        assert phase.new_tokens >= (2 if phase.bound.modes == phases.DECODES else 1)
+        # Prompts that only make others wait, or share a prefix, are counted whole: more than the cache must hold.
+        if phase.bound.requests <= 1 and not phase.in_turn and phase.kind is not PhaseKind.VARIED:
+            assert sum(prompts) <= c.cache_tokens
+
+
+@given(st.integers(2, 200_000), st.integers(1, 50))
+def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary, count):
+    found = phases.Tokens("seed", vocabulary).some(count)
+    assert len(found) == count
+    assert all(0 < token < vocabulary for token in found)
+    assert found == phases.Tokens("seed", vocabulary).some(count)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
+    bound = Bound(("EXTEND",), **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
+
+    def met(graph=graph, **changed):
+        return bound.met(observed(Batch(**{"mode": "EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), **changed}), graph))
+
+    assert met()
+    assert len(BOUND_FIELDS) == 6
+    below = [met(**{name: 6}) for name in BOUND_FIELDS]
+    assert not any([*below, met(mode="DECODE"), met(graph=not graph)])
+
+
+def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds():
+    few, many = (lengths(of_kind(replace(LIMITS, cache_tokens=size), PhaseKind.VARIED)) for size in (50_000, 5_000_000))
+    assert few == many
+    assert sum(few) > 20 * LIMITS.chunk
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("at_once", [0, 1, 2])
+@pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
+def test_the_first_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
+    """With mixed chunks those that run decode while others are admitted, so many at once."""
+    c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
+    forwards = c.requests // at_once if mixed and at_once else 0
+    decodes = [phase for phase in phases.derive_phases(c).phases if phase.bound.requests == c.requests]
+    assert len(decodes) == 3
+    if cache > 10_000_000:  # else it holds no more, but all are admitted
+        assert [phase.name for phase in decodes if phase.new_tokens <= forwards] == []
+    for phase in decodes:
+        assert sum(lengths(phase)) + phase.new_tokens * c.requests < c.cache_tokens
+
+
+def test_a_decode_of_all_requests_stays_in_the_windows_pool():
+    plain, each, few = (
+        of_kind(replace(LIMITS, window=window, window_tokens=tokens), PhaseKind.EAGER_DECODE).new_tokens
+        for window, tokens in ((0, 0), (16, 46_500), (4096, 20_000))
+    )
+    assert each == plain  # a window for each
+    assert 2 < few < plain
+    assert LIMITS.requests * (few + phases.SHORT_PROMPT_TOKENS) + 2 * LIMITS.chunk <= 20_000

@@ -1,0 +1,247 @@
+"""A rehearsal in one rank's scheduler: it drives every phase, ends in time and leaves nothing behind."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from kv_servers import (
+    GB,
+    PLAIN_TABLE,
+    SMALL,
+    STATE_TABLE,
+    FlushCacheReqOutput,
+    Notes,
+    Scheduler,
+    a_pool,
+    a_rehearsal,
+    rehearse,
+    state_of,
+)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sglang_moe_patches.core.gpu_memory import Memory
+from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.memory.kv_sizing import phases, record, rehearsal
+from sglang_moe_patches.memory.kv_sizing.facts import GIB
+from sglang_moe_patches.memory.kv_sizing.phases import Batch
+
+LOW = rehearsal.MIN_FREE_BYTES - 1
+PHASES = [phase.name for phase in phases.derive_phases(SMALL).phases]
+
+
+def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_more():
+    polls = iter([["a", "b"], [], ["c"]])
+    inbox = rehearsal.Inbox(SimpleNamespace(fileno=7), lambda: next(polls))
+    for expected in ("a", "b", None, None, "c", None):
+        with pytest.raises(zmq.Again) if expected is None else nullcontext():
+            assert inbox.recv_pyobj(zmq.NOBLOCK) == expected
+    assert inbox.fileno == 7
+
+
+def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
+    made = scheduler(free=lambda forwards: 9 * GB - forwards * 1_000_000)
+    result = rehearse(made)
+    assert list(result.reached) == PHASES
+    assert (result.missed, result.failure, result.stopped) == ((), "", False)
+    assert result.lowest == 9 * GB - made.forwards * 1_000_000
+    assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
+
+
+@pytest.mark.parametrize(
+    ("taken", "tensors", "slack"),
+    [pytest.param(3, 2, 1, id="some is slack"), pytest.param(1, 2, 0, id="graphs had left some")],
+)
+def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, scheduler):
+    """From its begin on: what the allocator took, the most in tensors, and what is slack of that."""
+    made = scheduler()
+    made.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
+
+    def read():
+        large = PHASES[2] in made.did.phases
+        reserved, peak = (5 + taken * large) * GB, (4 + tensors * large) * GB
+        return Memory(9 * GB, 10 * GB, reserved, allocated=4 * GB, peak=peak)
+
+    made.read = read
+    assert rehearse(made).parts == record.NeedParts(3 * GIB, 4 * GIB, tensors * GB, PHASES[2], slack * GB)
+
+
+def test_what_waits_is_not_limited_meanwhile(scheduler):
+    made, limits = scheduler(), set()
+    original = made.process_input_requests
+    made.process_input_requests = lambda read: limits.add(made.max_queued_requests) or original(read)
+    rehearse(made)
+    assert (limits, made.max_queued_requests) == ({None}, 2)
+
+
+def test_a_rehearsal_ends_before_memory_does(scheduler):
+    made = scheduler(free=lambda forwards: 9 * GB if forwards < 5 else LOW)
+    result = rehearse(made)
+    assert result.stopped
+    assert result.missed
+    assert made.forwards < 10
+
+
+def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
+    notes = Notes()
+    other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
+    a_rehearsal(other, notes=notes, leads=False).begin()
+    for low in (False, True):
+        other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+        assert notes.low == low
+    first = scheduler()
+    result = rehearse(first, notes)
+    assert (result.reached, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
+
+
+ZERO = "ZeroDivisionError: division by zero"
+
+
+def no_answer(scheduler):
+    if scheduler.forwards > 3:
+        raise RuntimeError("no answer")
+    return Memory(9 * GB, 10 * GB)
+
+
+def divided_by_zero(*given):
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "answer", "failure"),
+    [
+        pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
+        pytest.param(Notes, "any_rank_low_on_memory", divided_by_zero, ZERO, id="the store"),
+        pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
+    ],
+)
+def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
+    owner, name, answer, failure, scheduler, monkeypatch
+):
+    monkeypatch.setattr(owner, name, answer)
+    assert rehearse(scheduler()).failure == failure
+
+
+def test_a_cache_that_is_not_flushed_is_a_failure(scheduler):
+    assert rehearse(scheduler(flushes=False)).failure == "requests were left"
+
+
+def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch):
+    """Else what is under way would count as lost, and the next would be put beside it."""
+    made, idle = scheduler(), []
+    made.mbs = [None, object()]
+    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle: idle.append(is_idle) or [])
+    a_rehearsal(made).begin()
+    made.turn()
+    made.mbs[1] = None
+    made.turn()
+    assert idle == [False, True]
+
+
+def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
+    made = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
+    results: list[rehearsal.RankResult] = []
+    before = state_of(made)
+    a_rehearsal(made, results.append, leads=False).begin()
+    for _ in range(2):
+        made.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    made.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
+    assert state_of(made) == before
+    assert [(each.lowest, each.failure, each.reached) for each in results] == [(7 * GB, "", ())]
+
+
+def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler, caplog):
+    made = scheduler()
+    made.process_input_requests = another = print
+    run = a_rehearsal(made)
+    run.begin()
+    assert made.process_input_requests is not another
+    del made.send_to_tokenizer.send_output  # so that it cannot be taken back
+    run.end()  # whoever waits for this rank would wait for ever, if it raised
+    assert made.process_input_requests is another
+    assert "not all is what it was" in caplog.text
+
+
+def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothing_else(scheduler):
+    first, other = scheduler(), scheduler()
+    other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
+    before = state_of(other)[0]
+    results: list[rehearsal.RankResult] = []
+    for rank in (first, other):
+        a_rehearsal(rank, results.append, leads=rank is first).begin()
+    while not results:
+        assert other.turn() == []
+        read = first.turn()
+        assert {type(each) for each in read} <= {rehearsal.Broadcast}  # which the engine hands to all ranks
+        other.process_input_requests(read)
+    assert [each.failure for each in results] == ["", ""]
+    assert other.forwards == first.forwards > 0
+    assert state_of(other)[0] == before
+
+
+def rehearsed_or_refused(scheduler, refused):
+    if not refused:
+        assert rehearse(scheduler).reached
+        return
+    run, before = a_rehearsal(scheduler), state_of(scheduler)
+    with pytest.raises(RuntimeError) as why:
+        run.begin()
+    run.end()
+    assert (str(why.value), state_of(scheduler)) == (refused, before)
+
+
+@pytest.mark.parametrize(
+    ("pool", "table", "known"),
+    [
+        (a_pool("MHATokenToKVPool"), PLAIN_TABLE, True),
+        (a_pool("SWAKVPool"), PLAIN_TABLE, True),
+        (a_pool("HybridLinearKVPool"), STATE_TABLE, True),
+        (a_pool("HybridLinearKVPool"), PLAIN_TABLE, True),
+        (a_pool("SWAKVPool"), STATE_TABLE, False),
+        (a_pool("MHATokenToKVPool"), STATE_TABLE, False),
+        (a_pool("MHATokenToKVPool"), a_pool("MambaTable"), False),
+        (a_pool("DeepSeekV4TokenToKVPool", type("BaseSWAKVPool", (), {})), PLAIN_TABLE, False),
+        (a_pool("Another", type("SWAKVPool", (), {})), PLAIN_TABLE, False),
+        (a_pool("Windows"), PLAIN_TABLE, False),  # of a runner with sliding windows
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed(pool, table, known, scheduler):
+    made = scheduler()
+    runner, name = made.tp_worker.model_runner, type(pool).__name__
+    runner.token_to_kv_pool, runner.req_to_token_pool, runner.is_hybrid_swa = pool, table, name == "Windows"
+    rehearsed_or_refused(made, "" if known else f"pools of the kind {name} are not rehearsed yet")
+
+
+@pytest.mark.parametrize(
+    ("chunk", "tokens", "refused"),
+    [
+        (64, 67, ""),
+        (64, 66, "sliding windows of 66 tokens have no room for 64 more"),
+        (None, 200, "sliding windows of 200 tokens have no room for 300 more"),
+    ],
+)
+def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
+    made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts: limits)
+    rehearsed_or_refused(made, refused)
+
+
+def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again():
+    registry, patcher = CollectorRegistry(), Patcher()
+    counter, gauge = Counter("c", "", ["x"], registry=registry), Gauge("g", "", registry=registry)
+    histogram = Histogram("h", "", registry=registry)
+
+    def count():
+        counter.labels(x="1").inc(5)
+        gauge.set(3)
+        histogram.observe(1)
+        found = {each.name: each.value for metric in registry.collect() for each in metric.samples}
+        return found["c_total"], found["g"], found["h_count"]
+
+    rehearsal.mute_metrics(patcher)
+    assert count() == (0, 0, 0)
+    patcher.undo()
+    assert count() == (5, 3, 1)
