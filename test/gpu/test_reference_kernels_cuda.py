@@ -205,7 +205,9 @@ def test_can_be_captured_and_replayed_with_other_routing():
         expected = routed(**shared, **other)
         assert torch.equal(output, expected)
         by_hand = (rows[row_of.long()].view(40, 4, -1).float() * weights.float().unsqueeze(-1)).sum(1)
-        assert_close(by_hand.bfloat16(), expected)
+        # These rows are bfloat16, those that the kernel sums float32: each of four terms is rounded once more.
+        size = expected.float().square().mean().sqrt()
+        assert (by_hand - expected.float()).square().mean().sqrt() < 4e-3 * size
 
 
 @ON_GPU
