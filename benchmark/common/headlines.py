@@ -51,7 +51,7 @@ def launched(load: Load) -> str:
     now = load("serving/kimi-k2.5-8192-more-sampling")["figures"]["servers"]["sized"]
     note = (
         "Since the first row was measured, a rehearsal also drives `min_p` and repetition penalties: the same server "
-        f"has {now['tokens']:,} KV tokens now. The weights of the first two rows are the engine's own random ones, with "
+        f"has {now['tokens']:,} KV tokens now. The weights of the first two rows are the engine's random ones, with "
         "which nearly every token is routed to the same eight experts: tokens per second of a real checkpoint differ."
     )
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
