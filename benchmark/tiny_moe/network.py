@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang_moe_patches.lab.reference import nvfp4
 from sglang_moe_patches.lab.reference.model import ModelSpec, config
 from torch import nn
 
@@ -46,6 +47,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+class _RoundToNvfp4(torch.autograd.Function):
+    """What NVFP4 makes of a tensor; gradients pass as if it had done nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        multiplier = nvfp4.global_scale_for(x)
+        return nvfp4.dequantize(*nvfp4.quantize(x, multiplier), 1 / multiplier).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def round_to_nvfp4(x: torch.Tensor) -> torch.Tensor:
+    return _RoundToNvfp4.apply(x)
 
 
 class Norm(nn.Module):
@@ -143,13 +161,20 @@ class Experts(nn.Module):
         count, depth = settings["n_routed_experts"], settings["num_hidden_layers"]
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, hidden) / math.sqrt(hidden))
         self.down = nn.Parameter(torch.randn(count, hidden, inner) / math.sqrt(2 * depth * inner))
+        self.quantized = False
+        """Compute with what NVFP4 makes of weights and activations."""
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        inner = F.linear(x, self.gate_up.flatten(0, 1)).unflatten(-1, self.gate_up.shape[:2])
+        gate_up, down = self.gate_up, self.down
+        if self.quantized:
+            x, gate_up, down = round_to_nvfp4(x), round_to_nvfp4(gate_up), round_to_nvfp4(down)
+        inner = F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, gate_up.shape[:2])
         gate, up = inner.chunk(2, dim=-1)
         inner = F.silu(gate) * up
+        if self.quantized:
+            inner = round_to_nvfp4(inner)
         inner = inner * weights.to(inner.dtype).unsqueeze(-1)
-        return F.linear(inner.flatten(-2), self.down.transpose(0, 1).flatten(1))
+        return F.linear(inner.flatten(-2), down.transpose(0, 1).flatten(1))
 
 
 class Moe(nn.Module):
@@ -202,6 +227,11 @@ class Model(nn.Module):
     @property
     def moe_layers(self) -> list[Moe]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Moe)]
+
+    def quantize(self, on: bool) -> None:
+        """Whether the routed experts compute in what NVFP4 makes of them."""
+        for layer in self.moe_layers:
+            layer.experts.quantized = on
 
     def balance(self, step: float) -> None:
         """DeepSeek-V3's balancing without a loss: raise the bias of experts with too few tokens, lower the others."""

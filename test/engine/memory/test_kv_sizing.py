@@ -207,7 +207,8 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 def everything(running: Server) -> dict[str, object]:
     """What a server answers wherever it is asked by GET, and its metrics, but for what is :data:`UNALIKE`."""
-    with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True) as client:
+    once = httpx.Limits(max_keepalive_connections=0)  # a connection that is kept may be closed under a slow answer
+    with httpx.Client(base_url=running.url, timeout=PATIENCE, follow_redirects=True, limits=once) as client:
         endpoints = client.get("/openapi.json").raise_for_status().json()["paths"]
         found: dict[str, object] = {f"{path} takes": sorted(methods) for path, methods in endpoints.items()}
         for path, methods in endpoints.items():
