@@ -54,8 +54,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(*, quantized: bool = True, **options: Any) -> Path:
         key = (quantized, *sorted(options.items()))
         if key not in made:
-            made[key] = tmp_path_factory.mktemp("models") / "tiny"
-            make_model(made[key], ModelSpec(**options), quantized=quantized)
+            folder = tmp_path_factory.mktemp("models") / "tiny"
+            make_model(folder, ModelSpec(**options), quantized=quantized)
+            made[key] = folder
         return made[key]
 
     return make

@@ -128,7 +128,7 @@ def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor
 
     digest = hashlib.sha256(f"{spec.seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":

@@ -102,15 +102,20 @@ def changes_of(plans: Mapping[str, Plan]) -> dict[str, str]:
     return {name: str(plan.status) for name, plan in sorted(plans.items()) if plan.status in ACTIVE}
 
 
-def model_configuration(config_json: str) -> dict[str, Any]:
-    """A model's configuration without the folders that it was loaded from."""
+def model_configuration(config: Any) -> dict[str, Any]:
+    """A model's configuration, of transformers, without the folders that it was loaded from."""
 
     def without_paths(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: without_paths(each) for name, each in value.items() if name != "_name_or_path"}
         return [without_paths(each) for each in value] if isinstance(value, list) else value
 
-    found: dict[str, Any] = without_paths(json.loads(config_json))
+    def without_itself(value: Any) -> None:
+        # Some releases keep the configuration in its own quantization's settings, which JSON cannot have.
+        if not isinstance(value, type(config)):
+            raise TypeError(f"{type(value).__name__} in the model's configuration has no JSON")
+
+    found: dict[str, Any] = without_paths(json.loads(json.dumps(config.to_dict(), default=without_itself)))
     return found
 
 

@@ -306,7 +306,6 @@ def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -
 
     from sglang_moe_patches import __version__
 
-    config = runner.model_config.hf_config
     return {
         "package": __version__,
         "engine": engine.version(),
@@ -316,7 +315,7 @@ def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -
         "bytes": total,
         "devices": int(arguments.get("tp_size") or 1) * int(arguments.get("pp_size") or 1),
         "model": str(arguments.get("model_path")),
-        "config": record.fingerprint(fingerprint.model_configuration(config.to_json_string(use_diff=False))),
+        "config": record.fingerprint(fingerprint.model_configuration(runner.model_config.hf_config)),
         "arguments": fingerprint.lasting_arguments(arguments, fingerprint.defaults_of(runner.server_args)),
         "variables": fingerprint.variables_of(os.environ),
         "changes": fingerprint.changes_of(patch.in_force()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from types import SimpleNamespace
@@ -81,8 +82,7 @@ def start(monkeypatch, caplog, world):
         given.node_rank = given.base_gpu_id = number if arguments.get("nnodes") else 0  # one rank a machine
         runner = SimpleNamespace(server_args=given, gpu_id=number, mem_fraction_static=0.8, is_multimodal=images)
         runner.pre_model_load_memory, runner.max_total_num_tokens = rank.before / GIB, 5
-        text = SimpleNamespace(to_json_string=lambda use_diff: config)
-        runner.model_config = SimpleNamespace(hf_config=text)
+        runner.model_config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: json.loads(config)))
         state = hooks.State(rank.path)
         monkeypatch.setattr(hooks.coordination, "all_gather", agree)
         hooks._make_init_memory_pool(lambda runner: None, state, False)(runner)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from sglang_moe_patches.core.patch import Plan, Status
 from sglang_moe_patches.memory.kv_sizing import eligibility, fingerprint, record
 from sglang_moe_patches.memory.kv_sizing.fingerprint import lasting_arguments, variables_of
 from sglang_moe_patches.memory.kv_sizing.record import Record
+from transformers import PretrainedConfig
 
 
 def key(**arguments):
@@ -81,7 +83,7 @@ def test_what_an_orchestrator_injects_does_not_count(others):
 
 
 def test_a_model_is_its_configuration_wherever_it_lies():
-    configs = ['{"_name_or_path": "/a", "n": 1}', '{"_name_or_path": "/b", "n": 1}', '{"_name_or_path": "/a", "n": 2}']
+    configs = [PretrainedConfig(name_or_path=path, n=n) for path, n in (("/a", 1), ("/b", 1), ("/a", 2))]
     same, moved, another = (
         record.fingerprint({"model": number, "config": fingerprint.model_configuration(config)})
         for number, config in enumerate(configs)
@@ -91,6 +93,26 @@ def test_a_model_is_its_configuration_wherever_it_lies():
     drafts = ("/a", "/a"), ("/b", "/b"), ("/a", "/c")
     same, moved, another = (key(model_path=model, speculative_draft_model_path=draft) for model, draft in drafts)
     assert same == moved != another
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["the model's own settings", "those of its language model"])
+def test_a_configuration_that_the_engine_put_into_its_own_settings_counts_without_itself(nested):
+    """As 0.5.17 and 0.5.18 do while they load a quantized checkpoint."""
+
+    def config(path, bits):
+        made = PretrainedConfig(name_or_path=path)
+        quantized = made
+        if nested:
+            quantized = made.text_config = PretrainedConfig(name_or_path=path)
+        quantized.quantization_config = {"bits": bits, "hf_config": made}
+        return record.fingerprint({"config": fingerprint.model_configuration(made)})
+
+    assert config("/a", 4) == config("/b", 4) != config("/a", 8)
+
+
+def test_a_configuration_with_a_value_that_json_cannot_have_is_refused():
+    with pytest.raises(TypeError, match="SimpleNamespace in the model's configuration has no JSON"):
+        fingerprint.model_configuration(PretrainedConfig(kept=SimpleNamespace(n=1)))
 
 
 def test_the_nearest_record_is_named_by_what_differs():
