@@ -84,11 +84,11 @@ MONITOR_ONLY: Reasons = {
 INELIGIBLE: Reasons = {
     "--enable-dp-attention-local-control-broadcast": (
         lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
-        "whose other ranks do not receive rank 0's requests",
+        "with which other ranks do not receive rank 0's requests",
     ),
     "--moe-dense-tp-size": (
         lambda a: attention_ranks(a) > 1 and a.get("moe_dense_tp_size") and a.get("enable_dp_lm_head"),
-        "whose ranks do not exchange batch information",
+        "with which ranks do not exchange batch information",
     ),
     "--is-embedding": (lambda a: a.get("is_embedding"), _NOT_REHEARSED),
     "--encoder-only": (lambda a: a.get("encoder_only"), _NOT_REHEARSED),
