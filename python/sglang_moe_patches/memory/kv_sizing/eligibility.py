@@ -43,7 +43,7 @@ def record_path(environ: Mapping[str, str]) -> Path:
     return Path(given).expanduser() if given else cache_folder(environ) / FILE
 
 
-_NOT_REHEARSED = "whose largest forwards are not rehearsed yet"
+_NOT_REHEARSED = "whose forwards are not rehearsed"
 _MEMORY_CHANGES = "whose memory comes and goes"
 _KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
 
