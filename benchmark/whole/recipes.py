@@ -27,6 +27,8 @@ PUBLISHED = Path(__file__).with_name("recipes.json")
 PAGES = "../benchmarks"
 NO_CONFIG = "config.json not at hand"
 SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason"
+#: What the pages say for an outcome that results have stored in other words.
+LABELS = {BESIDE: "measured only; given fraction kept"}
 Key = tuple[models.Sizes, int]
 
 
@@ -85,7 +87,7 @@ def counts(results: list[output.Result]) -> str:
             what = found if found in rows else f"neither: {reason(each['found'])}"
             rows.setdefault(what, [0] * len(results))[at] += 1
     header = ("kv-sizing", *(result["conditions"]["engine"] for result in results))
-    return output.table(header, [(what, *map(str, numbers)) for what, numbers in rows.items()])
+    return output.table(header, [(LABELS.get(what, what), *map(str, numbers)) for what, numbers in rows.items()])
 
 
 def tables(results: list[output.Result]) -> str:
@@ -110,7 +112,8 @@ def tables(results: list[output.Result]) -> str:
         server = answer["server"]
         key = (models.sizes_of_a_rank(answer), server["tokens"])
         peaks = models.in_mb(*answer["peaks"]) + " +" * answer["at_least"] if answer["peaks"] else "-"
-        says = outcome(answer) if outcome(answer) != REASON else reason(answer)
+        found = outcome(answer)
+        says = reason(answer) if found == REASON else LABELS.get(found, found)
         run = wholes.get(key) or alone.get(key) or ""
         acts = ", ".join(answer["acts"]) or "-"
         rows.append((*cells, _runner(server), f"{server['tokens']:,}", peaks, acts, run, says))

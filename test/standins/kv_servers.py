@@ -19,7 +19,7 @@ GB = 1_000_000_000
 KEY = "0123456789abcdef"
 A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
 """Launches: host, process and when it began."""
-START = sizing.LaunchMemory(before=140 * GB, total=141 * GB, fraction=0.8)
+START = sizing.LaunchMemory(free_before_load=140 * GB, total=141 * GB, fraction=0.8)
 MEASURED = Record(
     measured=1000.0,
     total=141 * GB,

@@ -27,7 +27,7 @@ in_force = [0.0]
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
     hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": learn_the_rule}
-    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "sizing": be_content}
+    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "sizing": set_margin}
     hooks[here + "coordination"] = be_quick
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
@@ -89,7 +89,7 @@ def be_quick(coordination):
     coordination.WAIT_S = 15
 
 
-def be_content(sizing):
+def set_margin(sizing):
     sizing.MARGIN_BYTES = int(os.environ.get("MARGIN", "200000000"))
 
 

@@ -20,8 +20,8 @@ How
 
     In 0.5.11, ``_forward_shared_experts`` returns a stand-in during ``forward_normal`` of a layer that defers. The
     engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds
-    it: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off for so long alone: where
-    nothing waits, as in a traced prefill graph, another output would be one tensor more.
+    it: after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only for that duration:
+    where nothing waits, as in a traced prefill graph, another output would be one tensor more.
 
 Upstream
     sgl-project/sglang#25279, in releases from 0.5.12; its switch from 0.5.13, for TRT-LLM alone.
@@ -59,12 +59,12 @@ def may_defer(
 ) -> bool:
     """Whether a layer's shared experts may run after its routed experts.
 
-    :param inplace: the runner is told to write its output over its input.
-    :param leaves_input_alone: it does not, whatever it is told, or can be told not to.
+    :param inplace: the runner's configuration lets it write its output over its input.
+    :param leaves_input_alone: the runner never does so, or can be told not to.
     :param overlapped: single-batch overlap already runs the shared experts elsewhere.
     :param fused: the shared experts are fused into the routed ones.
     :param present: the layer has shared experts of its own.
-    :param lora: the server may run LoRA adapters, by other runners.
+    :param lora: the server may run LoRA adapters, which use different runners.
     :param all_to_all: tokens travel to their experts, and the layer runs another way.
     """
     return (

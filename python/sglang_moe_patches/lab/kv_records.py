@@ -69,7 +69,7 @@ def json_report() -> dict[str, Any]:
 def advice(found: Record) -> dict[str, Any]:
     """What a server of this configuration would suggest, what it does, and what its need is made of."""
     launch = sizing.LaunchMemory.of_record(found)
-    fraction = sizing.suggested_fraction(launch, found) if launch.before > 0 else None
+    fraction = sizing.suggested_fraction(launch, found) if launch.free_before_load > 0 else None
     decision = sizing.decide(launch, found)
     return {
         "suggested_fraction": fraction,

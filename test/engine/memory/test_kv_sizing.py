@@ -57,7 +57,7 @@ NO_STORES = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Arguments that schedulers look at there, and that keep nothing that a flush leaves."""
+"""Arguments that schedulers look at there, and that hold no prompts after a flush."""
 
 
 @pytest.mark.every_release

@@ -11,8 +11,10 @@ Hook points
     (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
 
 Skipped
-    without CUDA. Layer by layer: small tensors, LoRA hooks, a top-k of 1 or 2, a deferred sum, and GEMMs whose operands
-    have an unexpected shape or layout: ``column_skip_reason`` of each runner. Other runners are left alone.
+    without CUDA. Other runners are left alone. Layer by layer, with Triton: small tensors (``route`` in
+    :func:`.triton.install`); LoRA hooks, a top-k of 1 or 2, a deferred sum (:func:`.triton.can_run_in_columns`);
+    operands of an unexpected shape or layout (:func:`.deferred_tensor.column_skip_reason`). With Marlin: small tensors
+    (:func:`.marlin.install`), all else in :func:`.marlin.column_skip_reason`.
 
 Costs
     At most 2 % of the layer's time (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`); below the threshold one comparison.

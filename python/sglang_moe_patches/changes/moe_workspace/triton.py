@@ -118,10 +118,11 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # Uncut it saves memory where the dead input holds the activation, or the engine never writes the tensor. The
-        # engine's own sequence would make an output outside the pool of symmetric memory.
-        pools_output = not inplace and symmetric_memory.is_on
-        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine") and not pools_output:
+        # Where no two slices are affordable, the engine's own sequence runs, but for three cases in which by_columns
+        # serves even in one slice: a dead input on offer, which holds the activation or the output; a tensor that the
+        # engine never writes (no_combine); an output that must lie in the pool of symmetric memory.
+        needs_pool = not inplace and symmetric_memory.is_on
+        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
@@ -129,6 +130,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
             gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
             if column_slices.max_affordable_slices(layer, gemm) < 2:
                 return original(*args, **kwargs)
+        # The MoE input is still read while the dead input is written: both must not be the same memory.
         channel.withhold_if_shared(hidden_states)
         call = SequenceCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
         token = deferred_tensor.current_call.set(call)

@@ -2,9 +2,19 @@
 
 Why
     After prompts of many lengths PyTorch's caching allocator holds blocks that fit nothing: *slack*. At Kimi-K2.5's
-    widths and chunks of 16,384 tokens that is 5.7 GB beside 3.1 GB of tensors, and no user can see it. With expandable
+    widths and chunks of 16,384 tokens that is 2.5 GB beside 3.1 GB of tensors, and no user can see it. With expandable
     segments the driver maps memory where it is wanted. Turned on from the start, they break what shares memory between
     processes: handles of CUDA IPC cannot be had for such memory.
+
+Hook points
+    ``Scheduler.run_event_loop``, which turns the switch on; ``CUDAGraph.capture_begin`` and ``capture_end``,
+    ``GroupCoordinator.graph_capture`` and ``torch.cuda.use_mem_pool``, which hold it off (:mod:`.switch`).
+
+Skipped
+    with a feature that breaks with such memory, and by default with what was not tested on a GPU (:mod:`.eligibility`).
+
+Costs
+    Memory that is taken for the first time is mapped in pieces, once.
 
 How
     Weights, KV cache, graphs and registered buffers are in place when ``Scheduler.run_event_loop`` begins, those of a
@@ -14,8 +24,6 @@ How
     graph is captured, and while memory comes from a pool of its own.
 
     Ranks decide alike: the switch is tried on each, and stays on if it works on all (:func:`.switch.everywhere`).
-
-    Which servers: :mod:`.eligibility`.
 
 Upstream
     None.

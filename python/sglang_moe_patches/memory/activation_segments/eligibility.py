@@ -58,7 +58,7 @@ class Feature:
         return self.name or f"--{self.argument.replace('_', '-')}"
 
 
-_BY_HANDLE = "which registers memory that comes later, or shares it by handle"
+_BY_HANDLE = "which registers memory allocated later, or shares it by handle"
 
 FEATURES = (
     Feature("enable_memory_saver", "which stands in for cudaMalloc, by which expandable segments are not made"),
@@ -71,7 +71,7 @@ FEATURES = (
     Feature("weight_cache_mode", _BY_HANDLE, _not("off")),
     Feature("enable_symm_mem", "whose pool is entered in every layer"),
     Feature("nnodes", "whose ranks may have another environment, and could not decide alike", _several),
-    # Not seen.
+    # Not tested on a GPU.
     Feature("attn_cp_size", has=_several),
     Feature("dcp_size", has=_several),
     Feature("moe_a2a_backend", has=_not("none")),
@@ -84,14 +84,14 @@ FEATURES = (
     Feature("enable_lmcache"),
     Feature("kt_weight_path"),
 )
-"""By name, with what is done about each. What is not here is left to run with it.
+"""Features not listed are allowed.
 
-Receivers of handles are not here (weight updates by tensor or by IPC, images by CUDA IPC): a handle is made in
+Receivers of handles are not listed (weight updates by tensor or by IPC, images by CUDA IPC): a handle is made in
 another process, and its allocator is not switched.
 """
 
 VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
-"""The engine's variable by which a vision tower captures graphs while it serves. Not seen."""
+"""The engine's variable by which a vision tower captures graphs while it serves. Not tested on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Set = Callable[[str], None]
 
 
 class Switch:
-    """On, new memory comes from expandable segments, but while anybody holds it off.
+    """While it is on and nobody holds it off, the allocator takes new memory in expandable segments.
 
     Turning it can fail without harm: from then on the allocator is left as it is.
 

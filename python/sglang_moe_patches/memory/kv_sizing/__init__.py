@@ -5,6 +5,18 @@ Why
     Kimi-K2.5's widths and chunks of 16,384, where 12.6 GB are needed, and 8.6 GB with the other changes. What is saved
     reaches a user only as ``--mem-fraction-static``.
 
+Hook points
+    ``ModelRunner.init_memory_pool`` or ``alloc_memory_pool``, ``Scheduler.run_event_loop`` and ``get_init_info``
+    (:mod:`.hooks`). On the scheduler itself: ``process_input_requests`` while it serves, and its inbox while it
+    rehearses (:mod:`.rehearsal`). In the launcher: ``ServerArgs.__post_init__``, ``http_server._wait_and_warmup``
+    (:mod:`.launcher`).
+
+Skipped
+    unless ``SGLANG_MOE_PATCHES_KV_SIZING`` asks for it, without CUDA, and with the features in :mod:`.eligibility`.
+
+Costs
+    A rehearsal at the first two starts. While serving, a turn of the event loop reads the clock.
+
 How
     ``docs/changes/kv-sizing.md``. In code: :mod:`.hooks` asks :mod:`.sizing` for the fraction before the engine makes
     its pools, by what :mod:`.record` has under a :mod:`.fingerprint`. Before the first request :mod:`.rehearsal` has

@@ -43,15 +43,20 @@ def record_path(environ: Mapping[str, str]) -> Path:
     return Path(given).expanduser() if given else cache_folder(environ) / FILE
 
 
-_NOT_REHEARSED = "whose largest forwards are not rehearsed yet"
+_NOT_REHEARSED = "whose forwards are not rehearsed"
 _MEMORY_CHANGES = "whose memory comes and goes"
 _KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-
-"""Of speculation, by the engine's names: those whose drafts and verifications a rehearsal drives."""
+"""Speculative algorithms that a rehearsal exercises, by the engine's names."""
 
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
+"""By flag: whether a server's resolved arguments have the feature, and the reason, worded to follow "of FLAG,"."""
+
+# Which table a flag belongs to. INELIGIBLE: the change is skipped and hooks nothing. Here belongs a cache that keeps
+# prompts after a flush, a feature that moves memory in and out (LoRA, offload), and what nobody has looked at.
+# MONITOR_ONLY: the server is never rehearsed, but the lowest free memory of a server of this kind is worth recording.
+#: Servers that keep their fraction. Their free memory is recorded while they serve.
 MONITOR_ONLY: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),
     "--speculative-algorithm": (
@@ -75,16 +80,15 @@ MONITOR_ONLY: Reasons = {
         "whose buffers may hold fewer requests than are admitted",
     ),
 }
-"""Servers that the engine's rule sizes and whose free memory is recorded while they serve: by the flag, how such a
-server is recognized by its resolved arguments, and the reason."""
+#: Servers that keep their fraction. Nothing is recorded.
 INELIGIBLE: Reasons = {
     "--enable-dp-attention-local-control-broadcast": (
         lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
-        "whose ranks do not hear the first",
+        "with which other ranks do not receive rank 0's requests",
     ),
     "--moe-dense-tp-size": (
         lambda a: attention_ranks(a) > 1 and a.get("moe_dense_tp_size") and a.get("enable_dp_lm_head"),
-        "whose ranks do not say what runs on all of them",
+        "with which ranks do not exchange batch information",
     ),
     "--is-embedding": (lambda a: a.get("is_embedding"), _NOT_REHEARSED),
     "--encoder-only": (lambda a: a.get("encoder_only"), _NOT_REHEARSED),
@@ -109,11 +113,10 @@ INELIGIBLE: Reasons = {
     "--radix-cache-backend": (lambda a: a.get("radix_cache_backend") not in (None, "", "auto"), _KEEPS_PROMPTS),
     "--enable-unified-cache-external-linker": (lambda a: a.get("enable_unified_cache_external_linker"), _KEEPS_PROMPTS),
 }
-"""Servers that the engine's rule sizes and of which nothing is recorded."""
 ENGINE_SWITCHES = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER")
-"""Environment variables with which the engine sizes after its graphs by itself, or has no inbox of this kind."""
+"""With the first the engine sizes its KV cache after graph capture; with the second it has no inbox of this kind."""
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
-"""With it ranks do not exchange what they run, which matters where each runs requests of its own."""
+"""With it ranks do not exchange batch information, which matters where each runs requests of its own."""
 
 
 def arguments_of(server_args: Any) -> dict[str, Any]:

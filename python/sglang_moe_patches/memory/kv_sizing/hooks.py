@@ -203,7 +203,7 @@ def _size(state: State, runner: Any, free_before_load_gib: float, in_context: bo
 
 
 def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.SizingInputs:
-    """Collective: every rank calls it at the same point, also one that keeps its user's fraction."""
+    """Collective: every rank calls it at the same point, even on servers that keep the given fraction."""
     arguments = eligibility.arguments_of(runner.server_args)
     fraction = float(runner.mem_fraction_static)
     state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
@@ -493,7 +493,7 @@ class Serving:
         assert launch is not None
         needs = tuple(max(0, result.reserve - result.lowest) for result in results)
         if not max(needs):
-            state.log("more memory was free than was set aside, so nothing is recorded: others gave it back", warn=True)
+            state.log("another process freed memory during the rehearsal; nothing is recorded", warn=True)
             return
         stopped = any(result.stopped for result in results)
         facts = server_facts(runner)
@@ -505,7 +505,7 @@ class Serving:
             fingerprint_inputs=state.fingerprint_inputs,
             measured=time.time(),
             total=launch.total,
-            before=launch.before,
+            before=launch.free_before_load,
             rule_fraction=launch.fraction,
             rule_tokens=facts.kv_tokens if state.fraction is None else 0,
             fraction=state.fraction_in_force,
@@ -565,7 +565,7 @@ class Serving:
                 state.fingerprint_inputs,
                 time.time(),
                 total=state.launch.total,
-                before=state.launch.before,
+                before=state.launch.free_before_load,
                 fraction=state.fraction_in_force,
                 reserve=state.rank_reserve,
             )

@@ -23,7 +23,7 @@ RETRY_S = 0.5
 
 
 def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Have ``ServerArgs`` remember it, where the engine does not by itself."""
+    """Have ``ServerArgs`` remember whether ``--mem-fraction-static`` was given, where the engine does not by itself."""
     server_args = module.ServerArgs
     if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
         return
@@ -48,7 +48,10 @@ def _skip_reason(server_args: Any) -> str | None:
 
 
 def given_by_the_user(server_args: Any) -> bool:
-    """Whether it is. Arguments that arrive resolved, as from ``Engine(server_args=...)``, count as given."""
+    """Whether ``--mem-fraction-static`` was given.
+
+    Arguments that arrive resolved, as from ``Engine(server_args=...)``, count as given.
+    """
     raw = getattr(server_args, "_raw_input", None)
     if isinstance(raw, dict):
         return raw.get("mem_fraction_static") is not None

@@ -41,7 +41,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     derive_phases,
 )
 from sglang_moe_patches.memory.kv_sizing.record import NeedParts
-from sglang_moe_patches.memory.kv_sizing.sizing import lowest
+from sglang_moe_patches.memory.kv_sizing.sizing import lowest_free
 
 REHEARSAL_TIMEOUT_S = 300.0
 """After which no further phase begins. The engine's own first request gives up after ten minutes."""
@@ -406,7 +406,7 @@ class Rehearsal:
         decodes, prefills = graph_bytes(self.runner)
         tensors = self._peak - self._first.allocated
         return RankResult(
-            lowest=lowest(self._lowest, self._first.free, grown),
+            lowest=lowest_free(self._lowest, self._first.free, grown),
             parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,

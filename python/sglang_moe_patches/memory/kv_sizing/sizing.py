@@ -12,7 +12,7 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
-fourteen servers that were measured, and once by 2 GB. Independent of ``rehearsal.MIN_FREE_BYTES``."""
+fourteen servers that were measured, and once by 2 GB: as much as this."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -33,14 +33,14 @@ FRACTION_STEP = 0.0001
 class LaunchMemory:
     """The memory of a server's GPUs as its start begins, in bytes.
 
-    :param before: free before its weights were loaded, on the rank with the least.
+    :param free_before_load: free before its weights were loaded, on the rank with the least.
     :param total: of its GPU.
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
     """
 
-    before: int
+    free_before_load: int
     total: int
     fraction: float
     images: int = 0
@@ -49,7 +49,7 @@ class LaunchMemory:
     @property
     def reserve(self) -> float:
         """What the fraction sets aside."""
-        return self.before * (1 - self.fraction)
+        return self.free_before_load * (1 - self.fraction)
 
     @classmethod
     def of_record(cls, record: Record) -> LaunchMemory:
@@ -128,7 +128,7 @@ def decide_sizing(inputs: SizingInputs) -> SizingOutcome:
     leader = inputs.reports[0]
     launches = [report.launch for report in inputs.reports if report.launch is not None]
     # The engine divides by the free memory of the rank with the least.
-    launch = replace(launches[0], before=min(each.before for each in launches))
+    launch = replace(launches[0], free_before_load=min(each.free_before_load for each in launches))
     known = [report.record for report in inputs.reports if report.record]
     # Each machine has monitored its own servers.
     record = leader.record and records.merge_serving(leader.record, known)
@@ -174,12 +174,12 @@ def advise(launch: LaunchMemory, record: Record) -> tuple[str, bool]:
     wanted, left = wanted_reserve(launch, record), reserve_in_use(launch, record)
     fraction = fraction_for(launch, wanted)
     if wanted > left:
-        short = f"{(wanted - left) / 1e6:,.0f} MB less than the largest forward and a margin of"
+        fit = f"the largest forward plus a {_margin(record) / 1e6:,.0f} MB margin does not fit"
         advice = f"; {fraction:.4f} would be safe" if fraction > 0 else ""
-        return f"it leaves {short} {_margin(record) / 1e6:,.0f} MB need{advice}", True
+        return f"{(wanted - left) / 1e6:,.0f} MB too little: {fit}{advice}", True
     if left > launch.reserve:
         return _limit_reason(launch, record), False
-    unused = f"{(left - wanted) / 1e6:,.0f} MB of it were never needed"
+    unused = f"{(left - wanted) / 1e6:,.0f} MB of the reserve were never needed"
     more = limited(launch, fitting_tokens(launch, record)) - limited(launch, tokens_beside(record, left))
     return f"{unused}: {fraction:.4f} would give {more:,} more tokens", False
 
@@ -192,7 +192,7 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
 
     :param unreadable: what is wrong with the file of records; "" where it could be read.
     """
-    if launch.before <= 0:
+    if launch.free_before_load <= 0:
         return _keep_rule(launch, "no memory is free")
     if record is not None and record.attempts >= MAX_UNFINISHED_REHEARSALS:
         return _keep_rule(launch, f"{record.attempts} rehearsals have begun and not ended")
@@ -206,7 +206,7 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
         return _keep_rule(launch, f"{record.ooms} servers ran out of memory while serving")
     if len(record.unserved) >= MAX_UNSERVED_STARTS:
         return _keep_rule(launch, f"{len(record.unserved)} starts with the record's fraction ended before they served")
-    then, now = record.total - record.before, launch.total - launch.before
+    then, now = record.total - record.before, launch.total - launch.free_before_load
     if abs(then - now) > MAX_FOREIGN_MEMORY_DRIFT * launch.total:
         held = f"other processes hold {now / 1e6:,.0f} MB of the GPU"
         return _keep_rule(launch, f"{held}, {then / 1e6:,.0f} MB when it was measured")
@@ -216,8 +216,8 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
     gain = (left - reserve_in_use(sized, record)) / max(1.0, available(record) - left)
     if not 0 < fraction < 1 or gain < MIN_GAIN_FRACTION:
         if round(wanted) > round(left):
-            short = f"{(wanted - left) / 1e6:,.0f} MB less than the largest forward and the margin need"
-            return _keep_rule(launch, f"it already leaves {short}")
+            short = f"{(wanted - left) / 1e6:,.0f} MB too little"
+            return _keep_rule(launch, f"{short}: the largest forward plus the margin does not fit")
         if 0 < launch.max_tokens <= fitting_tokens(launch, record):
             return _keep_rule(launch, _limit_reason(launch, record))
         return _keep_rule(launch, f"the record would give {100 * gain:.1f} % more KV cache, less than 2 %")
@@ -247,7 +247,7 @@ def suggested_fraction(launch: LaunchMemory, record: Record | None) -> float | N
 
 def fraction_for(launch: LaunchMemory, reserve: float) -> float:
     """What sets aside at least as much."""
-    return round(math.floor((1 - reserve / launch.before) / FRACTION_STEP) * FRACTION_STEP, 4)
+    return round(math.floor((1 - reserve / launch.free_before_load) / FRACTION_STEP) * FRACTION_STEP, 4)
 
 
 def _margin(record: Record) -> int:
@@ -298,10 +298,10 @@ def tokens_beside(record: Record, reserve: float) -> int:
     return int(max(0.0, available(record) - reserve) * record.tokens / record.kv_bytes) if record.kv_bytes else 0
 
 
-def lowest(seen: int, began: int, reserved_growth: int) -> int:
+def lowest_free(seen: int, free_at_start: int, reserved_growth: int) -> int:
     """The lowest free memory of a rank in bytes, not raised by memory that other processes gave back.
 
-    :param seen: the driver's lowest; ``began``: free when the rehearsal began.
+    :param seen: the driver's lowest; ``free_at_start``: free when the rehearsal began.
     :param reserved_growth: what this process's allocator took in between.
     """
-    return min(seen, began - max(0, reserved_growth))
+    return min(seen, free_at_start - max(0, reserved_growth))

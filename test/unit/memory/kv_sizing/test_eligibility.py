@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from releases import ROOT
 from sglang_moe_patches.core import patch
-from sglang_moe_patches.memory.kv_sizing import eligibility
+from sglang_moe_patches.memory.kv_sizing import eligibility, sizing
 from sglang_moe_patches.registry import CHANGES
 
 NAME = eligibility.KV_SIZING.name
@@ -78,6 +78,11 @@ def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
     assert [flag for flag in (*MONITOR_ONLY, *INELIGIBLE) if f"`{flag}`" not in page] == []
 
 
+def test_the_page_says_the_margin():
+    page = (ROOT / "docs/changes/kv-sizing.md").read_text()
+    assert f"*margin*: {sizing.MARGIN_BYTES / 1e6:,.0f} MB" in page
+
+
 SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
@@ -89,14 +94,18 @@ SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV
         pytest.param({"pp_size": 2}, {}, None, id="a pipeline"),
         pytest.param({"attn_dp_size": 2}, {}, None, id="data-parallel attention"),
         pytest.param({"dp_size": 2, "enable_dp_attention": True}, {}, None, id="data-parallel attention up to 0.5.19"),
-        pytest.param(INELIGIBLE[BROADCAST] | {"attn_dp_size": 1}, {}, None, id="no other rank to hear the first"),
-        pytest.param(INELIGIBLE[DENSE] | {"attn_dp_size": 1}, {}, None, id="no other rank to say what it runs"),
+        pytest.param(
+            INELIGIBLE[BROADCAST] | {"attn_dp_size": 1}, {}, None, id="no other rank to receive rank 0's requests"
+        ),
+        pytest.param(
+            INELIGIBLE[DENSE] | {"attn_dp_size": 1}, {}, None, id="no other rank to exchange batch information with"
+        ),
         pytest.param({"device": "cpu"}, {}, "--device is cpu", id="no GPU"),
         ({}, {POST_CAPTURE: "1"}, f"{POST_CAPTURE} is set"),
         ({}, {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER is set"),
         pytest.param({}, {POST_CAPTURE: "0", "SGLANG_RUST_SERVER": "0"}, None, id="switches that are off"),
-        pytest.param({}, {SKIP: "1"}, None, id="ranks without requests of their own need not say what they run"),
-        pytest.param({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set", id="ranks do not say what they run"),
+        pytest.param({}, {SKIP: "1"}, None, id="ranks without requests of their own exchange no batch information"),
+        pytest.param({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set", id="ranks do not exchange batch information"),
     ],
 )
 def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):

@@ -13,6 +13,7 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, hooks, images, reco
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
+MARGIN = f"{sizing.MARGIN_BYTES / 1e6:,.0f}"
 RULE = "using the engine's default fraction 0.8000: "
 
 
@@ -27,7 +28,8 @@ def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(r
         states, fractions, (said,) = start(Rank(recorded), Rank(path))
         assert fractions == {SIZED}
         assert [(state.fraction, state.record) for state in states] == [(SIZED, MEASURED)] * 2
-        assert said.startswith("0.9285 instead of 0.8000: 5 tokens instead of 382,206; 2,000 MB of margin, measured ")
+        sized = "0.9285 instead of 0.8000: 5 tokens instead of 382,206"
+        assert said.startswith(f"{sized}; {MARGIN} MB of margin, measured ")
         assert set(record.read(recorded)[states[0].key].unserved) == {states[0].process}  # until it serves
 
 
@@ -122,10 +124,10 @@ def test_where_one_rank_cannot_tell_all_start_by_the_rule_and_nothing_is_recorde
 @pytest.mark.parametrize(
     ("changed", "advice", "rehearses", "level"),
     [
-        ({}, f"18,000 MB of it were never needed: {SIZED} would give 343,985 more tokens", False, "INFO"),
+        ({}, f"18,000 MB of the reserve were never needed: {SIZED} would give 343,985 more tokens", False, "INFO"),
         (
             {"need": 27 * GB},
-            "it leaves 1,000 MB less than the largest forward and a margin of 2,000 MB need; 0.7928 would be safe",
+            f"1,000 MB too little: the largest forward plus a {MARGIN} MB margin does not fit; 0.7928 would be safe",
             *(False, "WARNING"),
         ),
         (

@@ -49,7 +49,7 @@ def test_a_record_gives_what_was_not_needed_but_for_the_margin(changed, images, 
         (replace(MEASURED, unserved=STARTS), "2 starts with the record's fraction ended before they served", False),
         (replace(MEASURED, before=130 * GB), "hold 1,000 MB of the GPU, 11,000 MB when it was measured", False),
         (replace(MEASURED, need=26 * GB), "0.0 % more KV cache", False),
-        (replace(MEASURED, need=27 * GB), "it already leaves 1,000 MB less than the largest forward", False),
+        (replace(MEASURED, need=27 * GB), "1,000 MB too little: the largest forward plus the margin", False),
         (replace(MEASURED, serving_peak_need=26 * GB), "less than 2 %", False),
     ],
 )
@@ -71,7 +71,7 @@ def test_where_no_memory_is_free_or_the_file_cannot_be_read_that_is_the_reason()
         pytest.param(382_206, 28, 8, "--max-total-tokens 382,206 is used; 726,191 would fit", id="the rule gives it"),
         pytest.param(382_206, 60, 8, "--max-total-tokens 382,206 is used; 1,337,721 would fit", id="it gives more"),
         pytest.param(383_000, 28, 8, "--max-total-tokens 383,000 is used; 726,191 would fit", id="hardly less"),
-        pytest.param(382_206, 60, 59, "it already leaves 1,000 MB less than the largest", id="the need is larger"),
+        pytest.param(382_206, 60, 59, "1,000 MB too little: the largest forward plus", id="the need is larger"),
         pytest.param(800_000, 28, 8, "", id="more than fits"),
         pytest.param(500_000, 28, 8, "", id="more than the rule gives"),
     ],
@@ -88,7 +88,7 @@ def test_a_limit_of_the_users_is_the_reason_and_nothing_is_rehearsed_for_it(limi
         assert "would give 794 more tokens" in advice
     elif not is_warning:
         more = min(limit, 726_191) - 382_206
-        assert advice.startswith(why or f"18,000 MB of it were never needed: {SIZED} would give {more:,} more")
+        assert advice.startswith(why or f"18,000 MB of the reserve were never needed: {SIZED} would give {more:,} more")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ amounts = st.integers(0, 200 * GB)
 
 @given(amounts, amounts, amounts, amounts, amounts, st.floats(0, 1), st.floats(0, 0.99), st.integers(0, 3))
 def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving, table, kv, before, f, rule, ooms):
-    start = sizing.LaunchMemory(before=max(1, before), total=max(1, before), fraction=rule)
+    start = sizing.LaunchMemory(free_before_load=max(1, before), total=max(1, before), fraction=rule)
     known = Record(
         need=need,
         serving_peak_need=serving,
@@ -135,11 +135,11 @@ def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving,
     found = sizing.decide(start, known)
     if found.fraction is not None:
         assert rule < found.fraction < 1
-        assert start.before * (1 - found.fraction) >= max(need, serving) + MARGIN - 1
+        assert start.free_before_load * (1 - found.fraction) >= max(need, serving) + MARGIN - 1
     else:
         assert found.reason
 
 
 def test_memory_that_others_gave_back_meanwhile_is_not_taken_for_ours():
-    assert sizing.lowest(seen=20 * GB, began=25 * GB, reserved_growth=4 * GB) == 20 * GB
-    assert sizing.lowest(seen=24 * GB, began=25 * GB, reserved_growth=4 * GB) == 21 * GB
+    assert sizing.lowest_free(seen=20 * GB, free_at_start=25 * GB, reserved_growth=4 * GB) == 20 * GB
+    assert sizing.lowest_free(seen=24 * GB, free_at_start=25 * GB, reserved_growth=4 * GB) == 21 * GB
