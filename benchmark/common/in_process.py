@@ -74,8 +74,14 @@ class InProcess:
     def _initialize_moe(self) -> None:
         from sglang.srt.layers.moe import initialize_moe_config
 
-        # Releases that publish the arguments read what is published.
-        initialize_moe_config(*[self.server_args][: len(inspect.signature(initialize_moe_config).parameters)])
+        initialize_moe_config(*([self.server_args] if self._reads_arguments() else []))
+
+    @staticmethod
+    def _reads_arguments() -> bool:
+        """Whether the MoE layers' settings come from the server's arguments, not from what is published of them."""
+        from sglang.srt.layers.moe import initialize_moe_config
+
+        return bool(inspect.signature(initialize_moe_config).parameters)
 
     @contextmanager
     def arguments(self, **server_arguments: Any) -> Iterator[None]:
@@ -89,19 +95,25 @@ class InProcess:
 
     @contextmanager
     def _argument(self, name: str, value: Any) -> Iterator[None]:
+        bags = [bag for bag in self._published() if hasattr(bag, name)]
+        with ExitStack() as stack:
+            # Releases that publish the arguments either seal them, or read some settings here and others there.
+            if self._reads_arguments():
+                stack.callback(object.__setattr__, self.server_args, name, getattr(self.server_args, name))
+                object.__setattr__(self.server_args, name, value)
+            elif not bags:
+                raise AttributeError(f"this release publishes no {name}")
+            for bag in bags:
+                stack.enter_context(bag.override(**{name: value}))
+            yield
+
+    @staticmethod
+    def _published() -> tuple[Any, ...]:
         try:
             from sglang.srt.runtime_context import get_exec, get_memory, get_schedule, get_spec
         except ImportError:
-            before = getattr(self.server_args, name)
-            setattr(self.server_args, name, value)
-            try:
-                yield
-            finally:
-                setattr(self.server_args, name, before)
-        else:
-            bags = (get_exec().moe, get_schedule(), get_spec(), get_memory())
-            with next(bag for bag in bags if hasattr(bag, name)).override(**{name: value}):
-                yield
+            return ()
+        return get_exec().moe, get_schedule(), get_spec(), get_memory()
 
     def load(self, checkpoint: Path) -> Any:
         """A further model, built and loaded by the engine as at start-up, with whatever is patched right now."""
