@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 
 COUNTERS = (
     *("forward_ct", "forward_ct_decode", "forward_pass_id", "num_generated_tokens", "last_gen_throughput"),
-    "num_retracted_reqs",
+    *("num_retracted_reqs", "total_prefill_uncached_tokens", "total_prefill_busy_us", "decode_moment_totals"),
 )
 """Of the scheduler, or of what keeps its metrics: as before afterwards, like those of speculation (``spec_...``)."""
 METRICS = {
@@ -292,7 +293,7 @@ class Rehearsal:
         for owner in filter(None, (self.scheduler, reporter, self.runner)):
             for name, value in list(vars(owner).items()):
                 if name in COUNTERS or (name.startswith("spec_") and isinstance(value, int | float)):
-                    self._undo.append(partial(setattr, owner, name, value))
+                    self._undo.append(partial(setattr, owner, name, copy(value)))
                 elif name in RECORDING:
                     self._meanwhile(owner, name, False)
 
