@@ -8,12 +8,11 @@ token goes to the same experts. This module is a plugin of the engine (``registe
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
 
-from common import plugins
+from common import plugins, weights
 
 UNIFORM = math.sqrt(3)
 """Bound of a uniform distribution whose standard deviation is one."""
@@ -43,17 +42,15 @@ def redraw(name: str, parameter: Any) -> None:
         return
     if parameter.dim() < 2:
         return
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    generator = torch.Generator(parameter.device).manual_seed(seed)
+    generator = weights.named_generator(name, parameter.device)
     if not parameter.is_floating_point():
         if name.endswith("packed"):
             bits = torch.iinfo(parameter.dtype)
             parameter.random_(bits.min, bits.max, generator=generator)
     elif name.endswith("weight_scale"):
-        # Uniform numbers from -8 to 7 have a root mean square of 4.64.
-        parameter.fill_(1 / (4.64 * math.sqrt(parameter.shape[-2] * 32)))
+        parameter.fill_(weights.int4_scale(parameter.shape[-2] * weights.INT4_GROUP))
     elif name.endswith("scale_inv"):
-        parameter.fill_(UNIFORM / math.sqrt(parameter.shape[-1] * 128))
+        parameter.fill_(UNIFORM / math.sqrt(parameter.shape[-1] * weights.FP8_BLOCK))
     elif parameter.element_size() == 1:
         drawn = torch.empty_like(parameter, dtype=torch.float16).uniform_(-1, 1, generator=generator)
         parameter.copy_(drawn)

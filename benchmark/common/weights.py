@@ -142,6 +142,18 @@ def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Pa
 # --- In the servers --------------------------------------------------------------------------------------------------
 
 
+def named_generator(name: str, device: Any) -> Any:
+    """A ``torch.Generator`` on the device with a seed that is the name."""
+    import torch
+
+    return torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+
+
+def int4_scale(inputs: int) -> float:
+    """The scale with which uniform INT4 weights of so many inputs have a standard deviation of 1 / sqrt(inputs)."""
+    return 1 / (4.64 * math.sqrt(inputs))  # uniform numbers from -8 to 7 have a root mean square of 4.64
+
+
 def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
     """Every tensor of the checkpoint that ``config.json`` describes, by name; of another seed, all of them others."""
     import torch
@@ -150,9 +162,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
     quantization = c.get("quantization_config", {}).get("quant_method")
 
     def generator(name: str) -> torch.Generator:
-        drawn = f"{spec.seed}/{name}" if spec.seed else name
-        seed = int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:7], "big")
-        return torch.Generator(device).manual_seed(seed)
+        return named_generator(f"{spec.seed}/{name}" if spec.seed else name, device)
 
     def nvfp4(name: str, rows: int, columns: int) -> Iterator[tuple[str, Any]]:
         random_bits = generator(name)
@@ -169,8 +179,7 @@ def tensors(c: dict[str, Any], device: Any) -> Iterator[tuple[str, Any]]:
         eights = torch.iinfo(torch.int32)
         packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=device)
         yield f"{name}.weight_packed", packed.random_(eights.min, eights.max, generator=generator(name))
-        # Uniform numbers from -8 to 7 have a root mean square of 4.64.
-        scale = torch.full((rows, columns // INT4_GROUP), 1 / (4.64 * math.sqrt(columns)), device=device)
+        scale = torch.full((rows, columns // INT4_GROUP), int4_scale(columns), device=device)
         yield f"{name}.weight_scale", scale.bfloat16()
         yield f"{name}.weight_shape", torch.tensor((rows, columns), dtype=torch.int32)
 

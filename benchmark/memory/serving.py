@@ -77,7 +77,8 @@ ANSWER_TOKENS = 32
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
-POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
+#: More variables of a server.
+VARIABLES = {"post-capture": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}}
 REHEARSED = re.compile(r"rehearsed in (\d+) s")
 
 
@@ -249,7 +250,7 @@ def variables(name: str, work: Path, mode: str) -> dict[str, str]:
     select, recorded = SERVERS[name]
     own = processes.variables(*dummy_weights.write_plugin(work / "plugin"))
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select} | (POST_CAPTURE if name == "post-capture" else {})
+    own |= {SELECT_VARIABLE: select} | VARIABLES.get(name, {})
     if recorded:
         own |= {KV_SIZING.name: mode, KV_RECORD.name: str(work / f"{recorded}.records.json")}
     return own
@@ -414,6 +415,7 @@ def main() -> None:
                     continue
                 print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line}" for line in found["said"]), flush=True)
                 if options.json:
+                    # Read again: a second run may have added servers meanwhile.
                     figures["servers"] = earlier(options.json, figures) | figures["servers"]
                     output.write(options.json, output.result("serving", figures))
         finally:

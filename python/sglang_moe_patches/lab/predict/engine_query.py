@@ -109,9 +109,12 @@ def _query(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         answer = _query_once(asked | {"leave_out_unused": True}, environ)
         if answer["layer"]:
             return answer
-    except CannotAsk as error:
-        if type(error) is Refused:
-            raise
+    except ModelRefused:
+        pass  # perhaps for want of such a package
+    except Refused:
+        raise
+    except CannotAsk:
+        pass
     return _query_once(asked | {"leave_out_unused": False}, environ)
 
 
