@@ -209,7 +209,7 @@ def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.Siz
     state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
     state.elsewhere = int(arguments.get("node_rank") or 0) > 0
     given = given_by_the_user(runner.server_args)
-    vars(runner.server_args).pop(MARK, None)
+    vars(runner.server_args).pop(MARK, None)  # else /server_info would show it
     keep = given and eligibility.KV_SIZING.read() != eligibility.ALWAYS
     monitor_only = eligibility.monitor_only_reason(arguments) or ""
     if int(arguments.get("nnodes") or 1) > 1 and not monitor_only:
