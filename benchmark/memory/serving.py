@@ -346,7 +346,9 @@ def tables(results: Sequence[output.Result]) -> str:
                 cells += [f"{one['total_throughput']:,.0f}{gain}", predicted(figures, name)]
                 cells += [f"{one['concurrency']:.0f}", f"{one['median_tpot_ms']:.1f}"]
                 cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}"]
-                cells.append("" if free is None else f"{free / MB:,.0f}")
+                mixed = one.get("overfill", {}).get("lowest_free")
+                lowest = {"": free, " mixed": mixed}  # while the load runs, and while --overfill's does
+                cells.append("; ".join(f"{least / MB:,.0f}{load}" for load, least in lowest.items() if least))
             else:
                 cells += [""] * 7
             rehearsed = one.get("rehearsed_s")
