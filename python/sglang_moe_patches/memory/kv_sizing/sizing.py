@@ -34,7 +34,7 @@ class LaunchMemory:
     """The memory of a server's GPUs as its start begins, in bytes.
 
     :param free_before_load: free before its weights were loaded, on the rank with the least.
-    :param total: of its GPU.
+    :param total: of the first rank's GPU, as the driver says: 150,109,880,320 of an H200, sold as 141 GB.
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
@@ -251,7 +251,7 @@ def fraction_for(launch: LaunchMemory, reserve: float) -> float:
 
 
 def _margin(record: Record) -> int:
-    """Each start of this configuration that died adds a margin."""
+    """The same on every GPU; each start of this configuration that died adds another."""
     return MARGIN_BYTES * (1 + record.ooms + len(record.unserved))
 
 
