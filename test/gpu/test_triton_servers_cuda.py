@@ -27,6 +27,7 @@ from common.servers import EAGER, Setup, running  # noqa: E402
 from common.shapes import MODELS  # noqa: E402
 from common.weights import Served  # noqa: E402
 from mismatch import Asked  # noqa: E402
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 
@@ -85,6 +86,8 @@ EAGLE = (
     *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
 )
+#: Less than the runner holds with any of these prompts. By default the tensor stays whole with tuned tiles.
+WORKSPACE_MB = "200"
 #: No multiple of 128, and no divisor of the prompts.
 MOST = 5000
 CASES = {
@@ -212,6 +215,7 @@ def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], .
     """Variables of each server."""
     own = (
         *case.variables,
+        (MOE_WORKSPACE_MB.name, WORKSPACE_MB),
         (forwards.UNTIMED, "1"),
         # Both compile small kernels while they start, and each would choose one by its time: those round otherwise.
         ("TORCHINDUCTOR_DETERMINISTIC", "1"),
