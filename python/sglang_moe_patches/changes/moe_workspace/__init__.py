@@ -6,6 +6,7 @@ Why
     tokens, more than all other activations together.
 
 Hook points
+    What offers the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`);
     ``_fused_moe_kernel_sequence`` (:mod:`.triton`, by way of the wrapper that changes share,
     :mod:`sglang_moe_patches.core.triton_sequence`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model``
     (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).

@@ -35,7 +35,7 @@ MARLIN_ALIGNMENT_COLUMNS = 256
 #: The number of columns of each of Marlin's launches is a multiple of this.
 MARLIN_TILE_COLUMNS = 128
 
-# What slices cost on an H200, in microseconds, by the bytes of an activation.
+# What slices cost on an H200, in microseconds; keys: bytes of an activation, 1 for FP8 and INT8, 2 for 16 bits.
 #: Once, if there is more than one slice.
 SLICING_US = 10.0
 #: For each slice but the first: a constant (launch and last wave), and for each row (activations read again).

@@ -191,12 +191,22 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
         return [(0, hidden)]
     call = current_call.get()
     layer = LayerShape(
-        *(tokens, top_k, hidden, gemm.activations.shape[1], deferred.dtype.itemsize),
-        *(call.gate_columns, call.weight_bytes, call.local_row_fraction),
+        tokens,
+        top_k,
+        hidden,
+        intermediate=gemm.activations.shape[1],
+        itemsize=deferred.dtype.itemsize,
+        gate_columns=call.gate_columns,
+        weight_bytes=call.weight_bytes,
+        local_row_fraction=call.local_row_fraction,
     )
+    scales = {"columns_per_scale": group, "scale_stride_bytes": scale.stride(1) * scale.itemsize} if group else {}
     cost = TritonGemm(
-        *(gemm.tiles, quantizes(gemm.kwargs), call.activation_in_dead_input, call.uses_staging),
-        *((group, scale.stride(1) * scale.itemsize) if group else ()),
+        gemm.tiles,
+        quantizes(gemm.kwargs),
+        activation_in_dead_input=call.activation_in_dead_input,
+        uses_staging=call.uses_staging,
+        **scales,
     )
     return column_slices.split_columns(hidden, column_slices.slice_width(layer, cost, call.max_bytes))
 

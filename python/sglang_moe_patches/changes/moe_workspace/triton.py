@@ -2,8 +2,9 @@
 
 :func:`plan` probes the engine and answers with :func:`install`, which adds a route to the sequence. In a forward
 ``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of its globals
-replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs both, slice by
-slice (:mod:`.deferred_tensor`).
+replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). That is a copy of the
+function with other globals: the engine's module stays as it is. The sum runs both, slice by slice
+(:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
