@@ -15,11 +15,13 @@ from pathlib import Path
 import wrapt
 
 GIB = 1 << 30
-BEFORE = 100 * GIB
+BEFORE = 100 * GIB  # of the GPU, all of it free before the weights are loaded
 CACHE = 100_000_000  # what the rule leaves to the KV cache
 FREE = 300_000_000  # at the worst moment
-NEED = int(os.environ.get("NEED", "0"))  # or whatever is in force but for this
-GAIN = 300_000_000  # then
+NEED = int(os.environ.get("NEED", "0"))
+"""Bytes of forwards: ``BEFORE * (1 - fraction in force) - NEED`` are free. 0: ``FREE`` are, whatever the fraction."""
+GAIN = 300_000_000
+"""With ``NEED``: what the record gives to the KV cache. The margin is what is left of the reserve by the rule."""
 rule = [float(os.environ.get("GIVEN", "0"))]
 in_force = [0.0]
 

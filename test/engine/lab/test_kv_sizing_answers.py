@@ -55,7 +55,7 @@ FLAGS = {
     "--radix-cache-backend flexkv": "--radix-cache-backend",
     "--enable-unified-cache-external-linker": "--enable-unified-cache-external-linker",
 }
-"""By the flags of a server, what it is a case of; a release that has no such flag refuses the server."""
+"""Command line -> the flag that it is a case of. A release that has no such flag refuses the server."""
 SWITCHES = (*eligibility.ENGINE_SWITCHES, eligibility.SKIP_ALL_GATHER)
 
 

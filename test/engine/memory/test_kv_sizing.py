@@ -44,13 +44,13 @@ OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
 SAYS = "sglang-moe-patches: kv-sizing: "
 
 
-ELSEWHERE = {
+ONLY_IN_SOME_RELEASES = {
     *("attn_dp_size", "enable_flexkv", "enable_unified_cache_external_linker", "enable_unified_memory", "grpc_port"),
     *("keep_mm_feature_on_device", "radix_cache_backend", "speculative_skip_dp_mlp_sync"),
     # The engine keeps it beside the arguments.
     "model_config",
 }
-"""Arguments that only some of the tested releases have."""
+"""Arguments that a tested release lacks."""
 
 
 NO_STORES = {
@@ -122,7 +122,7 @@ def asked(*reasons: eligibility.Reasons) -> set[str]:
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
     """Or a server that has it would never be recognized."""
     names = asked(eligibility.MONITOR_ONLY, eligibility.INELIGIBLE) | set(fingerprint.VOLATILE)
-    assert names - arguments() <= ELSEWHERE
+    assert names - arguments() <= ONLY_IN_SOME_RELEASES
 
 
 @pytest.mark.every_release

@@ -34,7 +34,8 @@ class LaunchMemory:
     """The memory of a server's GPUs as its start begins, in bytes.
 
     :param free_before_load: free before its weights were loaded, on the rank with the least.
-    :param total: of the first rank's GPU, as the driver says: 150,109,880,320 of an H200, sold as 141 GB.
+    :param total: of its GPU, as the driver says: 150,109,880,320 of an H200. The fingerprint has it, so that all ranks
+        have as much.
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
@@ -251,7 +252,7 @@ def fraction_for(launch: LaunchMemory, reserve: float) -> float:
 
 
 def _margin(record: Record) -> int:
-    """The same on every GPU; each start of this configuration that died adds another."""
+    """The same on every GPU; each server of this configuration that died, starting or serving, adds another."""
     return MARGIN_BYTES * (1 + record.ooms + len(record.unserved))
 
 
