@@ -6,7 +6,10 @@ it is the engine's own KV cache.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -30,6 +33,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     metrics,
     phases,
     record,
+    rehearsal,
     sizing,
 )
 
@@ -152,6 +156,42 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
             assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
 
 
+NEVER_SHOWN = {
+    # Made before a rehearsal, and a clock by which arrivals are told apart.
+    *("kv_cache_allocation_time", "processed_tokens_counter", "_prefill_decode_interval_remaining"),
+    # Of a profile that somebody has begun, and of a test of the engine's.
+    *("profiler_prefill_ct", "profiler_decode_ct", "_test_stream_output_count"),
+    # What the log, or a message, says of the time since the last one.
+    *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
+    *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
+}
+"""What a scheduler adds to, and neither tells of itself nor goes by afterwards."""
+
+
+def added_to(kind: type) -> set[str]:
+    """The attributes of its own, or of what reports metrics, that the engine's code of a class adds to."""
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
+    return {
+        node.target.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
+        if ast.unparse(node.target.value) in ("self", "self.metrics_reporter")
+    }
+
+
+@pytest.mark.every_release
+def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
+    kinds = [seen.module("sglang.srt.managers.scheduler").Scheduler]
+    components = "sglang.srt.managers.scheduler_components."
+    if seen.has_module(f"{components}metrics_reporter"):
+        kinds.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
+        kinds.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
+    names = {name for kind in kinds for name in added_to(kind) if not name.startswith("spec_")}
+    assert {"forward_ct", "num_generated_tokens"} <= names
+    assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
@@ -189,10 +229,11 @@ def samples(metrics: str) -> list[list[str]]:
 
 UNALIKE = re.compile(
     r"port$|launch_command|ts_tic|timestamp|created|modified_at|seconds|throughput|(startup|load_weights)_time"
-    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments|_cuda_graph_config_locked"
+    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]|_cuda_graph_config_locked"
 )
-"""What differs between two stock servers: where they listen, when and how fast something was, and of the machine's
-memory what is free; how often a starting server was asked whether it is ready, and in what order it lists a set."""
+"""What differs between two stock servers: where they listen, when and how fast something was (of the sums over decode
+steps the third and the fifth), and of the machine's memory what is free; how often a starting server was asked whether
+it is ready, and in what order it lists a set."""
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:

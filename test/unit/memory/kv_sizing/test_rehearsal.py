@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -227,6 +228,56 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts: limits)
     rehearsed_or_refused(made, refused)
+
+
+def owner_of(scheduler, name):
+    """What of a server has a counter: a scheduler, what reports its metrics, or its model runner."""
+    scheduler.metrics_reporter = SimpleNamespace()
+    return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    [
+        *(("scheduler", name, 7) for name in ("forward_ct", "total_prefill_uncached_tokens", "total_prefill_busy_us")),
+        *((owner, "num_generated_tokens", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "forward_ct_decode", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "last_gen_throughput", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "num_retracted_reqs", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "spec_total_num_accept_tokens", 7) for owner in ("scheduler", "reporter")),
+        ("runner", "forward_pass_id", 7),
+        ("scheduler", "max_prefill_bs", 7),
+        ("scheduler", "decode_moment_totals", [1.0, 2.0]),  # which grows in place
+        ("scheduler", "_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
+    ],
+)
+def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
+    """What `/v1/loads` shows, wherever a release keeps it, and what a scheduler goes by."""
+    made = scheduler()
+    owner, expected = owner_of(made, owner), copy(before)
+    setattr(owner, name, before)
+
+    def count():
+        if isinstance(before, list):
+            before.append(5.0)
+        else:
+            setattr(owner, name, made.forwards)
+
+    made.did.count = count
+    rehearse(made)
+    assert (getattr(owner, name), made.forwards > 7) == (expected, True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("scheduler", "enable_metrics"), ("reporter", "current_scheduler_metrics_enabled")]
+)
+def test_a_scheduler_reports_no_metrics_meanwhile(owner, name, scheduler):
+    made = scheduler()
+    owner, seen = owner_of(made, owner), set()
+    setattr(owner, name, True)
+    made.did.count = lambda: seen.add(getattr(owner, name))
+    rehearse(made)
+    assert (seen, getattr(owner, name)) == ({False}, True)
 
 
 def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again():
