@@ -229,7 +229,8 @@ def samples(metrics: str) -> list[list[str]]:
 
 UNALIKE = re.compile(
     r"port$|launch_command|ts_tic|timestamp|created|modified_at|seconds|throughput|(startup|load_weights)_time"
-    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]|_cuda_graph_config_locked"
+    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
+    r"|_cuda_graph_config_locked"
 )
 """What differs between two stock servers: where they listen, when and how fast something was (of the sums over decode
 steps the third and the fifth), and of the machine's memory what is free; how often a starting server was asked whether
