@@ -22,7 +22,7 @@ from kv_servers import (
     rehearse,
     state_of,
 )
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import phases, record, rehearsal
@@ -280,19 +280,20 @@ def test_a_scheduler_reports_no_metrics_meanwhile(owner, name, scheduler):
     assert (seen, getattr(owner, name)) == ({False}, True)
 
 
-def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again():
-    registry, patcher = CollectorRegistry(), Patcher()
+def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again(scheduler):
+    registry = CollectorRegistry()
     counter, gauge = Counter("c", "", ["x"], registry=registry), Gauge("g", "", registry=registry)
-    histogram = Histogram("h", "", registry=registry)
+    histogram, summary = Histogram("h", "", registry=registry), Summary("s", "", registry=registry)
 
     def count():
-        counter.labels(x="1").inc(5)
-        gauge.set(3)
-        histogram.observe(1)
-        found = {each.name: each.value for metric in registry.collect() for each in metric.samples}
-        return found["c_total"], found["g"], found["h_count"]
+        for change in (counter.labels(x="1").inc, histogram.observe, summary.observe, gauge.set, gauge.inc, gauge.dec):
+            change(5)
+            values = {each.name: each.value for metric in registry.collect() for each in metric.samples}
+            yield tuple(values.get(name, 0) for name in ("c_total", "h_count", "s_count", "g"))
 
-    rehearsal.mute_metrics(patcher)
-    assert count() == (0, 0, 0)
-    patcher.undo()
-    assert count() == (5, 3, 1)
+    made, meanwhile = scheduler(), set()
+    made.did.count = lambda: meanwhile.update(count())
+    rehearse(made)
+    assert meanwhile == {(0, 0, 0, 0)}
+    all_counted = [(5, 0, 0, 0), (5, 1, 0, 0), (5, 1, 1, 0), (5, 1, 1, 5), (5, 1, 1, 10), (5, 1, 1, 5)]
+    assert list(count()) == all_counted
