@@ -24,7 +24,6 @@ from kv_servers import (
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import phases, record, rehearsal
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.phases import Batch
