@@ -129,10 +129,10 @@ def test_the_largest_captured_decode_is_driven_whatever_form_a_release_keeps_it_
 NO_MATTER = {
     **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "model_path": "/elsewhere"},
     **{"port": 5, "log_requests": True, "api_key": "x", "enable_metrics": True, "skip_server_warmup": True},
-    **{"weight_version": "7", "extra_metric_labels": {"pod": "a-7"}, "enable_trace": True, "log_requests_format": "json"},
+    **{"weight_version": "7", "extra_metric_labels": {"pod": "a-7"}, "enable_trace": True},
     **{"export_metrics_to_file": True, "export_metrics_to_file_dir": "/d", "otlp_traces_endpoint": "10.0.0.1:4317"},
     **{"enable_metrics_for_all_schedulers": True, "enable_request_time_stats_logging": True},
-    "uvicorn_access_log_exclude_prefixes": ["/health"],
+    **{"log_requests_format": "json", "uvicorn_access_log_exclude_prefixes": ["/health"]},
 }
 
 
