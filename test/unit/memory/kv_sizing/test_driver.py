@@ -67,6 +67,15 @@ def test_every_phase_is_brought_about_in_turn():
     assert len({each.name for each in server.put}) == len(server.put)
 
 
+def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
+    server = Server(only=PhaseKind.BEHIND_PREFIX)
+    (prefix,) = server.step()
+    assert server.step() == []
+    server.answer([prefix])
+    (behind,) = server.step()
+    assert behind.prompt[: len(prefix.prompt)] == prefix.prompt
+
+
 def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == ["prefill chunk"]

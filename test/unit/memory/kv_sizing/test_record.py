@@ -55,6 +55,7 @@ def test_what_is_written_is_read_and_one_record_can_be_forgotten(tmp_path):
                 ('{"need": true}', "whose need is True"),
                 ('{"need": -1}', "whose need is -1"),
                 ('{"fraction": NaN}', "whose fraction is nan"),
+                ('{"fraction": Infinity}', "whose fraction is inf"),
                 ('{"parts": {"slack": "x"}}', "whose slack is 'x'"),
                 ('{"ranks": [1, null]}', "whose ranks is None"),
             ]

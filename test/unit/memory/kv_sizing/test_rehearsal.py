@@ -50,6 +50,20 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
 
 
+def test_the_lowest_free_memory_counts_though_there_is_more_later(scheduler):
+    assert rehearse(scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)).lowest == 5 * GB
+
+
+def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
+    made, taken_in = scheduler(), []
+    made.process_input_requests = taken_in.extend
+    run = a_rehearsal(made)
+    run.begin()
+    made.process_input_requests(["from elsewhere", rehearsal.Broadcast(("a", "b"))])
+    run.end()
+    assert taken_in == ["from elsewhere", "a", "b"]
+
+
 @pytest.mark.parametrize(
     ("taken", "tensors", "slack"),
     [pytest.param(3, 2, 1, id="some is slack"), pytest.param(1, 2, 0, id="graphs had left some")],

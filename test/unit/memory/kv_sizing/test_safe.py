@@ -90,6 +90,19 @@ def test_a_turn_of_the_loop_waits_for_no_lock_and_what_it_saw_is_saved_later(sta
     assert record.read(state.path)[KEY].lowest_free_serving == 3 * GB
 
 
+def test_the_lowest_of_a_turn_is_recorded_though_more_is_free_at_the_end(state, monkeypatch):
+    free = [3 * GB]
+    monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: Memory(free[0], 141 * GB))
+
+    def loop(scheduler):
+        free[0] = GB
+        scheduler.process_input_requests([])
+        free[0] = 3 * GB
+
+    serve(state, loop)
+    assert record.read(state.path)[KEY].lowest_free_serving == GB
+
+
 class Backend(Enum):
     FULL = "full"
     DISABLED = "disabled"
