@@ -55,7 +55,8 @@ def test_the_lowest_free_memory_counts_though_there_is_more_later(scheduler):
 
 
 def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
-    made, taken_in = scheduler(), []
+    made = scheduler()
+    taken_in: list[object] = []
     made.process_input_requests = taken_in.extend
     run = a_rehearsal(made)
     run.begin()
