@@ -120,6 +120,13 @@ def no_answer(scheduler):
     return Memory(9 * GB, 10 * GB)
 
 
+def no_answer_between_forwards(scheduler):
+    if scheduler.forwards > 3 and scheduler.did.read_after == scheduler.forwards:
+        raise RuntimeError("no answer")
+    scheduler.did.read_after = scheduler.forwards
+    return Memory(9 * GB, 10 * GB)
+
+
 def divided_by_zero(*given):
     return 1 / 0
 
@@ -128,6 +135,7 @@ def divided_by_zero(*given):
     ("owner", "name", "answer", "failure"),
     [
         pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
+        pytest.param(Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer", id="the driver, later"),
         pytest.param(Notes, "any_rank_low_on_memory", divided_by_zero, ZERO, id="the store"),
         pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
     ],

@@ -140,7 +140,7 @@ def test_the_largest_captured_decode_is_driven_whatever_form_a_release_keeps_it_
 
 
 NO_MATTER = {
-    **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "model_path": "/elsewhere"},
+    **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "tokenizer_path": "/t"},
     **{"port": 5, "log_requests": True, "api_key": "x", "enable_metrics": True, "skip_server_warmup": True},
     **{"weight_version": "7", "extra_metric_labels": {"pod": "a-7"}, "enable_trace": True},
     **{"export_metrics_to_file": True, "export_metrics_to_file_dir": "/d", "otlp_traces_endpoint": "10.0.0.1:4317"},
