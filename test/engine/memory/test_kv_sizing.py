@@ -101,6 +101,20 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
     assert limits.chunk >= sum(map(len, sharing)) - sum(map(found, sharing)) >= bound.tokens
 
 
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
+def test_a_request_asks_for_all_that_its_phase_is_about(kind):
+    """Whatever a release calls it, and whatever it leaves out by itself."""
+    limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
+    phase = next(each for each in phases.derive_phases(limits).phases if each.kind is kind)
+    tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
+    made = rehearsal.make_request("a name", [7, 8, 9], 5, phase, tokenizer=tokenizer)
+    params = made.sampling_params
+    assert (made.rid, list(made.input_ids), params.max_new_tokens, params.ignore_eos) == ("a name", [7, 8, 9], 5, True)
+    assert made.return_logprob is phase.output_logprobs is (kind is phases.PhaseKind.PENALTIES)
+    assert {name: getattr(params, name) for name in phase.sampling} == phase.sampling
+
+
 def arguments() -> set[str]:
     """The names of this release's server arguments."""
     from sglang.srt.server_args import ServerArgs
