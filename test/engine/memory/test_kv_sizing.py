@@ -206,6 +206,34 @@ def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
     assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
 
 
+@pytest.mark.every_release
+def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
+    """Releases that sum up the time between two decodes have none before the first."""
+    scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
+    if not hasattr(scheduler, "_record_step_counters"):
+        assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
+        return
+    decode_mode = seen.module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
+    result = SimpleNamespace(num_correct_drafts=0, get_num_generated_tokens=lambda requests: requests)
+    channels = dict.fromkeys(("recv_from_tokenizer", "send_to_tokenizer", "send_to_detokenizer"))
+    times = dict.fromkeys(("_prev_decode_launch_ts", "_prev_step", "_prev_prefill_end_ts"))
+    runner = SimpleNamespace(model_runner=SimpleNamespace())
+    made = SimpleNamespace(**channels, **times, tp_worker=runner, forward_ct=0, decode_moment_totals=[0.0] * 6)
+
+    def decode(at_s: float) -> int:
+        made.forward_ct += 1
+        named = {"forward_iter": made.forward_ct, "launch_ts": at_s, "reqs": [SimpleNamespace(rid="a")]}
+        batch = SimpleNamespace(forward_mode=decode_mode, after_idle_gap=False, **named)
+        scheduler._record_step_counters(made, batch, result)
+        return int(made.decode_moment_totals[0])
+
+    run = rehearsal.Rehearsal(made, 0, print, None, leads=False)
+    run._keep_counters()
+    assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
+    run.end()
+    assert [decode(at_s) for at_s in (0.4, 0.5)] == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
