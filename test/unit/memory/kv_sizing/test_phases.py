@@ -89,6 +89,13 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     assert lengths(of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)) == [9 * c.chunk]
 
 
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_server_that_speculates_finds_a_prefix_but_for_its_last_page(page):
+    """The cache's keys are pairs of tokens with EAGLE."""
+    phase = of_kind(replace(LIMITS, page=page, draft_tokens=4, draft_slots=8), PhaseKind.BEHIND_PREFIX)
+    assert phase.bound.longest_prefix == lengths(phase)[0] - page
+
+
 @pytest.mark.parametrize("page", [1, 64, 96])
 def test_a_prefix_ends_where_a_state_is_kept(page):
     before = of_kind(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix
