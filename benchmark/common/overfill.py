@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.lab.servers.server import Server, ServerFailed
 from sglang_moe_patches.memory.kv_sizing.phases import (
     PENALIZED,
     SAMPLED,
@@ -62,8 +62,7 @@ def overfill(
     :param seconds: for all of it, at the most; the requests that are asked for by then may end later.
     :param may_abort: some clients go away early, and what is left at the end is aborted.
     :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
-        the server's log.
-    :raises ServerFailed: the server has ended.
+        the server's log. Where the server ends meanwhile, that is an error like others: what was measured before stays.
     """
     tokens = int(info["max_total_num_tokens"])
     facts = ServerFacts(
@@ -81,9 +80,12 @@ def overfill(
     def retracted() -> bool:
         return RETRACTED.search(server.log_text()[log_start:]) is not None
 
-    load.run(load.fill, 1, lambda: time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or retracted(), server)
-    load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
-    load.ask([Tokens("after", vocabulary).some(8)], 4, threading.Event())
+    try:
+        load.run(load.fill, 1, lambda: time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or retracted(), server)
+        load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
+        load.ask([Tokens("after", vocabulary).some(8)], 4, threading.Event())
+    except ServerFailed as error:
+        load.errors.insert(0, str(error).partition(". ")[0])
     log = server.log_text()[log_start:]
     return {
         "answered": load.answered,

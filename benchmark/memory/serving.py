@@ -79,6 +79,8 @@ STREAMED = 16
 RETRACTED = "KV cache pool is full. Retract"
 #: More variables of a server.
 VARIABLES = {"post-capture": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}}
+SIZED = " tokens instead of "
+"""In the line of a start that a record sizes."""
 REHEARSED = re.compile(r"rehearsed in (\d+) s")
 
 
@@ -298,6 +300,17 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     return found
 
 
+def stayed_with_the_rule(name: str, found: dict[str, Any]) -> bool:
+    """Whether a start that a record was to size had the engine's own fraction, by what it said."""
+    return name.endswith("sized") and bool(found["said"]) and not any(SIZED in line for line in found["said"])
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What went wrong under a load that the server must survive; none where there was no such load."""
+    full = found.get("overfill") or {"out_of_memory": False, "errors": []}
+    return [*["out of memory"] * full["out_of_memory"], *full["errors"]]
+
+
 def summary(found: dict[str, Any]) -> str:
     rehearsed = f", rehearsed in {found['rehearsed_s']} s" if found["rehearsed_s"] else ""
     line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
@@ -339,7 +352,8 @@ def tables(results: Sequence[output.Result]) -> str:
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         expected = figures["servers"].get("stock", {}).get("answers", [])
         for place, (name, one) in enumerate(figures["servers"].items()):
-            cells = ['"' if place else run, name, f"{one['tokens']:,}"]
+            label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name
+            cells = ['"' if place else run, label, f"{one['tokens']:,}"]
             if "total_throughput" in one:
                 gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
                 free = one["lowest_free"]
@@ -416,6 +430,8 @@ def main() -> None:
                     failed.append(name)
                     continue
                 print(f"{name}: {summary(found)}\n" + "\n".join(f"  {line}" for line in found["said"]), flush=True)
+                if went_wrong := failures(found):
+                    failed.append(f"{name} ({went_wrong[0]})")
                 if options.json:
                     # Read again: a second run may have added servers meanwhile.
                     figures["servers"] = earlier(options.json, figures) | figures["servers"]
@@ -426,7 +442,7 @@ def main() -> None:
         result = output.result("serving", figures)
         output.finish(options, result, tables([result]))
     if failed:
-        raise SystemExit(f"serving: not measured: {', '.join(failed)}")
+        raise SystemExit(f"serving: not measured, or did not survive: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

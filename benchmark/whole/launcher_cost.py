@@ -1,9 +1,14 @@
-"""What this package costs the launching process: time, memory, and modules imported, stock engine against patched.
+"""What this package costs a start: the launching process's time, memory and modules, and a server's time to ready.
 
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
 server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) without it, in turn.
 
     python benchmark whole/launcher_cost --json launcher.json
+    python benchmark whole/launcher_cost --servers --json servers.json  # kv-sizing: whole starts of a tiny model, CPU
+
+With `--servers` whole servers start one after another, each round in the other order: stock, stock again, kv-sizing
+without its variable, with `auto` where no record can be written, and a first start, which rehearses. What the driver
+says of memory is a stand-in's. A rehearsal's own time is told in whole seconds.
 
 Runs on any machine; without a CUDA driver start it through ``sglang-moe-patches exec --reference-kernels --``, whose
 reference kernels it leaves out.
@@ -12,13 +17,21 @@ reference kernels it leaves out.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from common import output, processes
+from common import output, plugins, processes, servers, timing, weights
+from common.shapes import TINY
+from sglang_moe_patches.core.patch import SELECT_VARIABLE
+from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
 
 LAUNCHER = """
 import json, resource, sys, time
@@ -101,12 +114,91 @@ def tables(result: output.Result) -> str:
     )
 
 
+# --- Servers ---------------------------------------------------------------------------------------------------------
+
+STAND_IN = Path(__file__).parents[2] / "test/standins/tells_memory.py"
+STARTS = {
+    timing.STOCK: ("none", ""),
+    timing.CONTROL: ("none", ""),
+    "unset": ("kv-sizing", ""),
+    "read-only": ("kv-sizing", "auto"),
+    "first": ("kv-sizing", "auto"),
+}
+"""By name: ``SGLANG_MOE_PATCHES``, and ``SGLANG_MOE_PATCHES_KV_SIZING``."""
+LABELS = {
+    timing.STOCK: "stock",
+    timing.CONTROL: "stock again",
+    "unset": "kv-sizing without its variable",
+    "read-only": "`auto`, no record can be written",
+    "first": "`auto`, first start",
+}
+PREDICTED_S = {timing.CONTROL: 0.0, "unset": 0.0, "read-only": 0.2, "first": 0.3}
+"""Written before the first run: seconds beside stock, of a first start without its rehearsal."""
+REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
+
+
+def start(name: str, work: Path, setup: servers.Setup, rehearsed_s: list[int]) -> float:
+    """Seconds until a server is ready; those of its rehearsal are added to ``rehearsed_s``."""
+    changes, mode = STARTS[name]
+    record = work / "record.json"
+    record.unlink(missing_ok=True)
+    own = setup.environment(name) | {SELECT_VARIABLE: changes}
+    if mode:
+        # Below a file there is no folder: as in a home that is read-only, and for root too.
+        own |= {KV_SIZING.name: mode, KV_RECORD.name: str(STAND_IN / "x" if name == "read-only" else record)}
+    arguments = [each for each in setup.command() if each != "--skip-server-warmup"]
+    setup.temporary(name).mkdir(exist_ok=True)
+    with Server(name, arguments, own, work / f"{name}.log", progress=processes.saying(name, 20)) as server:
+        rehearsed_s += map(int, REHEARSED.findall(server.log_text()))
+    print(f"  {name}: ready in {server.startup_s:.1f} s", flush=True)
+    return server.startup_s
+
+
+def measure_servers(rounds: int) -> dict[str, Any]:
+    rehearsed_s: dict[str, list[int]] = {name: [] for name in STARTS}
+    with tempfile.TemporaryDirectory(prefix="starts-") as folder:
+        work = Path(folder)
+        limits = ("--max-running-requests", "3", "--context-length", "320", "--max-total-tokens", "2000")
+        setup = servers.Setup(weights.Served(TINY), work, tokens=64, arguments=limits, observe=False)
+        setup.prepare()
+        plugins.write_module(work / "plugin", "tells_memory", STAND_IN.read_text())
+        versions = {name: partial(start, name, work, setup, rehearsed_s[name]) for name in STARTS}
+        ready_s = timing.in_turn(versions, rounds)
+    if any(len(each) != (rounds + 1 if name == "first" else 0) for name, each in rehearsed_s.items()):
+        raise SystemExit(f"launcher_cost: rehearsals of unexpected starts: {rehearsed_s}")
+    return {"rounds": rounds, "ready_s": ready_s, "rehearsed_s": rehearsed_s["first"][1:]}
+
+
+def server_tables(result: output.Result) -> str:
+    figures = result["figures"]
+    stock, rehearsed = figures["ready_s"][timing.STOCK], figures["rehearsed_s"]
+    rows = []
+    for name, ready in figures["ready_s"].items():
+        row = [LABELS[name], f"{statistics.median(ready):.1f}"]
+        own = rehearsed if name == "first" else [0] * len(ready)
+        row.append(f"{statistics.median(own):.0f}" if name == "first" else "")
+        if name == timing.STOCK:
+            rows.append((*row, "", ""))
+            continue
+        more = sorted(a - b - c for a, b, c in zip(ready, stock, own, strict=True))
+        spread = f"{statistics.median(more):+.1f} ({more[0]:+.1f} .. {more[-1]:+.1f})"
+        rows.append((*row, spread, f"{PREDICTED_S[name]:+.1f}"))
+    header = ("server", "ready after s", "of it rehearsal s", "the rest, beside stock s", "predicted s")
+    return (
+        output.table(header, rows)
+        + f"\nMedians of {figures['rounds']} rounds, and of their differences, with the smallest and the largest. "
+        "A start is looked at every half second.\n"
+    )
+
+
 def main() -> None:
     parser = output.parser(__doc__, quick={"runs": 1})
     parser.add_argument("--runs", type=int, default=7, help="counted runs of each, after one warm-up")
+    parser.add_argument("--servers", action="store_true", help="start whole servers")
     options = output.parse(parser)
-    result = output.result("launcher_cost", measure(options.runs))
-    output.finish(options, result, tables(result))
+    figures = (measure_servers if options.servers else measure)(options.runs)
+    result = output.result("launcher_cost", figures)
+    output.finish(options, result, (server_tables if options.servers else tables)(result))
 
 
 if __name__ == "__main__":

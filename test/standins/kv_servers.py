@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ class Scheduler:
     """
 
     def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
-        self.did = SimpleNamespace(forwards=0, phases=[])
+        self.did = SimpleNamespace(forwards=0, phases=[], count=lambda: None)
         self.free, self.flushes, self.server_args = free, flushes, SimpleNamespace(**arguments)
         self.real = SimpleNamespace(recv_pyobj=self._nothing)
         self.recv_from_tokenizer = self.real if reads else None
@@ -126,6 +127,7 @@ class Scheduler:
         self.forward_ct += 1
         self.spec_num_forward_ct += 1
         runner.forward_pass_id += 1
+        self.did.count()
         random.random(), torch.rand(1), numpy.random.random()
         return SimpleNamespace(can_run_graph=False)
 
@@ -157,7 +159,10 @@ class Scheduler:
 def state_of(scheduler):
     """All that a rehearsal may change, to compare."""
     boxes = scheduler.send_to_tokenizer, scheduler.send_to_detokenizer
-    owners = [dict(vars(each)) for each in (scheduler, scheduler.tp_worker.model_runner, *boxes)]
+    owners = [
+        {name: copy(value) if isinstance(value, list) else value for name, value in vars(each).items()}
+        for each in (scheduler, scheduler.tp_worker.model_runner, *boxes)
+    ]
     numbers = (
         random.getstate(),
         torch.get_rng_state().tolist(),

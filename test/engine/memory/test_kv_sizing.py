@@ -6,7 +6,10 @@ it is the engine's own KV cache.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -30,6 +33,7 @@ from sglang_moe_patches.memory.kv_sizing import (
     metrics,
     phases,
     record,
+    rehearsal,
     sizing,
 )
 
@@ -97,6 +101,20 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
     assert limits.chunk >= sum(map(len, sharing)) - sum(map(found, sharing)) >= bound.tokens
 
 
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
+def test_a_request_asks_for_all_that_its_phase_is_about(kind):
+    """Whatever a release calls it, and whatever it leaves out by itself."""
+    limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
+    phase = next(each for each in phases.derive_phases(limits).phases if each.kind is kind)
+    tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
+    made = rehearsal.make_request("a name", [7, 8, 9], 5, phase, tokenizer=tokenizer)
+    params = made.sampling_params
+    assert (made.rid, list(made.input_ids), params.max_new_tokens, params.ignore_eos) == ("a name", [7, 8, 9], 5, True)
+    assert made.return_logprob is phase.output_logprobs is (kind is phases.PhaseKind.PENALTIES)
+    assert {name: getattr(params, name) for name in phase.sampling} == phase.sampling
+
+
 def arguments() -> set[str]:
     """The names of this release's server arguments."""
     from sglang.srt.server_args import ServerArgs
@@ -152,6 +170,70 @@ def test_the_largest_captured_decode_is_read_from_the_releases_own_settings():
             assert phases._asked_to_capture({"cuda_graph_config": told}) == largest
 
 
+NEVER_SHOWN = {
+    # Made before a rehearsal, and a clock by which arrivals are told apart.
+    *("kv_cache_allocation_time", "processed_tokens_counter", "_prefill_decode_interval_remaining"),
+    # Of a profile that somebody has begun, and of a test of the engine's.
+    *("profiler_prefill_ct", "profiler_decode_ct", "_test_stream_output_count"),
+    # What the log, or a message, says of the time since the last one.
+    *("_device_timer_window_batch_count", "_device_timer_window_gpu_time"),
+    *("_mfu_log_flops", "_mfu_log_read_bytes", "_mfu_log_write_bytes", "_fpm_gpu_time_acc"),
+}
+"""What a scheduler adds to, and neither tells of itself nor goes by afterwards."""
+
+
+def added_to(kind: type) -> set[str]:
+    """The attributes of its own, or of what reports metrics, that the engine's code of a class adds to."""
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kind.__mro__ if each is not object]
+    return {
+        node.target.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
+        if ast.unparse(node.target.value) in ("self", "self.metrics_reporter")
+    }
+
+
+@pytest.mark.every_release
+def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
+    kinds = [seen.module("sglang.srt.managers.scheduler").Scheduler]
+    components = "sglang.srt.managers.scheduler_components."
+    if seen.has_module(f"{components}metrics_reporter"):
+        kinds.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
+        kinds.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
+    names = {name for kind in kinds for name in added_to(kind) if not name.startswith("spec_")}
+    assert {"forward_ct", "num_generated_tokens"} <= names
+    assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
+
+
+@pytest.mark.every_release
+def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
+    """Releases that sum up the time between two decodes have none before the first."""
+    scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
+    if not hasattr(scheduler, "_record_step_counters"):
+        assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
+        return
+    decode_mode = seen.module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
+    result = SimpleNamespace(num_correct_drafts=0, get_num_generated_tokens=lambda requests: requests)
+    channels = dict.fromkeys(("recv_from_tokenizer", "send_to_tokenizer", "send_to_detokenizer"))
+    times = dict.fromkeys(("_prev_decode_launch_ts", "_prev_step", "_prev_prefill_end_ts"))
+    runner = SimpleNamespace(model_runner=SimpleNamespace())
+    made = SimpleNamespace(**channels, **times, tp_worker=runner, forward_ct=0, decode_moment_totals=[0.0] * 6)
+
+    def decode(at_s: float) -> int:
+        made.forward_ct += 1
+        named = {"forward_iter": made.forward_ct, "launch_ts": at_s, "reqs": [SimpleNamespace(rid="a")]}
+        batch = SimpleNamespace(forward_mode=decode_mode, after_idle_gap=False, **named)
+        scheduler._record_step_counters(made, batch, result)
+        return int(made.decode_moment_totals[0])
+
+    run = rehearsal.Rehearsal(made, 0, print, None, leads=False)
+    run._keep_counters()
+    assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
+    run.end()
+    assert [decode(at_s) for at_s in (0.4, 0.5)] == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
@@ -189,10 +271,12 @@ def samples(metrics: str) -> list[list[str]]:
 
 UNALIKE = re.compile(
     r"port$|launch_command|ts_tic|timestamp|created|modified_at|seconds|throughput|(startup|load_weights)_time"
-    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments|_cuda_graph_config_locked"
+    r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
+    r"|_cuda_graph_config_locked"
 )
-"""What differs between two stock servers: where they listen, when and how fast something was, and of the machine's
-memory what is free; how often a starting server was asked whether it is ready, and in what order it lists a set."""
+"""What differs between two stock servers: where they listen, when and how fast something was (of the sums over decode
+steps the third and the fifth), and of the machine's memory what is free; how often a starting server was asked whether
+it is ready, and in what order it lists a set."""
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, object]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from common import overfill
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_moe_patches.lab.servers.server import ServerFailed
 from sglang_moe_patches.memory.kv_sizing.phases import Limits
 
 
@@ -18,6 +20,19 @@ def configured(**sizes: int) -> Limits:
 @given(st.integers(1, 5000), st.integers(0, 10))
 def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> None:
     assert 1 <= overfill.random_length(random.Random(seed), most) <= most
+
+
+def test_a_server_that_ends_under_the_load_is_an_error_and_what_it_answered_stays(monkeypatch) -> None:
+    def ends(load: overfill._Load, *given: object) -> None:
+        load.answered += 5
+        raise ServerFailed("the sized server ended with exit code 1. The end of sized.log:\nCUDA error: out of memory")
+
+    said = ["", "CUDA error: out of memory"]
+    monkeypatch.setattr(overfill._Load, "run", ends)
+    server = SimpleNamespace(url="http://here", log_text=lambda: said.pop(0))
+    outcome = overfill.overfill(server, {"max_total_num_tokens": 5000}, 5000, 1)
+    assert outcome["errors"] == ["the sized server ended with exit code 1"]
+    assert (outcome["answered"], outcome["out_of_memory"]) == (5, True)
 
 
 @given(st.integers(8, 600), st.integers(128, 40_000), st.integers(1, 4))

@@ -64,6 +64,66 @@ def test_servers_with_a_record_share_it_with_their_first_start_and_with_nobody_e
     assert records["sized"] == records["sized-first"] != records["stock-sized"] == records["stock-first"]
 
 
+def measured(*said: str, **more):
+    """What is known of a server."""
+    loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
+    known = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
+    return {**known, **loaded, "said": list(said), **more}
+
+
+RULE, BY_RECORD = "using the engine's default fraction 0.8000: why", "0.9285 instead of 0.8000: 5 tokens instead of 4; "
+FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": False, "errors": []}
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        pytest.param(serving.Failed("no KV cache"), "sized-first", id="it is not measured"),
+        pytest.param(measured(overfill=FULL | {"out_of_memory": True}), "sized-first (out of memory)", id="memory"),
+        pytest.param(measured(overfill=FULL | {"errors": ["no answer"]}), "sized-first (no answer)", id="no answer"),
+        pytest.param(measured(overfill=FULL), "", id="it survives"),
+    ],
+)
+def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, said, tmp_path, monkeypatch):
+    servers = {"stock": measured(), "sized-first": second, "sized": measured(BY_RECORD)}
+
+    def serve(name, options, work, model):
+        if name == "sized":  # whatever ends a run here, the first one's are kept
+            assert "stock" in json.loads(path.read_text())["figures"]["servers"]
+        if isinstance(servers[name], Exception):
+            raise servers[name]
+        return servers[name]
+
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(serving, "write_model", lambda folder, options: folder)
+    monkeypatch.setattr(sys, "argv", ["memory/serving.py", "--quick", "--json", str(path)])
+    ended = ""
+    try:
+        serving.main()
+    except SystemExit as error:
+        ended = str(error)
+    assert ended.rpartition(": ")[2] == said
+    known = {name: found for name, found in servers.items() if isinstance(found, dict)}
+    assert json.loads(path.read_text())["figures"]["servers"] == known
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "label"),
+    [
+        ("sized", [BY_RECORD], "sized"),
+        ("sized", [RULE], "sized (by the rule)"),
+        ("stock-sized", [RULE], "stock-sized (by the rule)"),
+        ("sized-first", [RULE], "sized-first"),
+        ("patched", [], "patched"),
+    ],
+)
+def test_a_start_that_stayed_with_the_rule_is_not_shown_as_sized(name, said, label):
+    figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
+    table = serving.tables([{"figures": figures | {"servers": {name: measured(*said)}}}])
+    assert f" | {label} | " in table
+
+
 def test_where_nothing_is_recorded_a_sized_server_is_not_started(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     with pytest.raises(serving.Failed, match="start sized-first before"):

@@ -22,7 +22,9 @@ VOLATILE = (
     *("show_time_cost", "enable_metrics", "weight_version", "fastapi_root_path", "random_seed", "skip_server_warmup"),
     *("decode_log_interval", "warmups", "watchdog_timeout", "soft_watchdog_timeout", "dist_timeout", "sleep_on_idle"),
     *("base_gpu_id", "gpu_id_step", "node_rank", "stream_interval"),
-    *("enable_cache_report", "download_dir", "model_loader_extra_config"),
+    *("enable_cache_report", "download_dir", "model_loader_extra_config", "log_requests_format", "enable_trace"),
+    *("extra_metric_labels", "export_metrics_to_file", "export_metrics_to_file_dir", "otlp_traces_endpoint"),
+    *("enable_metrics_for_all_schedulers", "enable_request_time_stats_logging", "uvicorn_access_log_exclude_prefixes"),
     *("tool_call_parser", "reasoning_parser", "chat_template"),
     # The model is identified by its configuration, wherever it lies.
     *("model_path", "tokenizer_path", "model_config"),

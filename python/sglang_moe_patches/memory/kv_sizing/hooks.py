@@ -352,10 +352,10 @@ def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable
 
 
 OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to (CUDA|cuda) ?(calloc|malloc)",
+    r"out[ _]of[ _]memory|OutOfMemory|_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to cuda ?(calloc|malloc)",
     re.IGNORECASE,
 )
-"""As PyTorch, its accelerator errors, cuBLAS, cuDNN, Triton and NCCL say it."""
+"""As PyTorch, its accelerator errors, cuBLAS, cuDNN, Triton, NCCL and the driver's own names say it."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

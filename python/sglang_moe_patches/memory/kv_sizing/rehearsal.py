@@ -55,6 +55,7 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 COUNTERS = (
     *("forward_ct", "forward_ct_decode", "forward_pass_id", "num_generated_tokens", "last_gen_throughput"),
     *("num_retracted_reqs", "total_prefill_uncached_tokens", "total_prefill_busy_us", "decode_moment_totals"),
+    *("_prev_decode_launch_ts", "max_prefill_bs"),
 )
 """Of the scheduler, or of what keeps its metrics: as before afterwards, like those of speculation (``spec_...``)."""
 METRICS = {

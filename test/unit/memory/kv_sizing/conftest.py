@@ -87,6 +87,7 @@ def start(monkeypatch, caplog, world):
         monkeypatch.setattr(hooks.coordination, "all_gather", agree)
         hooks._make_init_memory_pool(lambda runner: None, state, False)(runner)
         assert runner.mem_fraction_static == given.mem_fraction_static
+        assert not hasattr(given, launcher.MARK)  # `/server_info` shows all of them
         return state, runner.mem_fraction_static
 
     def begin(*ranks, agree=None, by_user=False, config="{}", images=False, mode="auto", **arguments):

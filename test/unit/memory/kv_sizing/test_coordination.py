@@ -95,6 +95,16 @@ def test_replicas_that_one_process_launches_have_one_launch_and_other_servers_on
     assert [record.is_alive(each) for each in (replica, alone, other)] == [True, False, False]
 
 
+def test_another_process_of_the_same_number_is_another_launch():
+    host, _, created = record.current_launch(is_replica=False).rpartition("@")
+    assert [record.is_alive(f"{host}@{float(created) - age_s:.2f}") for age_s in (0, 5)] == [True, False]
+
+
+@pytest.mark.parametrize("launch", ["", "a third", "host:pid@1.0", "host:1"])
+def test_what_is_no_launch_has_ended(launch):
+    assert not record.is_alive(launch)
+
+
 @pytest.mark.parametrize(("age_s", "alive"), [(60, True), (3600, False)])
 def test_a_launch_on_another_machine_counts_as_ended_after_half_an_hour(age_s, alive):
     assert record.is_alive(f"another:1@{time.time() - age_s:.2f}") is alive

@@ -39,8 +39,8 @@ class Server:
 
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
-            if phase.name not in self.refuses:
-                self.driver.saw(observed(at_its_bound(phase), bool(phase.bound.graph)))
+            batch = Batch(phase.bound.modes[0], 1, 1) if phase.name in self.refuses else at_its_bound(phase)
+            self.driver.saw(observed(batch, bool(phase.bound.graph)))
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
@@ -65,6 +65,26 @@ def test_every_phase_is_brought_about_in_turn():
     assert rising == sorted(rising)
     assert rising[-1] == LIMITS.chunk
     assert len({each.name for each in server.put}) == len(server.put)
+
+
+def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
+    server = Server(only=PhaseKind.BEHIND_PREFIX)
+    (prefix,) = server.step()
+    server.driver.saw(observed(at_its_bound(prefix.phase), graph=False))  # one of its own chunks
+    assert (server.step(), server.aborts) == ([], 0)
+    server.answer([prefix])
+    (behind,) = server.step()
+    assert behind.prompt[: len(prefix.prompt)] == prefix.prompt
+
+
+def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any():
+    server = Server(only=PhaseKind.VARIED)
+    first, *others = server.step()
+    server.serve([first])
+    assert (server.step(), server.aborts) == ([], 0)
+    server.answer(others)
+    server.step()
+    assert (server.driver.over, server.aborts) == (True, 0)
 
 
 def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -43,10 +44,14 @@ def test_no_secret_gets_into_a_file():
     assert lasting_arguments(kept | dict.fromkeys(("api_key", "ssl_keyfile", "some_password", "hf_token"), "x")) == kept
 
 
-def test_nested_arguments_and_lists_count():
+def test_nested_arguments_lists_and_sets_count():
+    class Backend(Enum):
+        FULL = "full"
+        DISABLED = "disabled"
+
     @dataclass
     class Phase:
-        backend: str = "full"
+        backend: Backend | str = "full"
         max_bs: int = 64
 
     @dataclass
@@ -55,8 +60,12 @@ def test_nested_arguments_and_lists_count():
 
     same = key(cuda_graph_config=Graphs(Phase()))
     assert same == key(cuda_graph_config={"decode": {"backend": "full", "max_bs": 64}})
-    others = key(cuda_graph_config=Graphs(Phase(max_bs=128))), key(cuda_graph_bs=[1, 2]), key(cuda_graph_bs=[1, 3])
-    assert len({same, *others, key()}) == 5
+    assert same == key(cuda_graph_config=Graphs(Phase(Backend.FULL)))
+    phases = Phase(max_bs=128), Phase(Backend.DISABLED)
+    values = [1, 2], [1, 3], {"a", "b"}, {"a", "c"}
+    others = {key(cuda_graph_config=Graphs(phase)) for phase in phases} | {key(cuda_graph_bs=each) for each in values}
+    assert len({same, key(), *others}) == 2 + len(phases) + len(values)
+    assert key(some={"a", "b"}) == key(some={"b", "a"}) == key(some=["a", "b"])
 
 
 SERVICE = {

@@ -100,6 +100,14 @@ def test_a_record_of_another_is_none(rank, arguments, patched, recorded, start, 
     assert all(state.decision.rehearse for state in states)
 
 
+def test_where_there_is_no_record_the_nearest_one_is_named(recorded, start):
+    change(recorded, fingerprint_inputs=start(Rank(recorded), Rank(recorded))[0][0].fingerprint_inputs)
+    for chunk in (64, 128):
+        _, _, (said,) = start(*[Rank(recorded)] * 2, chunked_prefill_size=chunk)
+        nearest = "(the nearest record differs in arguments.chunked_prefill_size)"
+        assert said == f"{RULE}no record for this configuration {nearest}; measuring during this start"
+
+
 def test_beside_a_second_server_on_a_gpu_all_start_by_the_rule(recorded, start):
     states, fractions, said = start(Rank(recorded), Rank(recorded, before=100 * GB))
     why = "other processes hold 41,000 MB of the GPU, 1,000 MB when it was measured"

@@ -89,6 +89,13 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     assert lengths(of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)) == [9 * c.chunk]
 
 
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_server_that_speculates_finds_a_prefix_but_for_its_last_page(page):
+    """The cache's keys are pairs of tokens with EAGLE."""
+    phase = of_kind(replace(LIMITS, page=page, draft_tokens=4, draft_slots=8), PhaseKind.BEHIND_PREFIX)
+    assert phase.bound.longest_prefix == lengths(phase)[0] - page
+
+
 @pytest.mark.parametrize("page", [1, 64, 96])
 def test_a_prefix_ends_where_a_state_is_kept(page):
     before = of_kind(replace(LIMITS, states=True, page=page), PhaseKind.BEHIND_PREFIX).bound.longest_prefix
@@ -102,6 +109,7 @@ def test_a_prefix_ends_where_a_state_is_kept(page):
     ("changed", "sharers"),
     [
         *[({"requests": requests}, sharers) for requests, sharers in ((300, 8), (9, 8), (8, 7), (3, 2), (2, None))],
+        pytest.param({"prefill_requests": 3}, 3, id="more are not admitted into one forward"),
         pytest.param({"prefill_tokens": LIMITS.chunk}, 8, id="the engine puts off what would reach max_prefill_tokens"),
         pytest.param({"window": 128, "window_tokens": 40_000}, 8, id="there are windows for all of them"),
         pytest.param({"window": 4096, "window_tokens": 40_000}, None, id="there are not"),
@@ -126,6 +134,7 @@ def test_as_many_share_a_prefix_as_run_beside_the_filler(changed, sharers):
         ({"input_tokens": 511, "prefill_tokens": 1024}, 2, 1022),
         ({"input_tokens": 250, "prefill_tokens": 600}, 2, 500),
         ({"input_tokens": 250, "requests": 3}, 2, 500),
+        ({"input_tokens": 250, "prefill_requests": 3}, 3, 750),
         ({"input_tokens": 250, "cache_tokens": 800}, 2, 500),
         ({"input_tokens": 250, "page": 64}, 4, 750),  # each takes four pages
         ({"input_tokens": 100}, 11, 1013),
@@ -216,6 +225,21 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     assert phases.derive_limits({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, facts).batch == 3
 
 
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        # The engine refuses a prompt of as many tokens as it says.
+        ({}, {"input_tokens": FACTS.context - 7, "prefill_requests": 0}),
+        ({"max_req_input_len": 3000}, {"input_tokens": 2999}),
+        ({"prefill_max_requests": 3}, {"prefill_requests": 3}),
+    ],
+    ids=str,
+)
+def test_the_limits_are_the_servers_own(info, expected):
+    limits = phases.derive_limits(info, FACTS)
+    assert {name: getattr(limits, name) for name in expected} == expected
+
+
 def test_the_fraction_in_force_is_the_schedulers():
     assert phases.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
     told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
@@ -244,7 +268,8 @@ def test_captured_decodes_are_read_from_every_release_s_words(info, largest, cap
 def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     asked = of_kind(replace(LIMITS, stop_token=True), PhaseKind.PENALTIES)
     assert asked.output_logprobs
-    assert asked.sampling.keys() >= {"presence_penalty", "repetition_penalty", "min_p", "logit_bias", "min_new_tokens"}
+    penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
     long, *short = lengths(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))

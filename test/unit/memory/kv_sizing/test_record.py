@@ -55,6 +55,7 @@ def test_what_is_written_is_read_and_one_record_can_be_forgotten(tmp_path):
                 ('{"need": true}', "whose need is True"),
                 ('{"need": -1}', "whose need is -1"),
                 ('{"fraction": NaN}', "whose fraction is nan"),
+                ('{"fraction": Infinity}', "whose fraction is inf"),
                 ('{"parts": {"slack": "x"}}', "whose slack is 'x'"),
                 ('{"ranks": [1, null]}', "whose ranks is None"),
             ]
@@ -91,13 +92,13 @@ def test_a_folder_that_is_a_file_is_one_line(tmp_path):
         record.update(tmp_path / "file" / "kv.json", KEY, lambda old: MEASURED)
 
 
-def test_what_does_not_change_is_not_written(path):
-    written = path.stat().st_ino
-    record.update(path, "another", lambda old: None)
-    record.update(path, KEY, lambda old: old)
-    assert path.stat().st_ino == written
+def test_what_does_not_change_is_not_written(path, monkeypatch):
+    with monkeypatch.context() as unchanged:
+        unchanged.setattr(record, "_write", lambda *given: pytest.fail("it is written"))
+        assert record.update(path, "another", lambda old: None) is None
+        assert record.update(path, KEY, replace) == MEASURED
     record.update(path, KEY, record.with_out_of_memory)
-    assert path.stat().st_ino != written
+    assert record.read(path)[KEY].ooms == 1
 
 
 def test_what_fails_while_it_is_written_leaves_the_old_file(path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,9 +22,8 @@ from kv_servers import (
     rehearse,
     state_of,
 )
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import phases, record, rehearsal
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.phases import Batch
@@ -48,6 +48,21 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
     assert (result.missed, result.failure, result.stopped) == ((), "", False)
     assert result.lowest == 9 * GB - made.forwards * 1_000_000
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
+
+
+def test_the_lowest_free_memory_counts_though_there_is_more_later(scheduler):
+    assert rehearse(scheduler(free=lambda forwards: (5 if forwards == 5 else 9) * GB)).lowest == 5 * GB
+
+
+def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
+    made = scheduler()
+    taken_in: list[object] = []
+    made.process_input_requests = taken_in.extend
+    run = a_rehearsal(made)
+    run.begin()
+    made.process_input_requests(["from elsewhere", rehearsal.Broadcast(("a", "b"))])
+    run.end()
+    assert taken_in == ["from elsewhere", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +120,13 @@ def no_answer(scheduler):
     return Memory(9 * GB, 10 * GB)
 
 
+def no_answer_between_forwards(scheduler):
+    if scheduler.forwards > 3 and scheduler.did.read_after == scheduler.forwards:
+        raise RuntimeError("no answer")
+    scheduler.did.read_after = scheduler.forwards
+    return Memory(9 * GB, 10 * GB)
+
+
 def divided_by_zero(*given):
     return 1 / 0
 
@@ -113,6 +135,7 @@ def divided_by_zero(*given):
     ("owner", "name", "answer", "failure"),
     [
         pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
+        pytest.param(Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer", id="the driver, later"),
         pytest.param(Notes, "any_rank_low_on_memory", divided_by_zero, ZERO, id="the store"),
         pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
     ],
@@ -229,19 +252,70 @@ def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, 
     rehearsed_or_refused(made, refused)
 
 
-def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again():
-    registry, patcher = CollectorRegistry(), Patcher()
-    counter, gauge = Counter("c", "", ["x"], registry=registry), Gauge("g", "", registry=registry)
-    histogram = Histogram("h", "", registry=registry)
+def owner_of(scheduler, name):
+    """What of a server has a counter: a scheduler, what reports its metrics, or its model runner."""
+    scheduler.metrics_reporter = SimpleNamespace()
+    return {"runner": scheduler.tp_worker.model_runner, "reporter": scheduler.metrics_reporter}.get(name, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    [
+        *(("scheduler", name, 7) for name in ("forward_ct", "total_prefill_uncached_tokens", "total_prefill_busy_us")),
+        *((owner, "num_generated_tokens", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "forward_ct_decode", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "last_gen_throughput", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "num_retracted_reqs", 7) for owner in ("scheduler", "reporter")),
+        *((owner, "spec_total_num_accept_tokens", 7) for owner in ("scheduler", "reporter")),
+        ("runner", "forward_pass_id", 7),
+        ("scheduler", "max_prefill_bs", 7),
+        ("scheduler", "decode_moment_totals", [1.0, 2.0]),  # which grows in place
+        ("scheduler", "_prev_decode_launch_ts", None),  # else the first decode would count as the next of a rehearsal
+    ],
+)
+def test_what_is_counted_meanwhile_is_as_before(owner, name, before, scheduler):
+    """What `/v1/loads` shows, wherever a release keeps it, and what a scheduler goes by."""
+    made = scheduler()
+    owner, expected = owner_of(made, owner), copy(before)
+    setattr(owner, name, before)
 
     def count():
-        counter.labels(x="1").inc(5)
-        gauge.set(3)
-        histogram.observe(1)
-        found = {each.name: each.value for metric in registry.collect() for each in metric.samples}
-        return found["c_total"], found["g"], found["h_count"]
+        if isinstance(before, list):
+            before.append(5.0)
+        else:
+            setattr(owner, name, made.forwards)
 
-    rehearsal.mute_metrics(patcher)
-    assert count() == (0, 0, 0)
-    patcher.undo()
-    assert count() == (5, 3, 1)
+    made.did.count = count
+    rehearse(made)
+    assert (getattr(owner, name), made.forwards > 7) == (expected, True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("scheduler", "enable_metrics"), ("reporter", "current_scheduler_metrics_enabled")]
+)
+def test_a_scheduler_reports_no_metrics_meanwhile(owner, name, scheduler):
+    made = scheduler()
+    owner, seen = owner_of(made, owner), set()
+    setattr(owner, name, True)
+    made.did.count = lambda: seen.add(getattr(owner, name))
+    rehearse(made)
+    assert (seen, getattr(owner, name)) == ({False}, True)
+
+
+def test_a_rehearsal_counts_no_metric_and_afterwards_they_count_again(scheduler):
+    registry = CollectorRegistry()
+    counter, gauge = Counter("c", "", ["x"], registry=registry), Gauge("g", "", registry=registry)
+    histogram, summary = Histogram("h", "", registry=registry), Summary("s", "", registry=registry)
+
+    def count():
+        for change in (counter.labels(x="1").inc, histogram.observe, summary.observe, gauge.set, gauge.inc, gauge.dec):
+            change(5)
+            values = {each.name: each.value for metric in registry.collect() for each in metric.samples}
+            yield tuple(values.get(name, 0) for name in ("c_total", "h_count", "s_count", "g"))
+
+    made, meanwhile = scheduler(), set()
+    made.did.count = lambda: meanwhile.update(count())
+    rehearse(made)
+    assert meanwhile == {(0, 0, 0, 0)}
+    all_counted = [(5, 0, 0, 0), (5, 1, 0, 0), (5, 1, 1, 0), (5, 1, 1, 5), (5, 1, 1, 10), (5, 1, 1, 5)]
+    assert list(count()) == all_counted

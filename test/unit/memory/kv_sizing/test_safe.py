@@ -75,7 +75,7 @@ def test_a_second_rehearsal_that_runs_out_of_memory_makes_the_next_start_smaller
     assert (kept.ooms, kept.attempts) == (1, 1)
 
 
-def test_a_turn_of_the_loop_waits_for_no_lock_and_what_it_saw_is_saved_later(state, monkeypatch):
+def test_a_turn_of_the_loop_waits_for_no_lock_and_what_it_saw_is_saved_later(state, monkeypatch, caplog):
     turns: list[object] = []
 
     def loop(scheduler):
@@ -86,7 +86,21 @@ def test_a_turn_of_the_loop_waits_for_no_lock_and_what_it_saw_is_saved_later(sta
 
     serve(state, loop, SimpleNamespace(process_input_requests=turns.append))
     assert turns == [["a request"]]
+    assert caplog.messages == []  # another process that writes is nothing to worry about
     assert record.read(state.path)[KEY].lowest_free_serving == 3 * GB
+
+
+def test_the_lowest_of_a_turn_is_recorded_though_more_is_free_at_the_end(state, monkeypatch):
+    free = [3 * GB]
+    monkeypatch.setattr(hooks.gpu_memory, "read", lambda gpu: Memory(free[0], 141 * GB))
+
+    def loop(scheduler):
+        free[0] = GB
+        scheduler.process_input_requests([])
+        free[0] = 3 * GB
+
+    serve(state, loop)
+    assert record.read(state.path)[KEY].lowest_free_serving == GB
 
 
 class Backend(Enum):
@@ -126,8 +140,12 @@ def test_the_largest_captured_decode_is_driven_whatever_form_a_release_keeps_it_
 
 
 NO_MATTER = {
-    **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "model_path": "/elsewhere"},
-    **{"port": 5, "log_requests": True, "api_key": "x"},
+    **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "tokenizer_path": "/t"},
+    **{"port": 5, "log_requests": True, "api_key": "x", "enable_metrics": True, "skip_server_warmup": True},
+    **{"weight_version": "7", "extra_metric_labels": {"pod": "a-7"}, "enable_trace": True},
+    **{"export_metrics_to_file": True, "export_metrics_to_file_dir": "/d", "otlp_traces_endpoint": "10.0.0.1:4317"},
+    **{"enable_metrics_for_all_schedulers": True, "enable_request_time_stats_logging": True},
+    **{"log_requests_format": "json", "uvicorn_access_log_exclude_prefixes": ["/health"]},
 }
 
 

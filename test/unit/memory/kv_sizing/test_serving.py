@@ -119,6 +119,22 @@ def test_what_states_and_drafts_took_is_recorded(rehearsed, state, monkeypatch):
     assert (found.kv_bytes, found.requests_grow, found.draft_kv_bytes, found.need) == (5 * GIB, True, GIB, 19 * GB)
 
 
+@pytest.mark.parametrize(
+    ("fraction", "result", "missed", "proven"),
+    [
+        pytest.param(SIZED, {}, (), True, id="all that a sized start may run"),
+        pytest.param(None, {}, (), False, id="a start by the rule"),
+        pytest.param(SIZED, {"stopped": True}, (), False, id="it ended before memory did"),
+        pytest.param(SIZED, {}, ("mixed chunk",), False, id="a phase was not reached"),
+    ],
+)
+def test_a_sizing_is_proven_by_a_start_of_its_size_that_ran_all(fraction, result, missed, proven, rehearsed, state):
+    state.decision = replace(state.decision, fraction=fraction)
+    rehearsed(RankResult(lowest=9 * GB, missed=missed, **result))
+    assert kept(state).need
+    assert kept(state).proven is proven
+
+
 @pytest.mark.parametrize("proven", [True, False])
 def test_a_sized_start_is_crossed_off_when_requests_are_read(proven, state, start, rehearsed, monkeypatch):
     """Not while it rehearses: its largest forwards come then."""
@@ -130,6 +146,22 @@ def test_a_sized_start_is_crossed_off_when_requests_are_read(proven, state, star
     if not proven:
         assert kept(sized).unserved == (sized.process,)
         end(RankResult(lowest=9 * GB))
+    assert kept(sized).unserved == ()
+
+
+def test_a_start_is_sized_and_serves_where_nothing_can_be_written(state, start, scheduler, caplog):
+    """As by a record that is shipped read-only."""
+    record.update(state.path, state.key, lambda old: replace(MEASURED, proven=True))
+    lock = state.path.with_name(f"{state.path.name}.lock")
+    lock.unlink()
+    lock.mkdir()
+    (sized, _), fractions, (note, line) = start(*[Rank(state.path)] * 2)
+    assert fractions == {SIZED}
+    assert note.startswith(f"this start is not written down: {state.path} cannot be written (")
+    assert line.startswith("0.9285 instead of 0.8000: ")
+    made = scheduler()
+    hooks.Serving(sized, made).begin()
+    made.process_input_requests([])
     assert kept(sized).unserved == ()
 
 
@@ -242,6 +274,8 @@ def test_what_another_machine_sees_is_kept_in_its_own_file(error, ooms, two_mach
         (type("AcceleratorError", (RuntimeError,), {})("CUDA error: out of memory"), True),
         (type("DistBackendError", (RuntimeError,), {})("NCCL error: Failed to CUDA calloc 4 bytes"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cudaErrorMemoryAllocation"), True),
+        (RuntimeError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"), True),
         (RuntimeError("device-side assert triggered"), False),
         (KeyboardInterrupt(), False),
     ],
