@@ -102,6 +102,7 @@ class Case:
 
     :param stand_ins: plugins beside the one that tells of memory, for what only a GPU has.
     :param runs: it can run a forward there; else it is started and asked nothing.
+    :param model: as ``checkpoint`` takes it.
     :param left_out: of what every server of these tests is given.
     """
 
@@ -110,7 +111,7 @@ class Case:
     stand_ins: tuple[str, ...] = ()
     runs: bool = True
     backend: str = ROUTED
-    draft: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
     left_out: str = ""
 
 
@@ -118,8 +119,14 @@ ONE_STEP = "--speculative-algorithm EAGLE --speculative-num-steps 1 --speculativ
 ONE_STEP += " --speculative-num-draft-tokens 2 --speculative-draft-attention-backend triton"
 STARTED = {
     "decode": Case("--disaggregation-mode decode --disaggregation-transfer-backend fake"),
-    "adaptive": Case(f"{ONE_STEP} --speculative-adaptive", stand_ins=("no_driver",), runs=False, draft=True),
-    "all-to-all": Case("--moe-a2a-backend megamoe", runs=False, backend="flashinfer_cutlass"),
+    "adaptive": Case(f"{ONE_STEP} --speculative-adaptive", stand_ins=("no_driver",), runs=False, model={"nextn": True}),
+    "all-to-all": Case(
+        "--moe-a2a-backend megamoe",
+        runs=False,
+        backend="triton",
+        model={"quantized": False},
+        left_out="--quantization modelopt_fp4",
+    ),
     "EPLB": Case("--enable-eplb --tp 2 --ep 2"),
     "embedding": Case("--is-embedding", runs=False),  # this model embeds on newer releases alone
     "broadcast": Case(f"{ATTENTION} --enable-dp-attention-local-control-broadcast", stand_ins=("gathers_on_cpu",)),
@@ -195,7 +202,7 @@ def test_a_started_server_decides_what_doctor_said(name, tmp_path: Path, checkpo
     if not case.runs:
         flags.append("--skip-server-warmup")
         started_with["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    model = checkpoint(nextn=True) if case.draft else checkpoint()
+    model = checkpoint(**case.model)
     asked = server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **started_with)
     for given in case.left_out.split():
         asked._arguments.remove(given)
@@ -203,7 +210,7 @@ def test_a_started_server_decides_what_doctor_said(name, tmp_path: Path, checkpo
         why = decided(running, running.log_text())
     for variable, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
         monkeypatch.setenv(variable, value)
-    row = row_of(model_report.examine(str(model), flags, "b200"))  # the checkpoint is NVFP4
+    row = row_of(model_report.examine(str(model), flags, "b200"))  # has NVFP4
     assert why
     assert not row["acts"]
     assert row["reason"] == f"the engine's fraction is used because {why}"
