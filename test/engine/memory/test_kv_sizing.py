@@ -411,7 +411,7 @@ def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoin
     records = {
         "missed": replace(measured, missed=("mixed chunk",), rehearsals=sizing.MAX_INCOMPLETE_REHEARSALS),
         "no gain": replace(measured, need=measured.reserve - MARGIN_BYTES - 1_000_000),
-        "others": replace(measured, before=measured.before - held),
+        "others": replace(measured, total=measured.total + held),
         "half": None,
     }
     files = {name: folder / f"by record, {name}" / "records.json" for name in records}
