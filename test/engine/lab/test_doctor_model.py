@@ -110,13 +110,27 @@ def test_a_draft_that_is_not_at_hand_leaves_the_target_known():
     assert f"the draft model {draft}: its config.json is not at hand" in found["unknown"]
 
 
-@pytest.mark.every_release
-def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_gpu(tmp_path):
-    """Qwen3-30B in BF16: an H200 has a file of tuned tiles, and the tensor stays whole."""
+@pytest.fixture
+def in_bf16(tmp_path):
+    """Qwen3-30B, for which the engine has files of tuned tiles on an H200."""
     content = next(dict(each["config"]) for each in models.served() if each["source"] == "Qwen/Qwen3-30B-A3B-FP8")
     del content["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    found = model_report.examine(str(tmp_path), ["--tp", "1", "--chunked-prefill-size", "16384"], "h200")
+    return str(tmp_path)
+
+
+@pytest.mark.every_release
+def test_tiles_are_those_of_the_tokens_that_data_parallel_ranks_gather(in_bf16):
+    attention = ["--tp", "2", "--dp", "2", "--enable-dp-attention", "--chunked-prefill-size", "1024"]
+    server = model_report.examine(in_bf16, attention, "h200")["server"]
+    assert (server["tokens"], server["layout"]["dp"]) == (512, 2)
+    assert server["tiles"]["BLOCK_SIZE_M"] == 128  # 64 for 512 tokens
+
+
+@pytest.mark.every_release
+def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_gpu(in_bf16):
+    """The tensor stays whole."""
+    found = model_report.examine(in_bf16, ["--tp", "1", "--chunked-prefill-size", "16384"], "h200")
     assert found["server"]["tiles"]["BLOCK_SIZE_M"] == 128
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from common import doctor_answers, plugins
-from conftest import DEFAULT_ENGINE_ONLY
 from releases import ROOT
-from servers import figures, on_path, server, started
+from servers import ROUTED, Server, figures, on_path, server, started
 from sglang_moe_patches.lab.predict import config, model_report
 from sglang_moe_patches.memory.kv_sizing import eligibility
 
@@ -96,32 +96,121 @@ def test_doctor_says_of_each_server_what_its_own_process_would_decide():
     assert {key for decision in decisions for key in decision} == {"skipped", "monitored", "kept"}
 
 
-#: Servers that start on a CPU.
+@dataclass(frozen=True)
+class Case:
+    """A server that starts on a CPU.
+
+    :param stand_ins: plugins beside the one that tells of memory, for what only a GPU has.
+    :param runs: it can run a forward there; else it is started and asked nothing.
+    :param model: as ``checkpoint`` takes it.
+    :param left_out: of what every server of these tests is given.
+    """
+
+    flags: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    stand_ins: tuple[str, ...] = ()
+    runs: bool = True
+    backend: str = ROUTED
+    model: dict[str, Any] = field(default_factory=dict)
+    left_out: str = ""
+
+
+ONE_STEP = "--speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1"
+ONE_STEP += " --speculative-num-draft-tokens 2 --speculative-draft-attention-backend triton"
 STARTED = {
-    "hidden states": (["--enable-return-hidden-states"], {}),
-    "CPU offload": (["--cpu-offload-gb", "1"], {}),
-    "hierarchical cache": (["--enable-hierarchical-cache"], {}),
-    "LoRA": (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"], {}),
-    "sized by the engine": ([], {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
-    "embedding": (["--is-embedding"], {}),
+    "decode": Case("--disaggregation-mode decode --disaggregation-transfer-backend fake"),
+    "adaptive": Case(f"{ONE_STEP} --speculative-adaptive", stand_ins=("no_driver",), runs=False, model={"nextn": True}),
+    "all-to-all": Case(
+        "--moe-a2a-backend megamoe",
+        runs=False,
+        backend="triton",
+        model={"quantized": False},
+        left_out="--quantization modelopt_fp4",
+    ),
+    "EPLB": Case("--enable-eplb --tp 2 --ep 2"),
+    "embedding": Case("--is-embedding", runs=False),  # this model embeds on newer releases alone
+    "broadcast": Case(f"{ATTENTION} --enable-dp-attention-local-control-broadcast", stand_ins=("gathers_on_cpu",)),
+    "CPU offload": Case("--cpu-offload-gb 1"),
+    "LoRA": Case(
+        "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj --lora-backend torch_native",
+        stand_ins=("no_driver",),
+    ),
+    "hidden states": Case("--enable-return-hidden-states"),
+    "hierarchical cache": Case(
+        "--enable-hierarchical-cache --hicache-ratio 1.1 --hicache-write-policy write_back",
+        stand_ins=("no_driver",),
+        left_out="--disable-radix-cache",
+    ),
+    "sized by the engine": Case(variables={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
 }
+"""At least one of each row of the page's tables that names a flag or a variable."""
+BY_THE_RECORD = "doctor --kv has the record: test_a_start_by_a_record_does_what_doctor_says_of_it"
+ASKED_OTHERWISE = {
+    "several machines": "what another machine runs is known when it answers: test_where_a_machine_does_not_take_part_"
+    "nobody_waits_for_it starts two",
+    "other hybrid pools": "pools are made, and windows counted, by a GPU's free memory; a model with images or of such "
+    "pools has no reference kernels: test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed",
+    "other processes hold": "what they hold is read from the GPU when the server starts: "
+    "test_a_start_by_a_record_does_what_doctor_says_of_it starts one that doctor does not foresee",
+    "`--max-total-tokens` allows": "doctor --kv has the record: test_limits_of_the_users_are_used_and_rehearsed_once",
+    "the record would give": BY_THE_RECORD,
+    "a phase was not reached": BY_THE_RECORD,
+    "the record cannot be read": BY_THE_RECORD,
+}
+"""Rows of which doctor says nothing by a server's arguments, by how they begin: why, and the test that starts one."""
 
 
-@DEFAULT_ENGINE_ONLY
+def rows_of_the_page() -> list[str]:
+    """The first cells of the tables that say when the engine's default applies."""
+    page = (ROOT / "docs/changes/kv-sizing.md").read_text()
+    tables = page.partition("## When the engine's default applies")[2].partition("Of the [published recipes]")[0]
+    headers = ("---", "monitor-only server", "ineligible server", "situation")
+    cells = re.findall(r"^\| (.+?) \|", tables, re.MULTILINE)
+    return [cell for cell in cells if cell not in headers]
+
+
+def test_one_server_of_each_row_of_the_page_is_started():
+    rows = rows_of_the_page()
+    assert len(rows) > 15
+    shown = [re.findall(r"--[\w-]+", case.flags) + list(case.variables) for case in STARTED.values()]
+    by_flags = {row for row in rows for names in shown if any(f"`{name}`" in row for name in names)}
+    otherwise = {row for row in rows if row.startswith(tuple(ASKED_OTHERWISE))}
+    assert by_flags | otherwise == set(rows)
+    assert len(otherwise) == len(ASKED_OTHERWISE)
+
+
+def decided(running: Server, log: str) -> str:
+    """Why the engine's fraction is used: by the change's status, or by what the scheduler logs."""
+    (reason,) = {why for name, _, why in figures(running).changes if name == "kv-sizing"}
+    logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
+    return reason or logged[0]
+
+
+@pytest.mark.every_release
 @pytest.mark.parametrize(
-    "case", [name if name == "hidden states" else pytest.param(name, marks=pytest.mark.product) for name in STARTED]
+    "name", [name if name == "hidden states" else pytest.param(name, marks=pytest.mark.product) for name in STARTED]
 )
-def test_a_started_server_decides_what_doctor_said(case, tmp_path: Path, checkpoint, monkeypatch):
-    """A stand-in says that there is a GPU; all else is the server's."""
-    flags, variables = STARTED[case]
-    sizing = {"SGLANG_MOE_PATCHES_KV_SIZING": "auto", **variables}
-    plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
-    path = {"PYTHONPATH": on_path(str(tmp_path / "plugin"))}
-    model = checkpoint()
-    with started(server("asked", model, tmp_path, *flags, **sizing, **path)) as (running,):
-        (reason,) = (why for name, _, why in figures(running).changes if name == "kv-sizing")
-    for name, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
-        monkeypatch.setenv(name, value)
-    row = row_of(model_report.examine(str(model), flags, "b200"))  # the checkpoint is NVFP4
-    assert reason
-    assert row["reason"] == f"the engine's fraction is used because {reason}"
+def test_a_started_server_decides_what_doctor_said(name, tmp_path: Path, checkpoint, monkeypatch):
+    """Stand-ins say that there is a GPU, and how much of it is free; all else is the server's."""
+    case = STARTED[name]
+    sizing = {"SGLANG_MOE_PATCHES_KV_SIZING": "auto", **case.variables}
+    sizing |= {eligibility.KV_RECORD.name: str(tmp_path / "records.json")}
+    for stand_in in ("tells_memory", *case.stand_ins):
+        plugins.write_module(tmp_path / "plugin", stand_in, (ROOT / f"test/standins/{stand_in}.py").read_text())
+    started_with = {"PYTHONPATH": on_path(str(tmp_path / "plugin"))}
+    flags = case.flags.split()
+    if not case.runs:
+        flags.append("--skip-server-warmup")
+        started_with["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    model = checkpoint(**case.model)
+    asked = server("asked", model, tmp_path, *flags, backend=case.backend, **sizing, **started_with)
+    for given in case.left_out.split():
+        asked._arguments.remove(given)
+    with started(asked) as (running,):
+        why = decided(running, running.log_text())
+    for variable, value in {"SGLANG_MOE_PATCHES": "all", **sizing}.items():
+        monkeypatch.setenv(variable, value)
+    row = row_of(model_report.examine(str(model), flags, "b200"))  # has NVFP4
+    assert why
+    assert not row["acts"]
+    assert row["reason"] == f"the engine's fraction is used because {why}"

@@ -12,7 +12,7 @@ import re
 import textwrap
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, Server, answers, on_path, server, started
 from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
 from sglang_moe_patches.memory.kv_sizing import (
     eligibility,
@@ -461,7 +462,7 @@ def test_a_sized_server_that_is_killed_while_it_captures_does_not_try_the_same_a
 
 
 @pytest.mark.every_release
-def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoint):
+def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoint, monkeypatch):
     """A queue of one would refuse most requests of a rehearsal."""
     place = folder / "limits"
     place.mkdir()
@@ -477,6 +478,51 @@ def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoin
     (told,) = said(second)
     assert "--max-total-tokens 2,000 is used; " in told
     assert "would fit" in told
+    monkeypatch.setattr(sizing, "MARGIN_BYTES", MARGIN_BYTES)  # the stand-in's
+    assert told.endswith(kv_records.advice(measured)["next_start"])
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoint, monkeypatch):
+    """As measured, but for what each record says; what other processes hold meanwhile doctor cannot know."""
+    place = folder / "by record"
+    place.mkdir()
+    with started(sized("first", checkpoint(), place)):
+        pass
+    ((key, measured),) = record.read(place / "records.json").items()
+    held = int(2 * sizing.MAX_FOREIGN_MEMORY_DRIFT * measured.total)
+    records = {
+        "missed": replace(measured, missed=("mixed chunk",), rehearsals=sizing.MAX_INCOMPLETE_REHEARSALS),
+        "no gain": replace(measured, need=measured.reserve - MARGIN_BYTES - 1_000_000),
+        "others": replace(measured, total=measured.total + held),
+        "half": None,
+    }
+    files = {name: folder / f"by record, {name}" / "records.json" for name in records}
+    for name, new in records.items():
+        file = files[name]
+        file.parent.mkdir()
+        file.write_text('{"format": 1, "records": {"a')
+        if new is not None:
+            record.update(file, key, lambda old, new=new: new)
+    servers = {name: sized(name, checkpoint(), files[name].parent) for name in records}
+    monkeypatch.setattr(sizing, "MARGIN_BYTES", MARGIN_BYTES)  # the stand-in's
+    foreseen = {}
+    for name in records:
+        monkeypatch.setenv(eligibility.KV_RECORD.name, str(files[name]))
+        try:
+            foreseen[name] = kv_records.json_report()["records"][key]["next_start"]
+        except ValueError as error:
+            foreseen[name] = str(error)
+    with started(*servers.values()):
+        told = {name: said(running)[0] for name, running in servers.items()}
+    assert "did not reach: mixed chunk" in foreseen["missed"]
+    assert "less than 2 %" in foreseen["no gain"]
+    assert "is not whole JSON" in foreseen["half"]
+    for name in ("missed", "no gain", "half"):
+        assert f": {foreseen[name]}" in told[name]
+    assert foreseen["others"].startswith("sized by it")
+    assert f": other processes hold {(measured.total - measured.before) / 1e6:,.0f} MB of the GPU" in told["others"]
 
 
 @pytest.mark.every_release

@@ -34,6 +34,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.lab.predict import unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
+from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,8 @@ def _build_layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | 
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
-    layer = _describe_layer(model, chunk_tokens(vars(resolved)))
+    # Data-parallel ranks bring a chunk each.
+    layer = _describe_layer(model, chunk_tokens(vars(resolved)) * attention_ranks(vars(resolved)))
     return layer and layer | {"weight_bytes": _count_weight_bytes(model, layers)}
 
 

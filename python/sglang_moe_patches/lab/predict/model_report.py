@@ -52,6 +52,7 @@ class Server:
     :param engine_drops: the engine drops attention's inputs by itself, and has an output buffer for NVFP4.
     :param float_logits: as :func:`.forward.predict` takes it.
     :param tiles: of Triton's second GEMM, as the engine has them for this GPU; ``None``: not known.
+    :param all_to_all: its ``--moe-a2a-backend``; "": none.
     """
 
     runner: str | None
@@ -64,6 +65,12 @@ class Server:
     engine_drops: bool = False
     float_logits: bool = False
     tiles: Mapping[str, int] | None = None
+    all_to_all: str = ""
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Of the largest chunk, in a MoE layer: data-parallel ranks bring one each."""
+        return self.tokens * self.layout.dp
 
 
 def derive_acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
@@ -110,6 +117,8 @@ def _row(server: Server, model: Model, change: Change, answer: Mapping[str, Any]
             own = "" if model.shared_experts else " without shared experts of their own"
             reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
     advice = None
+    if change.name == "moe-workspace" and does and server.all_to_all:
+        does, reason = "", f"columns are not reached: all-to-all by {server.all_to_all}"
     if change.name == "moe-workspace" and does:
         advice = advise_workspace(server, model)
         if whole := _whole_reason(server, model, advice):
@@ -182,7 +191,7 @@ class _Columns:
 
     @property
     def _common(self) -> tuple[Rank, int]:
-        return self.model.per_rank(self.server.layout), self.server.tokens
+        return self.model.per_rank(self.server.layout), self.server.gathered_tokens
 
     @property
     def _share(self) -> float:
@@ -250,7 +259,8 @@ def _whole_reason(server: Server, model: Model, advice: WorkspaceAdvice | None) 
         return ""
     if model.top_k <= 2 and server.runner == "triton":
         return f"a top-k of {model.top_k} has no sum to cut"
-    size = f"[tokens, top-k, hidden] is {2 * server.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
+    tensor_mb = 2 * server.gathered_tokens * model.top_k * model.hidden / 1e6
+    size = f"[tokens, top-k, hidden] is {tensor_mb:,.0f} MB here"
     if advice:
         return f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}"
     return f"{size}, too small to cut"
@@ -489,8 +499,8 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
             unknown.append(f"the draft model {draft}: its config.json is not at hand")
     server, model = _describe_server(sizes.model, resolved, layer, asked or {})
     sizes = replace(sizes, model=model)
-    if resolved.get("moe_a2a_backend", "none") != "none":
-        both, why = None, [f"not predicted: all-to-all by {resolved['moe_a2a_backend']}"]
+    if server.all_to_all:
+        both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
         acts = (Acting.stock(), Acting.stock())
     else:
         acts = derive_acting(
@@ -567,6 +577,7 @@ def _describe_server(
             engine_drops=asked.get("engine_drops", False),
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
             tiles=layer.get("tiles") if layer else None,
+            all_to_all="" if resolved.get("moe_a2a_backend", "none") == "none" else resolved["moe_a2a_backend"],
         ),
         model,
     )

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from common.shapes import MODELS
+from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
+from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
+from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
@@ -229,8 +232,9 @@ def test_a_record_is_of_the_same_model_gpu_ranks_and_chunk(tmp_path, monkeypatch
     [
         ({"chunked_prefill_size": 1024}, "too small to cut"),
         ({"layer": LAYER | {"top_k": 2}}, "a top-k of 2 has no sum to cut"),
+        ({"moe_a2a_backend": "deepep"}, "columns are not reached: all-to-all by deepep"),
     ],
-    ids=["small chunk", "top-k of 2"],
+    ids=["small chunk", "top-k of 2", "all-to-all"],
 )
 def test_a_tensor_that_stays_whole_is_a_reason(facts, reason):
     found = next(change for change in advise(**facts)["changes"] if change["name"] == "moe-workspace")
@@ -244,16 +248,37 @@ def test_a_tensor_that_stays_whole_is_a_reason(facts, reason):
         ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: what deep_gemm holds while it works"),
         ({"layer": None}, "not predicted: the runner"),
         ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: what SomethingNew quantizes"),
-        ({"dp_size": 4, "enable_dp_attention": True}, "not predicted: data-parallel attention"),
         ({"moe_a2a_backend": "deepep"}, "not predicted: all-to-all by deepep"),
         ({"tp_size": 3}, "does not divide by 3"),
     ],
-    ids=["runner", "no layer", "format", "data-parallel", "all-to-all", "ranks"],
+    ids=["runner", "no layer", "format", "all-to-all", "ranks"],
 )
 def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
     found = advise(**facts)
     assert found["stock"] is found["patched"] is None
     assert any(reason in line for line in found["unknown"])
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"dp_size": 4, "enable_dp_attention": True}, {"attn_dp_size": 4}], ids=["up to 0.5.19", "later"]
+)
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_data_parallel_ranks_bring_a_chunk_each_to_the_layer(ranks, tokens):
+    gathered, whole = (
+        next(change for change in advise(**facts)["changes"] if change["name"] == "moe-workspace")
+        for facts in (ranks | {"chunked_prefill_size": tokens}, {"chunked_prefill_size": 4 * tokens})
+    )
+    assert gathered == whole
+    assert advise(**ranks)["server"]["layout"]["dp"] == 4
+    assert "not predicted: data-parallel attention" in advise(**ranks)["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("method", "acts"), [("ModelOptNvFp4FusedMoEMethod", True), ("Fp8MoEMethod", False), ("SomethingNew", False)]
+)
+def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
+    found = next(c for c in advise(layer=LAYER | {"method": method})["changes"] if c["name"] == "nvfp4-weights")
+    assert found["acts"] is acts
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():
@@ -368,6 +393,13 @@ def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"sglang-moe-patches: {said}\n")
 
 
+def test_programs_are_told_all_that_is_known(monkeypatch):
+    report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5", "kv_cache": {"rule_tokens": 5}}
+    monkeypatch.setattr(model_report, "examine", lambda *asked: report)
+    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])
+    assert json.loads(done.stdout) == json.loads(json.dumps(report))
+
+
 def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
     monkeypatch.setattr(engine_query.sys, "executable", "/bin/false")
     with pytest.raises(engine_query.CannotAsk, match="without a word"):
@@ -393,15 +425,41 @@ def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
-    row = model_report.describe_kv_sizing({"skip_reason": "", "monitor_only": "", **answer}, arguments)
+    told = asked() | {"kv_sizing": {"skip_reason": "", "monitor_only": "", **answer}}
+    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told, arguments)
+    row = next(change for change in found["changes"] if change["name"] == "kv-sizing")
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])
 
 
-def test_brackets_in_reasons_and_names_are_printed(capsys) -> None:
-    found = advise()
-    found["changes"][0] |= {"does": "", "reason": "[tokens, top-k, hidden] is 134 MB here", "acts": False}
-    model_report.show({"model": "a[/b]", "gpu": "h200", "engine": "0.5", **found})
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "a[/b] on" in printed
-    assert "[tokens, top-k, hidden]" in printed
+def recorded_reasons() -> set[str]:
+    """Of every release's changes, and of every published recipe."""
+    releases = json.loads((ROOT / "docs/compatibility.json").read_text()).values()
+    reasons = {reason for release in releases for _, reason in release["changes"].values()}
+    for file in (ROOT / "benchmark/results/recipes").glob("*.json"):
+        answers = [recipe["found"] for recipe in json.loads(file.read_text())["figures"]["recipes"]]
+        reasons |= {answer.get("refused") or answer["reason"] for answer in answers}
+    return reasons
+
+
+def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    facts: tuple[dict[str, Any], ...] = (
+        {},
+        {"chunked_prefill_size": 1024},
+        {"layer": LAYER | {"top_k": 2}},
+        {"moe_a2a_backend": "deepep"},
+    )
+    rows = [change for each in facts for change in advise(**each)["changes"]]
+    reasons = recorded_reasons() | {row["reason"] for row in rows} | {"[/b] closes nothing"}
+    for tables in (eligibility.INELIGIBLE, eligibility.MONITOR_ONLY):
+        reasons |= {f"because of {flag}, {reason}" for flag, (_, reason) in tables.items()}
+    row = {"name": "a", "summary": "", "status": "unsupported", "acts": False, "does": ""}
+    report = advise() | {"model": "a[/b]", "gpu": "h200", "engine": "0.5", "torch": "2", "python": "3", "package": "0"}
+    report |= {"gpus": ["a[/b]"], "variables": {"A": "[/b]"}, "unread": ["[/b]"]}
+    report["changes"] = [row | {"reason": reason} for reason in sorted(reasons)]
+    for module in (model_report, doctor):
+        module.show(report)
+        printed = capsys.readouterr().out
+        assert "a[/b]" in printed
+        assert [reason for reason in reasons if reason not in printed] == []
