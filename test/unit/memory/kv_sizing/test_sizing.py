@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_servers import GB, MEASURED, SIZED, START
+from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import sizing
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN = sizing.MARGIN_BYTES
 STARTS, BEGUN = ("a", "b"), ("0 of a", "0 of b")
+
+
+def test_the_page_says_the_margin():
+    page = (ROOT / "docs/changes/kv-sizing.md").read_text()
+    assert f"*margin*: {MARGIN / 1e6:,.0f} MB" in page
 
 
 @pytest.mark.parametrize(
