@@ -22,11 +22,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import output, plugins, processes, servers, timing, weights
 from common.shapes import TINY
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
@@ -137,8 +139,20 @@ PREDICTED_S = {timing.CONTROL: 0.0, "unset": 0.0, "read-only": 0.2, "first": 0.3
 REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
 
 
-def start(name: str, work: Path, setup: servers.Setup, rehearsed_s: list[int]) -> float:
-    """Seconds until a server is ready; those of its rehearsal are added to ``rehearsed_s``."""
+def processor_s() -> float:
+    """Seconds of processor time of all processes that this one has started, and of those that they waited for."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
+
+
+def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, int | None]]) -> float:
+    """Seconds until a server is ready.
+
+    :param seen: takes the processor's seconds until then, and those of the rehearsal; ``None``: there was none.
+    """
     changes, mode = STARTS[name]
     record = work / "record.json"
     record.unlink(missing_ok=True)
@@ -149,45 +163,63 @@ def start(name: str, work: Path, setup: servers.Setup, rehearsed_s: list[int]) -
     arguments = [each for each in setup.command() if each != "--skip-server-warmup"]
     setup.temporary(name).mkdir(exist_ok=True)
     with Server(name, arguments, own, work / f"{name}.log", progress=processes.saying(name, 20)) as server:
-        rehearsed_s += map(int, REHEARSED.findall(server.log_text()))
+        rehearsed = REHEARSED.search(server.log_text())
+        seen.append((processor_s(), int(rehearsed[1]) if rehearsed else None))
     print(f"  {name}: ready in {server.startup_s:.1f} s", flush=True)
     return server.startup_s
 
 
 def measure_servers(rounds: int) -> dict[str, Any]:
-    rehearsed_s: dict[str, list[int]] = {name: [] for name in STARTS}
+    seen: dict[str, list[tuple[float, int | None]]] = {name: [] for name in STARTS}
     with tempfile.TemporaryDirectory(prefix="starts-") as folder:
         work = Path(folder)
         limits = ("--max-running-requests", "3", "--context-length", "320", "--max-total-tokens", "2000")
         setup = servers.Setup(weights.Served(TINY), work, tokens=64, arguments=limits, observe=False)
         setup.prepare()
         plugins.write_module(work / "plugin", "tells_memory", STAND_IN.read_text())
-        versions = {name: partial(start, name, work, setup, rehearsed_s[name]) for name in STARTS}
+        versions = {name: partial(start, name, work, setup, seen[name]) for name in STARTS}
         ready_s = timing.in_turn(versions, rounds)
-    if any(len(each) != (rounds + 1 if name == "first" else 0) for name, each in rehearsed_s.items()):
-        raise SystemExit(f"launcher_cost: rehearsals of unexpected starts: {rehearsed_s}")
-    return {"rounds": rounds, "ready_s": ready_s, "rehearsed_s": rehearsed_s["first"][1:]}
+    if any((rehearsed is None) == (name == "first") for name, each in seen.items() for _, rehearsed in each):
+        raise SystemExit(f"launcher_cost: rehearsals of unexpected starts: {seen}")
+    counted = {name: each[1:] for name, each in seen.items()}  # the first ones warm the disk's cache
+    return {
+        "rounds": rounds,
+        "ready_s": ready_s,
+        "processor_s": {name: [processor for processor, _ in each] for name, each in counted.items()},
+        "rehearsed_s": [rehearsed for _, rehearsed in counted["first"]],
+    }
+
+
+def beside(other: list[float], stock: list[float]) -> str:
+    """The median of the rounds' differences, the smallest and the largest."""
+    more = sorted(a - b for a, b in zip(other, stock, strict=True))
+    return f"{statistics.median(more):+.1f} ({more[0]:+.1f} .. {more[-1]:+.1f})"
 
 
 def server_tables(result: output.Result) -> str:
     figures = result["figures"]
-    stock, rehearsed = figures["ready_s"][timing.STOCK], figures["rehearsed_s"]
     rows = []
     for name, ready in figures["ready_s"].items():
+        is_first, processor = name == "first", figures["processor_s"][name]
+        rehearsed = figures["rehearsed_s"] if is_first else [0] * len(ready)
         row = [LABELS[name], f"{statistics.median(ready):.1f}"]
-        own = rehearsed if name == "first" else [0] * len(ready)
-        row.append(f"{statistics.median(own):.0f}" if name == "first" else "")
+        row.append(f"{statistics.median(rehearsed):.0f}" if is_first else "")
         if name == timing.STOCK:
-            rows.append((*row, "", ""))
+            rows.append((*row, "", "", f"{statistics.median(processor):.1f}", ""))
             continue
-        more = sorted(a - b - c for a, b, c in zip(ready, stock, own, strict=True))
-        spread = f"{statistics.median(more):+.1f} ({more[0]:+.1f} .. {more[-1]:+.1f})"
-        rows.append((*row, spread, f"{PREDICTED_S[name]:+.1f}"))
-    header = ("server", "ready after s", "of it rehearsal s", "the rest, beside stock s", "predicted s")
+        without = [seconds - own for seconds, own in zip(ready, rehearsed, strict=True)]
+        row += [beside(without, figures["ready_s"][timing.STOCK]), f"{PREDICTED_S[name]:+.1f}"]
+        row += [f"{statistics.median(processor):.1f}", beside(processor, figures["processor_s"][timing.STOCK])]
+        rows.append(tuple(row))
+    header = (
+        *("server", "ready after s", "of it rehearsal s", "the rest, beside stock s", "predicted s"),
+        *("processor s", "beside stock s"),
+    )
     return (
         output.table(header, rows)
         + f"\nMedians of {figures['rounds']} rounds, and of their differences, with the smallest and the largest. "
-        "A start is looked at every half second.\n"
+        "A start is looked at every half second. Processor time is that of all of a server's processes, rehearsal "
+        "included.\n"
     )
 
 
