@@ -129,7 +129,10 @@ STARTED = {
         backend="triton",
         model={"quantized": False},
         left_out="--quantization modelopt_fp4",
-        fails_on={"0.5.17": "one rank writes into a view of itself when it gathers (dp_attn.py, all_gather)"},
+        fails_on={
+            "0.5.17": "one rank writes into a view of itself when it gathers (dp_attn.py, all_gather)",
+            "0.5.23": "its arguments are refused without such a GPU (mega_moe_hook.py)",
+        },
     ),
     "EPLB": Case("--enable-eplb --tp 2 --ep 2"),
     "embedding": Case("--is-embedding", runs=False),  # this model embeds on newer releases alone
