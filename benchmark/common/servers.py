@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "
 #: Neither CUDA graphs nor piecewise ones.
 EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 SERVERS = ("stock", "patched")
+REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
@@ -129,6 +131,12 @@ def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Se
         for future in entered:
             future.result()
         yield servers
+
+
+def rehearsed_s(log: str) -> int | None:
+    """Seconds of the first kv-sizing rehearsal that a server's log tells of; ``None``: it tells of none."""
+    found = REHEARSED.search(log)
+    return int(found[1]) if found else None
 
 
 def prompt(tokens: int, seed: object) -> list[int]:

@@ -21,7 +21,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -81,7 +80,6 @@ RETRACTED = "KV cache pool is full. Retract"
 VARIABLES = {"post-capture": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}}
 SIZED = " tokens instead of "
 """In the line of a start that a record sizes."""
-REHEARSED = re.compile(r"rehearsed in (\d+) s")
 
 
 class Failed(RuntimeError):
@@ -293,7 +291,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
                 found["overfill"] = overfilled(server, options, info, vocabulary)
     said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
     said = [line.partition("; recorded in ")[0] for line in said]
-    found |= {"said": said, "rehearsed_s": next((int(m[1]) for m in map(REHEARSED.search, said) if m), None)}
+    found |= {"said": said, "rehearsed_s": servers.rehearsed_s(server.log_text())}
     if records.exists():
         # What it is made of has folders of this machine in it.
         found["record"] = [{**asdict(each), "fingerprint_inputs": {}} for each in record.read(records).values()]
@@ -307,8 +305,10 @@ def stayed_with_the_rule(name: str, found: dict[str, Any]) -> bool:
 
 def failures(found: dict[str, Any]) -> list[str]:
     """What went wrong under a load that the server must survive; none where there was no such load."""
-    full = found.get("overfill") or {"out_of_memory": False, "errors": []}
-    return [*["out of memory"] * full["out_of_memory"], *full["errors"]]
+    full = found.get("overfill")
+    if full is None:
+        return []
+    return (["out of memory"] if full["out_of_memory"] else []) + full["errors"]
 
 
 def summary(found: dict[str, Any]) -> str:

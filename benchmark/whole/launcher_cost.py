@@ -17,7 +17,6 @@ reference kernels it leaves out.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -136,7 +135,6 @@ LABELS = {
 }
 PREDICTED_S = {timing.CONTROL: 0.0, "unset": 0.0, "read-only": 0.2, "first": 0.3}
 """Written before the first run: seconds beside stock, of a first start without its rehearsal."""
-REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
 
 
 def processor_s() -> float:
@@ -163,8 +161,7 @@ def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, i
     arguments = [each for each in setup.command() if each != "--skip-server-warmup"]
     setup.temporary(name).mkdir(exist_ok=True)
     with Server(name, arguments, own, work / f"{name}.log", progress=processes.saying(name, 20)) as server:
-        rehearsed = REHEARSED.search(server.log_text())
-        seen.append((processor_s(), int(rehearsed[1]) if rehearsed else None))
+        seen.append((processor_s(), servers.rehearsed_s(server.log_text())))
     print(f"  {name}: ready in {server.startup_s:.1f} s", flush=True)
     return server.startup_s
 
