@@ -577,7 +577,7 @@ def _describe_server(
             engine_drops=asked.get("engine_drops", False),
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
             tiles=layer.get("tiles") if layer else None,
-            all_to_all="" if resolved.get("moe_a2a_backend", "none") == "none" else resolved["moe_a2a_backend"],
+            all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
         ),
         model,
     )
