@@ -139,6 +139,8 @@ def learn_the_rule(hooks):
         in_force[0] = runner.mem_fraction_static
 
     hooks._report, hooks._size = report, size
+    if NEED:  # else what is free has nothing to do with what the pools take
+        hooks._free_before_pools = lambda state, runner: int(BEFORE * (1 - rule[0])) + CACHE
 
 
 def allow(eligibility):
