@@ -61,14 +61,6 @@ KEPT = (
     *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
     *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
 )
-#: Written before the first run: total tokens/s of Kimi-K2.5's widths at TP=4's shard sizes, 14 layers, 200 requests of
-#: 3,000 to 9,000 tokens in and 768 out, by --chunk. Prototypes in the engine's own process, without HTTP, had 25,476,
-#: 31,943 (stock) and 37,304 (patched, without activation-segments, 1 GB of margin) at 16,384, and 18,195 and 20,514 at
-#: 8,192.
-PREDICTED = {
-    8_192: {"stock": 18_000, "patched": 18_000, "stock-sized": 20_000, "sized": 20_500},
-    16_384: {"stock": 25_000, "patched": 25_500, "stock-sized": 31_000, "sized": 37_000},
-}
 QUESTIONS = 8
 """Prompts that are asked one after the other, so that a server without noise repeats its answers."""
 ANSWER_TOKENS = 32
@@ -328,19 +320,10 @@ def summary(found: dict[str, Any]) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def predicted(figures: dict[str, Any], name: str) -> str:
-    """Total tokens a second, where that was said before."""
-    sizes = tuple(figures[each] for each in ("model", "shard", "layers", "tp", "prompts", "output"))
-    if sizes != ("kimi-k2.5", 4, 14, 1, 200, 768) or list(figures["input"]) != [3000, 9000]:
-        return ""
-    tokens_per_s = PREDICTED.get(figures["chunk"], {}).get(name)
-    return f"{tokens_per_s:,}" if tokens_per_s else ""
-
-
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
-        *("run", "server", "KV tokens", "tokens/s", "predicted", "at once", "ms a token", "first token s"),
+        *("run", "server", "KV tokens", "tokens/s", "at once", "ms a token", "first token s"),
         *("retractions", "lowest free MB", "start s", "rehearsal s", "answers as stock's"),
     )
     rows = []
@@ -357,14 +340,14 @@ def tables(results: Sequence[output.Result]) -> str:
             if "total_throughput" in one:
                 gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
                 free = one["lowest_free"]
-                cells += [f"{one['total_throughput']:,.0f}{gain}", predicted(figures, name)]
-                cells += [f"{one['concurrency']:.0f}", f"{one['median_tpot_ms']:.1f}"]
+                cells += [f"{one['total_throughput']:,.0f}{gain}", f"{one['concurrency']:.0f}"]
+                cells.append(f"{one['median_tpot_ms']:.1f}")
                 cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}"]
                 mixed = one.get("overfill", {}).get("lowest_free")
                 lowest = {"": free, " mixed": mixed}  # while the load runs, and while --overfill's does
                 cells.append("; ".join(f"{least / MB:,.0f}{load}" for load, least in lowest.items() if least))
             else:
-                cells += [""] * 7
+                cells += [""] * 6
             rehearsed = one.get("rehearsed_s")
             cells += [f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"]
             equal = ""
