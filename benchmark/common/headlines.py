@@ -23,10 +23,12 @@ def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
     rows = []
     now = load("serving/kimi-k2.5-8192-redrawn")["figures"]["servers"]["sized"]
-    for chunk, name in (("default chunk, 8,192", "kimi-k2.5-8192"), ("`--chunked-prefill-size 16384`", "kimi-k2.5")):
+    for chunk, name, again in (
+        ("default chunk, 8,192", "kimi-k2.5-8192", f"; now **{now['tokens']:,}**"),
+        ("`--chunked-prefill-size 16384`", "kimi-k2.5", ""),
+    ):
         servers = load(f"serving/{name}")["figures"]["servers"]
         stock, sized = servers["stock"], servers["sized"]
-        again = f"; now **{now['tokens']:,}**" if name == "kimi-k2.5-8192" else ""
         rows.append(
             (
                 f"Kimi-K2.5's widths in BF16, 14 layers, {chunk}; 200 requests at once",

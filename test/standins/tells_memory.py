@@ -37,12 +37,17 @@ def register():
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
-        hooks["sglang.srt." + module] = telling(lambda: (BEFORE * (1 - rule[0]) + CACHE) / GIB)
+        hooks["sglang.srt." + module] = telling(lambda: free_before_pools() / GIB)
     wrapt.register_post_import_hook(count_every_step, "sglang.srt.managers.scheduler")
     if "KILLED" in os.environ:
         wrapt.register_post_import_hook(be_killed_in_capture, "sglang.srt.model_executor.model_runner")
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
+
+
+def free_before_pools():
+    """Bytes, whatever fraction is in force: what the rule sets aside, and what it leaves to the KV cache."""
+    return int(BEFORE * (1 - rule[0])) + CACHE
 
 
 def shorten(phases):
@@ -140,7 +145,7 @@ def learn_the_rule(hooks):
 
     hooks._report, hooks._size = report, size
     if NEED:  # else what is free has nothing to do with what the pools take
-        hooks._free_before_pools = lambda state, runner: int(BEFORE * (1 - rule[0])) + CACHE
+        hooks._free_before_pools = lambda state, runner: free_before_pools()
 
 
 def allow(eligibility):

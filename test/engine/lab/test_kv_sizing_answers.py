@@ -123,7 +123,7 @@ ONE_STEP += " --speculative-num-draft-tokens 2 --speculative-draft-attention-bac
 STARTED = {
     "decode": Case("--disaggregation-mode decode --disaggregation-transfer-backend fake"),
     "adaptive": Case(
-        # 0.5.11 adapts without overlap alone, which a CPU has not anyway
+        # 0.5.11 adapts only without the overlap scheduler, which is off on a CPU: doctor must be asked the same.
         f"{ONE_STEP} --speculative-adaptive --disable-overlap-schedule",
         stand_ins=("no_driver",),
         runs=False,
