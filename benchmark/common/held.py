@@ -102,8 +102,11 @@ def _watch(module: Any) -> None:
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal file
-        if getattr(self, "is_draft_worker", False) or (
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        # Of several ranks the first writes: the file is theirs together.
+        if (
+            self.tp_rank
+            or getattr(self, "is_draft_worker", False)
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         ):
             return original(self, batch, *args, **kwargs)
         allocated = read_counters().get("allocated_bytes.all.current", 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -142,6 +143,20 @@ def rehearsed_s(log: str) -> int | None:
 def prompt(tokens: int, seed: object) -> list[int]:
     """Random token ids."""
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
+
+
+def answer_digests(server: Server, lengths: Sequence[int], new_tokens: int) -> list[str]:
+    """A digest of each answer to random prompts of these lengths, asked alone, one after the other."""
+    found = [generate(server, prompt(length, 0), new_tokens, logprobs=False)["tokens"] for length in lengths]
+    return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
+
+
+def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """How many of a server's answers equal those of the server ``stock``; "": one of both gave none, or it is stock."""
+    own, stocks = (measured.get(each, {}).get("answers", []) for each in (name, "stock"))
+    if name == "stock" or not own or not stocks:
+        return ""
+    return f"{sum(mine == stock for mine, stock in zip(own, stocks, strict=True))} of {len(stocks)}"
 
 
 def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:

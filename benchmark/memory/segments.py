@@ -3,14 +3,16 @@
     python benchmark memory/segments --json segments.json --gpus "0;1"  # Kimi-K2.5's widths, 14 layers
     python benchmark memory/segments --model qwen3-30b --shard 1 --layers 48 --context 40960 --json segments-qwen.json
     python benchmark memory/segments --servers stock,stock-segments --seconds 480  # a long run
+    python benchmark memory/segments --tp 2 --servers stock,variable,stock-segments  # custom all-reduce
     python benchmark memory/segments -- --disable-cuda-graph --disable-piecewise-cuda-graph  # everything eager
     python benchmark memory/segments --quick  # a tiny model, CPU: does it run?
 
 Four servers, one after the other on each group of GPUs, at the engine's own fraction and with its default graphs,
-random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server.
-Each is asked the same: a first prompt of a chunk, rising prompts, chunks behind chunks, the largest decode, prompts of
-a chunk again, steps of one request and of 32, 64 mixed requests, and then random lengths for --seconds. What the
-forwards took is read from the allocator and from the driver at each of them.
+random weights: stock and patched, each with activation-segments and without; `stock-again` is a second stock server,
+and `variable` a stock one with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True from its start. Each is asked the same:
+eight questions alone, at its start and at its end, a first prompt of a chunk, rising prompts, chunks behind chunks, the
+largest decode, prompts of a chunk again, steps of one request and of 32, 64 mixed requests, and then random lengths for
+--seconds. What the forwards took is read from the allocator and from the driver at each of them, on the first rank.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import held, machine, output, plugins, processes, served, weights
+from common import dummy_weights, held, machine, output, plugins, processes, served, servers, weights
 from common.client import Client, Unanswered
 from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
@@ -44,7 +46,10 @@ SERVERS = {
     "patched-off": ("all", "off"),
     "patched": ("all", "on"),
     "stock-again": ("none", ""),
+    "variable": ("none", ""),
 }
+#: More variables of a server.
+VARIABLES = {"variable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 DEFAULT = ("stock", "stock-segments", "patched-off", "patched")
 #: Written before the first run, after a prototype's figures: Kimi-K2.5's widths at TP=4's shard sizes, 14 layers,
 #: chunks of 16,384, at the rule's fraction. MB free at the worst moment; and what is kept of the tensors' peak besides.
@@ -54,6 +59,10 @@ MIXED = 64
 CLIENTS = 16
 BATCH = 32
 SHORT = 48
+QUESTIONS = 8
+"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
+ANSWER_TOKENS = 16
+"""New tokens of each answer."""
 
 
 class Failed(RuntimeError):
@@ -163,6 +172,12 @@ def measure(asking: Asking, path: Path) -> dict[str, Any]:
     return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
+def answers(server: Server, options: Any) -> list[str]:
+    """A digest of each answer to the questions, which are of many lengths up to a chunk."""
+    lengths = [max(1, options.chunk * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
+    return servers.answer_digests(server, lengths, ANSWER_TOKENS)
+
+
 def tiny_arguments(options: Any) -> list[str]:
     given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
     given += ["--moe-runner-backend", "triton", "--chunked-prefill-size", str(options.chunk)]
@@ -173,9 +188,10 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     """Start, ask and end one server."""
     select, segments = SERVERS[name]
     path = work / f"{name}.jsonl"
-    own = processes.variables(work / "plugin", Path(__file__).parents[1])
+    own = processes.variables(work / "plugin", *dummy_weights.write_plugin(work / "weights"))
     own |= {} if has_gpu() else environment.variables(own)
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
+    own |= VARIABLES.get(name, {})
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
     chosen = tiny_arguments(options) if options.quick else served.server_arguments(options)
     arguments = environment.server_arguments(["--model-path", str(model), *chosen])
@@ -183,7 +199,9 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        at_start = answers(server, options)
         figures = {"startup_s": round(server.startup_s, 1)} | measure(Asking(server, options, vocabulary), path)
+        figures["answers"] = [*at_start, *answers(server, options)]
     log_lines = [line for line in server.log_text().splitlines() if "activation-segments" in line]
     print("\n".join([f"{name}: {json.dumps(figures)}", *(f"  {line[-300:]}" for line in log_lines)]), flush=True)
     return figures | {"log": log_lines}
@@ -232,7 +250,7 @@ def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
         *("run", "server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
-        *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s"),
+        *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s", "answers as stock's"),
     )
     rows = []
     for result in results:
@@ -256,6 +274,7 @@ def tables(results: Sequence[output.Result]) -> str:
                     f"{one['first_ms'] / 1e3:.1f}",
                     *(f"{statistics.median(one[what]):.1f}" for what in ("prefill_ms", "decode_ms", "batch_ms")),
                     f"{statistics.median(one['mixed_per_s']):.1f}",
+                    servers.equal_answers(figures["servers"], name),
                 )
             )
     return output.table(header, rows, left=2)
@@ -286,8 +305,8 @@ def main() -> None:
     if options.quick:
         figures |= {"model": "tiny", "shard": 1, "layers": TINY.layers}
 
-    def finished(servers: dict[str, Any]) -> None:
-        figures["servers"] = servers
+    def finished(measured: dict[str, Any]) -> None:
+        figures["servers"] = measured
         if options.json:
             output.write(options.json, output.result("segments", figures))
 

@@ -16,7 +16,6 @@ after each server; with the same --work and --json a later or a second run adds 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -195,10 +194,8 @@ def warm(client: Client, options: Any, vocabulary: int) -> None:
 
 def answers(server: Server, options: Any) -> list[str]:
     """A digest of each answer to the questions, which are of many lengths and are asked alone."""
-    longest, new_tokens = max(options.input), min(ANSWER_TOKENS, options.output)
-    prompts = [servers.prompt(max(1, longest * number // QUESTIONS), 0) for number in range(1, QUESTIONS + 1)]
-    found = [servers.generate(server, prompt, new_tokens, logprobs=False)["tokens"] for prompt in prompts]
-    return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
+    lengths = [max(1, max(options.input) * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
+    return servers.answer_digests(server, lengths, min(ANSWER_TOKENS, options.output))
 
 
 def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
@@ -333,7 +330,6 @@ def tables(results: Sequence[output.Result]) -> str:
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
         run = f"{served.described(figures)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
-        expected = figures["servers"].get("stock", {}).get("answers", [])
         for place, (name, one) in enumerate(figures["servers"].items()):
             label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name
             cells = ['"' if place else run, label, f"{one['tokens']:,}"]
@@ -350,11 +346,7 @@ def tables(results: Sequence[output.Result]) -> str:
                 cells += [""] * 6
             rehearsed = one.get("rehearsed_s")
             cells += [f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"]
-            equal = ""
-            if expected and "answers" in one and name != "stock":
-                alike = [answer == stocks for answer, stocks in zip(one["answers"], expected, strict=True)]
-                equal = f"{sum(alike)} of {len(alike)}"
-            rows.append((*cells, equal))
+            rows.append((*cells, servers.equal_answers(figures["servers"], name)))
     return output.table(header, rows, left=2)
 
 
