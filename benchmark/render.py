@@ -83,8 +83,8 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 SERVING = under(
-    *("serving", "kimi-k2.5-8192", "kimi-k2.5-8192-redrawn", "kimi-k2.5"),
-    *("deepseek-r1-eagle", "deepseek-r1-eagle-redrawn", "deepseek-r1-eagle-tp2"),
+    *("serving", "kimi-k2.5-8192", "kimi-k2.5"),
+    *("deepseek-r1-eagle", "deepseek-r1-eagle-tp2"),
 )
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")

@@ -22,18 +22,14 @@ PEAKS = {
 def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
     rows = []
-    now = load("serving/kimi-k2.5-8192-redrawn")["figures"]["servers"]["sized"]
-    for chunk, name, again in (
-        ("default chunk, 8,192", "kimi-k2.5-8192", f"; now **{now['tokens']:,}**"),
-        ("`--chunked-prefill-size 16384`", "kimi-k2.5", ""),
-    ):
+    for chunk, name in (("default chunk, 8,192", "kimi-k2.5-8192"), ("`--chunked-prefill-size 16384`", "kimi-k2.5")):
         servers = load(f"serving/{name}")["figures"]["servers"]
         stock, sized = servers["stock"], servers["sized"]
         rows.append(
             (
                 f"Kimi-K2.5's widths in BF16, 14 layers, {chunk}; 200 requests at once",
                 "`SGLANG_MOE_PATCHES_KV_SIZING=auto`, second start",
-                f"{stock['tokens']:,} -> {sized['tokens']:,} KV tokens{again}",
+                f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
                 f"{stock['total_throughput']:,.0f} -> **{sized['total_throughput']:,.0f}** tokens/s",
                 f"{stock['median_tpot_ms']:.1f} -> {sized['median_tpot_ms']:.1f} ms per token with "
                 f"{stock['concurrency']:.0f} -> {sized['concurrency']:.0f} requests running, first token after "
@@ -53,17 +49,17 @@ def launched(load: Load) -> str:
     )
     header = ("server, one H200, random weights", "what to set", "memory", "throughput", "latency")
     note = (
-        "Since the throughput of the first two rows was measured, a rehearsal also drives penalties and "
-        f"log-probabilities, which need memory: the first server has {now['tokens']:,} KV tokens now, the second has "
-        "not been started since. The weights of both rows are the engine's random ones, with which nearly every token "
-        "is routed to the same eight experts: tokens per second of a real checkpoint differ."
+        "The second row is older: its rehearsal drove no log-probabilities, which need memory, so that its KV cache "
+        "would be smaller today; and its weights are the engine's own random ones, with which nearly every token is "
+        "routed to the same eight experts. Those of the first row are drawn so that every expert is used. Tokens per "
+        "second of a real checkpoint differ."
     )
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
 
 
 def second_start(load: Load) -> str:
     """What a server said at its second start."""
-    said = load("serving/kimi-k2.5-8192-redrawn")["figures"]["servers"]["sized"]["said"][0]
+    said = load("serving/kimi-k2.5-8192")["figures"]["servers"]["sized"]["said"][0]
     return f"\n```\nsglang-moe-patches: kv-sizing: {said}\n```\n"
 
 

@@ -102,9 +102,9 @@ def _watch(module: Any) -> None:
     @functools.wraps(original)
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal file
-        # Of several ranks the first writes: the file is theirs together.
+        # The file is of all ranks together: the first one writes.
         if (
-            self.tp_rank
+            torch.distributed.get_rank()
             or getattr(self, "is_draft_worker", False)
             or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         ):
