@@ -27,20 +27,30 @@ def launched(load: Load) -> str:
         stock, sized = servers["stock"], servers["sized"]
         rows.append(
             (
-                f"Kimi-K2.5's widths in BF16, 14 layers, {chunk}; 200 requests at once",
+                f"one rank's share at TP=4 of Kimi-K2.5's layers, in BF16, 14 of 61, {chunk}; 200 requests at once",
                 "`SGLANG_MOE_PATCHES_KV_SIZING=auto`, second start",
                 f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
-                f"{stock['total_throughput']:,.0f} -> **{sized['total_throughput']:,.0f}** tokens/s",
-                f"{stock['median_tpot_ms']:.1f} -> {sized['median_tpot_ms']:.1f} ms per token with "
-                f"{stock['concurrency']:.0f} -> {sized['concurrency']:.0f} requests running, first token after "
-                f"{stock['median_ttft_ms'] / 1e3:.1f} -> {sized['median_ttft_ms'] / 1e3:.1f} s",
+                speed(stock, sized, "**"),
+                latency(stock, sized),
             )
         )
+    servers = load("serving/deepseek-r1-eagle")["figures"]["servers"]
+    stock, sized = servers["stock"], servers["sized"]
+    rows.append(
+        (
+            "DeepSeek-R1 in FP8, sizes of TP=8, 30 of 61 layers, EAGLE, the published `--mem-fraction-static 0.82`; 64 "
+            "requests at once",
+            "`SGLANG_MOE_PATCHES_KV_SIZING=always`, second start",
+            f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
+            speed(stock, sized),
+            latency(stock, sized),
+        )
+    )
     recipe = load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
     stock, patched = recipe["stock"], recipe["patched"]
     rows.append(
         (
-            "DeepSeek-R1 in FP8, sizes of TP=8, 4 layers, the chunk of its published H200 recipe, 32,768",
+            "DeepSeek-R1 in FP8, sizes of TP=8, 4 layers, eager, the chunk of its published H200 recipe, 32,768",
             "nothing",
             f"{stock['peak'] / 1e6:,.0f} -> **{patched['peak'] / 1e6:,.0f}** MB for a prefill",
             "",
@@ -49,12 +59,24 @@ def launched(load: Load) -> str:
     )
     header = ("server, one H200, random weights", "what to set", "memory", "throughput", "latency")
     note = (
-        "The second row is older: its rehearsal drove no log-probabilities, which need memory, so that its KV cache "
-        "would be smaller today; and its weights are the engine's own random ones, with which nearly every token is "
-        "routed to the same eight experts. Those of the first row are drawn so that every expert is used. Tokens per "
-        "second of a real checkpoint differ."
+        "Tokens per second count prompts and answers; latencies are medians. The second row is of an older version, "
+        "which did not measure requests for log-probabilities: today's would, and leave a smaller KV cache. Its "
+        "weights are the engine's own random ones, with which nearly every token is routed to the same eight experts; "
+        "those of the others are drawn so that every expert is used. Tokens per second of a real checkpoint differ."
     )
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
+
+
+def speed(stock: dict[str, Any], sized: dict[str, Any], mark: str = "") -> str:
+    return f"{stock['total_throughput']:,.0f} -> {mark}{sized['total_throughput']:,.0f}{mark} tokens/s"
+
+
+def latency(stock: dict[str, Any], sized: dict[str, Any]) -> str:
+    token, first = (
+        [f"{one[name] / unit:.1f}" for one in (stock, sized)]
+        for name, unit in (("median_tpot_ms", 1), ("median_ttft_ms", 1e3))
+    )
+    return f"{' -> '.join(token)} ms per token, first token after {' -> '.join(first)} s"
 
 
 def second_start(load: Load) -> str:

@@ -248,11 +248,11 @@ def predicted_free(figures: dict[str, Any], name: str) -> int | None:
 
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
-    header = (
+    header: tuple[str, ...] = (
         *("run", "server", "tensors MB", "slack MB", "of the tensors", "lowest free MB", "predicted", "grown MB"),
         *("first prefill s", "prefill ms", "decode ms", f"of {BATCH} ms", "mixed requests/s", "answers as stock's"),
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
         run = f"{served.described(figures)}, {result['conditions']['engine']}"
@@ -277,6 +277,8 @@ def tables(results: Sequence[output.Result]) -> str:
                     servers.equal_answers(figures["servers"], name),
                 )
             )
+    if not any(row[-1] for row in rows):  # results of before answers were asked for
+        header, rows = header[:-1], [row[:-1] for row in rows]
     return output.table(header, rows, left=2)
 
 

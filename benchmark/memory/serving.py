@@ -320,7 +320,7 @@ def summary(found: dict[str, Any]) -> str:
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server."""
     header = (
-        *("run", "server", "KV tokens", "tokens/s", "at once", "ms a token", "first token s"),
+        *("run", "server", "KV tokens", "tokens/s", "unfinished", "ms a token", "first token s"),
         *("retractions", "lowest free MB", "start s", "rehearsal s", "answers as stock's"),
     )
     rows = []

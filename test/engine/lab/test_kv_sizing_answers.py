@@ -19,7 +19,7 @@ EAGLE = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-e
 EAGLE += " --speculative-num-draft-tokens 4"
 NGRAM = "--speculative-algorithm NGRAM"
 ATTENTION = "--tp 2 --dp 2 --enable-dp-attention"
-FLAGS = {
+COMMAND_LINES = {
     "": "nothing is given",
     "--mem-fraction-static 0.8": "a fraction is given",
     "--max-total-tokens 100000": "tokens are given",
@@ -77,7 +77,7 @@ def agree(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
 
 
 def test_every_flag_of_the_table_is_a_case():
-    flags = {flag for given in FLAGS for flag in re.findall(r"--[\w-]+", given)}
+    flags = {flag for given in COMMAND_LINES for flag in re.findall(r"--[\w-]+", given)}
     assert {*eligibility.INELIGIBLE, *eligibility.MONITOR_ONLY} <= flags
 
 
@@ -85,7 +85,7 @@ def test_every_flag_of_the_table_is_a_case():
 def test_doctor_says_of_each_server_what_its_own_process_would_decide():
     model = config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0]
     common = {"model": "m", "config": model, "gpu": "h200", "env": {}}
-    servers = [common | {"flags": flags.split()} for flags in FLAGS]
+    servers = [common | {"flags": flags.split()} for flags in COMMAND_LINES]
     for switch in SWITCHES:
         servers.append(common | {"flags": ATTENTION.split(), "env": {switch: "1"}})
     answers = list(doctor_answers.ask_each(servers, "engine_resolution:compare_kv_sizing"))

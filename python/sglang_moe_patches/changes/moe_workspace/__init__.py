@@ -12,13 +12,15 @@ Hook points
     (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
 
 Skipped
-    without CUDA. Other runners are left alone. Layer by layer, with Triton: small tensors (``route`` in
-    :func:`.triton.install`); LoRA hooks, a top-k of 1 or 2, a deferred sum (:func:`.triton.can_run_in_columns`);
-    operands of an unexpected shape or layout (:func:`.deferred_tensor.column_skip_reason`). With Marlin: small tensors
-    (:func:`.marlin.install`), all else in :func:`.marlin.column_skip_reason`.
+    without CUDA, unless token slices are asked for. Other runners are left alone. Layer by layer, with Triton:
+    small tensors (``route`` in :func:`.triton.install`); LoRA hooks, a top-k of 1 or 2, a deferred sum
+    (:func:`.triton.can_run_in_columns`); operands of an unexpected shape or layout
+    (:func:`.deferred_tensor.column_skip_reason`). With Marlin: small tensors (:func:`.marlin.install`), all else in
+    :func:`.marlin.column_skip_reason`.
 
 Costs
-    At most 2 % of the layer's time (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`); below the threshold one comparison.
+    An estimated 2 % of the layer's time at most (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`), with
+    ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` whatever the slices cost; below the threshold one comparison.
 
 How: the files, in the order of a Triton forward
     1. This file: :func:`_plan` probes both runners; one that is unsupported leaves the other in place.
@@ -54,7 +56,7 @@ from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan,
 
 
 def _skip_reason(server_args: Any) -> str | None:
-    """Does not ask for ``--moe-runner-backend``: experts that it has no kernel for run on Triton."""
+    """``--moe-runner-backend`` does not matter: experts for which that runner has no kernel run on Triton."""
     if MAX_MOE_TOKENS.read() is not None:
         return None
     return None if server_args.device == "cuda" else f"--device is {server_args.device}"

@@ -243,6 +243,7 @@ def packed_slice_width(layer: LayerShape, gemm: MarlinGemm, max_bytes: int | Non
 def max_affordable_slices(layer: LayerShape, gemm: TritonGemm) -> int:
     """How many slices cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time; at least one."""
     if gemm.has_slow_order:
+        # Not where a test or a benchmark has lifted the limit.
         return 1 if MAX_SLOWDOWN_FRACTION < 1 else layer.rows
     rate = gemm.operations_per_us  # the tiles themselves are a dictionary, which has no hash
     return _max_affordable_slices(layer, gemm.quantized, gemm.uses_staging, rate, MAX_SLOWDOWN_FRACTION)

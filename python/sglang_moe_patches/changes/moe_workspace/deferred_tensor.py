@@ -21,6 +21,8 @@ from sglang_moe_patches.core import log
 #: The first parameters of the engine's GEMM, and where its configuration (tiles) is.
 GEMM_PARAMETERS = ("A", "B", "bias", "C", "A_scale", "B_scale", "B_zp", "topk_weights", "topk_ids")
 CONFIG = 14
+REST = GEMM_PARAMETERS.index("topk_weights")
+"""From here on :class:`SecondGemm` does not name the parameters."""
 
 
 # --- What stands in for tensors --------------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ class SecondGemm(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, int]:
-        return self.rest[CONFIG - 7]
+        return self.rest[CONFIG - REST]
 
     def run(self, kernel: Callable[..., None], output: Any, columns: tuple[int, int] | None = None) -> None:
         """Compute ``output``, or only these columns of the hidden size: on views of weights, bias and scales.

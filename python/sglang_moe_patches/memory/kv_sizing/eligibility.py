@@ -53,9 +53,10 @@ REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 """By flag: whether a server's resolved arguments have the feature, and the reason, worded to follow "of FLAG,"."""
 
-# Which table a flag belongs to. INELIGIBLE: the change is skipped and hooks nothing. Here belongs a cache that keeps
-# prompts after a flush, a feature that moves memory in and out (LoRA, offload), and what nobody has looked at.
-# MONITOR_ONLY: the server is never rehearsed, but the lowest free memory of a server of this kind is worth recording.
+# Which table a flag belongs to. INELIGIBLE is the safe one: the change is skipped and hooks nothing. MONITOR_ONLY is
+# for a feature that somebody has looked at: the server is never rehearsed, but its lowest free memory while it serves
+# tells what the next start of the same server will leave. What else a new flag needs: docs/changes/kv-sizing.md, "A
+# new argument that kv-sizing must know".
 #: Servers that keep their fraction. Their free memory is recorded while they serve.
 MONITOR_ONLY: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),

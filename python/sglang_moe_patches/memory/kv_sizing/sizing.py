@@ -12,7 +12,8 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
-fourteen servers that were measured, and once by 2 GB: as much as this."""
+fourteen servers that were measured, and once by 2 GB: as much as this. Another value needs another version of the
+package: a proven record of this version is used without a rehearsal."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -252,7 +253,7 @@ def fraction_for(launch: LaunchMemory, reserve: float) -> float:
 
 
 def _margin(record: Record) -> int:
-    """The same on every GPU; each server of this configuration that died, starting or serving, adds another."""
+    """Each server of this configuration that died, starting or serving, adds another."""
     return MARGIN_BYTES * (1 + record.ooms + len(record.unserved))
 
 
