@@ -232,16 +232,22 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
     return plans
 
 
-def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
+def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
+    """What becomes of a change where ``names`` are selected; nothing is installed.
+
+    :param server_args: the engine's, resolved or not; ``None``: what holds for every server of this environment.
+    """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
         skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
     except Exception as error:
         return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
-    if skip_reason:
-        return Plan.skipped(skip_reason)
-    plan = probe(change)
+    return Plan.skipped(skip_reason) if skip_reason else probe(change)
+
+
+def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:
+    plan = plan_for(change, names, server_args)
     if plan.install is None:
         return plan
     patcher = Patcher()

@@ -59,7 +59,7 @@ def _examine_here() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     changes = []
     for change in CHANGES:
-        plan = patch.probe(change) if change.name in names else patch.Plan(patch.Status.NOT_SELECTED)
+        plan = patch.plan_for(change, names)
         changes.append(
             {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
         )

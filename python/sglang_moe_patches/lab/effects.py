@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from sglang_moe_patches.changes.deferred_shared_experts import may_defer
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Status
+from sglang_moe_patches.core.patch import ACTIVE, Status
 
-INSTALLED = (Status.APPLIED, Status.HARDENED)
-"""The statuses with which a change wraps something of the engine's."""
 ANY_OTHER = "any other"
 """Part of a :class:`Layer`: routed experts with a runner that :mod:`sglang_moe_patches.core.runners` does not name."""
 ATTENTION = "attention inputs"
@@ -87,4 +85,4 @@ def effect(change: str, layer: Layer, status: str) -> str:
     :param status: the change's :class:`Status`, or any other word where it was not asked.
     """
     describe = EFFECTS.get(change)
-    return describe(layer, status) if describe and status in INSTALLED else ""
+    return describe(layer, status) if describe and status in ACTIVE else ""

@@ -14,7 +14,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import Limits
 
 
 def configured(**sizes: int) -> Limits:
-    return Limits(captured=64, vocabulary=5000, context=10_006, **sizes)
+    return Limits(captured=64, vocabulary=5000, **sizes)
 
 
 @given(st.integers(1, 5000), st.integers(0, 10))
@@ -42,7 +42,6 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     c = Limits(
         captured=64,
         vocabulary=5000,
-        context=10_006,
         requests=requests,
         cache_tokens=requests * share,
         input_tokens=(context + 1) * share,
@@ -67,7 +66,6 @@ def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
     c = Limits(
         captured=64,
         vocabulary=5000,
-        context=10_006,
         cache_tokens=tokens,
         chunk=8192,
         requests=requests,

@@ -464,8 +464,7 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
     for name, experts in modules.items():
         if not isinstance(experts, FusedMoE):
             continue
-        above = [modules[".".join(name.split(".")[:length])] for length in range(name.count("."), 0, -1)]
-        block = above[0]
+        block = modules[name.rpartition(".")[0]]
         method = experts.quant_method
         holder = getattr(experts, "scheme", None) or method
         config = experts.moe_runner_config
@@ -475,13 +474,9 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
             "blocks": bool(getattr(holder, "block_quant", False)),
             "experts": config.num_experts,
             "top_k": config.top_k,
-            "hidden": config.hidden_size,
             "intermediate": config.intermediate_size_per_partition,
-            "fused_shared_experts": config.num_fused_shared_experts or 0,
             "shared_experts": any(getattr(block, name, None) is not None for name in _SHARED_EXPERTS),
             "family": family,
-            "layer": type(above[1]).__name__ if len(above) > 1 else "",
-            "inplace": bool(config.inplace),
             "tiles": _read_tiles(experts, holder, tokens),
         }
     return None
@@ -536,16 +531,8 @@ def _plan_changes(server_args: Any) -> list[dict[str, Any]]:
     from sglang_moe_patches.registry import CHANGES
 
     selected = patch.selected(CHANGES)
-    plans = []
-    for change in CHANGES:
-        if change.name not in selected:
-            plan = patch.Plan(patch.Status.NOT_SELECTED)
-        elif reason := change.skip_reason(server_args):
-            plan = patch.Plan.not_needed(reason)
-        else:
-            plan = patch.probe(change)
-        plans.append({"name": change.name, "status": str(plan.status), "reason": plan.reason})
-    return plans
+    plans = [(change.name, patch.plan_for(change, selected, server_args)) for change in CHANGES]
+    return [{"name": name, "status": str(plan.status), "reason": plan.reason} for name, plan in plans]
 
 
 if __name__ == "__main__":

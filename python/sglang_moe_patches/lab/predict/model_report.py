@@ -16,9 +16,9 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, unread
+from sglang_moe_patches.core.patch import ACTIVE, Change, unread
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
-from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, INSTALLED, Layer, effect
+from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
@@ -111,7 +111,7 @@ def describe_changes(server: Server, model: Model, answers: Iterable[Mapping[str
 
 def _row(server: Server, model: Model, change: Change, answer: Mapping[str, Any]) -> dict[str, Any]:
     does, reason = "", answer["reason"]
-    if answer["status"] in INSTALLED:
+    if answer["status"] in ACTIVE:
         does = _effects(server, model, change, answer["status"])
         if not does:
             own = "" if model.shared_experts else " without shared experts of their own"

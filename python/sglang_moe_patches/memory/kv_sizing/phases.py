@@ -142,8 +142,6 @@ class Limits:
     gathered: int = 1
     """Ranks of data-parallel attention, whose tokens the experts see together."""
     vocabulary: int = 1000
-    context: int = 0
-    """The model's context length."""
     prefill_tokens: int | None = None
     """``--max-prefill-tokens``: of several requests in one forward."""
     prefill_requests: int = 0
@@ -225,7 +223,6 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
         ranks=ranks(info),
         gathered=attention_ranks(info),
         vocabulary=facts.vocabulary,
-        context=facts.context,
         prefill_tokens=int(info.get("max_prefill_tokens") or 0) or None,
         prefill_requests=int(info.get("prefill_max_requests") or 0),
         window=facts.window,

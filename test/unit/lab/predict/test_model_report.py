@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from common.shapes import MODELS
 from releases import ROOT
-from sglang_moe_patches import cli
+from sglang_moe_patches import cli, registry
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.patch import Change, Off
 from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
@@ -27,9 +29,8 @@ from typer.testing import CliRunner
 ALL = {change.name: "applied" for change in CHANGES}
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
 LAYER = {
-    **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False, "inplace": True},
-    **{"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 512, "fused_shared_experts": 0},
-    **{"shared_experts": True, "family": "deepseek_v2", "layer": "DeepseekV2DecoderLayer"},
+    **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
+    **{"experts": 384, "top_k": 8, "intermediate": 512, "shared_experts": True, "family": "deepseek_v2"},
 }
 RESOLVED = {
     **{"tp_size": 4, "ep_size": 1, "dp_size": 1, "enable_dp_attention": False, "chunked_prefill_size": 16384},
@@ -398,6 +399,13 @@ def test_programs_are_told_all_that_is_known(monkeypatch):
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
     done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])
     assert json.loads(done.stdout) == json.loads(json.dumps(report))
+
+
+def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
+    left_out = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off(f"{server_args.variable} is unset"))
+    monkeypatch.setattr(registry, "CHANGES", (left_out,))
+    found = engine_query._plan_changes(SimpleNamespace(variable="A"))
+    assert found == [{"name": "a", "status": "off", "reason": "A is unset"}]
 
 
 def test_an_engine_that_ends_is_quoted_by_its_last_line(monkeypatch):
