@@ -155,24 +155,23 @@ def differences(release: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def record(logs: Path) -> dict[str, Any]:
-    """What came out of `make test-all`, by its logs: the runs of one release added up.
+def record(logs: Path, earlier: dict[str, Any]) -> dict[str, Any]:
+    """What came out of `make test-all`, by its logs.
 
-    :raises SystemExit: a release that is tested every time left no log, or one without a summary.
+    :param earlier: by release and part (:data:`pages.PARTS`), which stays where that part left no log that has ended.
+    :raises SystemExit: no log has a summary.
     """
-    runs = {}
+    runs, ended = {}, False
     for release in releases.EVERY_TIME:
-        log = logs / f"test-{release}.log"
-        found = re.findall(r"^=+ (.* in [\d.]+s.*)=+$", log.read_text() if log.exists() else "", re.MULTILINE)
-        if not found:
-            sys.exit(f"{log} has no summary of pytest's; run `make test-all` first")
-        counts: dict[str, int] = {}
-        for number, kind in re.findall(r"(\d+) (\w+)", " ".join(outcome(line) for line in found)):
-            counts[kind] = counts.get(kind, 0) + int(number)
-        runs[release] = {
-            "date": date.fromtimestamp(log.stat().st_mtime).isoformat(),
-            "outcome": " · ".join(f"{number} {kind}" for kind, number in counts.items()),
-        }
+        runs[release] = dict(earlier.get(release, {}))
+        for part in pages.PARTS:
+            log = logs / f"test-{release}-{part}.log"
+            said = log.read_text() if log.exists() else ""
+            if summaries := re.findall(r"^=+ .* in [\d.]+s.*=+$", said, re.MULTILINE):
+                ended, day = True, date.fromtimestamp(log.stat().st_mtime)
+                runs[release][part] = {"date": day.isoformat(), "outcome": outcome(summaries[-1])}
+    if not ended:
+        sys.exit(f"no log in {logs} has a summary of pytest's; run `make test-all` first")
     return {release: runs[release] for release in sorted(runs, key=releases.ALL.index)}
 
 
@@ -194,7 +193,7 @@ def main() -> None:
     if options.doctor and (untested := [release for release in wanted if release not in found]):
         parser.error(f"--doctor: {', '.join(untested)} was never tested; run it without --doctor")
     if options.record:
-        save(pages.WHOLE, record(options.record))
+        save(pages.WHOLE, record(options.record, json.loads(pages.WHOLE.read_text())))
     if options.models:
         for release in wanted:
             with installed(release) as place:

@@ -32,6 +32,8 @@ import releases
 ROOT = releases.ROOT
 FOUND = ROOT / "docs" / "compatibility.json"
 WHOLE = ROOT / "docs" / "test-all.json"
+PARTS = {"engine-tests": "tests that start the engine", "unit": "the others"}
+"""Of `make test-all`: targets of the Makefile, for people."""
 MARKED = re.compile(r"(?P<start>[^\n]?)<!-- generated:(?P<name>\S+) -->(?P<old>.*?)<!-- /generated -->", re.DOTALL)
 
 
@@ -223,8 +225,11 @@ def offers(found: dict[str, Any]) -> str:
 
 def whole(outcomes: dict[str, Any]) -> str:
     """A table of the last runs of all tests."""
-    rows = [(release, run["date"], run["outcome"]) for release, run in outcomes.items()]
-    return table(("SGLang", "all tests, on", "outcome"), rows)
+    rows = []
+    for release, parts in outcomes.items():
+        found = [parts.get(part) for part in PARTS]
+        rows.append((release, *(f"{run['outcome']} ({run['date']})" if run else "not run yet" for run in found)))
+    return table(("SGLang", *PARTS.values()), rows)
 
 
 def generated(name: str) -> str:

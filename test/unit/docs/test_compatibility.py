@@ -72,3 +72,20 @@ def test_this_release_is_as_the_table_says():
         name: FOUND[release][name] for name in ("families", "out_of_place")
     }
     assert done.returncode == ("unsupported" in [status for status, _ in changes.values()])
+
+
+def test_of_all_tests_each_part_that_ended_is_recorded_and_the_others_keep_what_was_known(tmp_path):
+    newest = releases.EVERY_TIME[-1]
+    failed = "= 2 failed, 9 passed, 1 skipped, 4 deselected in 65.01s (0:01:05) =\nmake[1]: *** [unit] Error 1\n"
+    (tmp_path / f"test-{newest}-unit.log").write_text(f"collected 12 items\n{failed}")
+    (tmp_path / f"test-{newest}-engine-tests.log").write_text("collected 300 items\n....")
+    known = {"date": "2026-01-01", "outcome": "300 passed"}
+    found = compatibility.record(tmp_path, {newest: {"engine-tests": known, "unit": known}})
+    assert list(found) == sorted(releases.EVERY_TIME, key=releases.ALL.index)
+    assert (found[newest]["engine-tests"], found[newest]["unit"]["outcome"]) == (
+        known,
+        "2 failed · 9 passed · 1 skipped",
+    )
+    assert pages.whole(found).splitlines()[-1].startswith(f"| {newest} | 300 passed (2026-01-01) | 2 failed · 9 passed")
+    with pytest.raises(SystemExit, match="has a summary"):
+        compatibility.record(tmp_path / "nothing", {})
