@@ -94,7 +94,7 @@ on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
     'echo "== SGLang $$1: $$0 started; log: $(LOGS)/test-$$1-$$0.log"; \
     $(MAKE) --no-print-directory $$0 ENGINE=$$1 $(2) > $(LOGS)/test-$$1-$$0.log 2>&1'; status=$$?; \
   for release in $(1); do echo "== SGLang $$release"; \
-    cat $(LOGS)/test-$$release-*.log | tee $(LOGS)/test-$$release.log; done; exit $$status
+    cat $(LOGS)/test-$$release-*.log; done; exit $$status
 
 test-releases: | $(UV) ## what differs between releases, on the others that are tested every time, JOBS at a time
 	@$(call on-each,$(shell $(PYTHON) test/tools/releases.py others),WORKERS=0 MARKS="every_release and not product")

@@ -22,30 +22,33 @@ PEAKS = {
 def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
     rows = []
-    for chunk, name in (("default chunk, 8,192", "kimi-k2.5-8192"), ("`--chunked-prefill-size 16384`", "kimi-k2.5")):
+    share, set_to = (
+        "one rank's share at TP=4 of Kimi-K2.5's layers, in BF16, 14 of 61",
+        "`SGLANG_MOE_PATCHES_KV_SIZING=",
+    )
+    for server, mode, name, mark in (
+        (f"{share}, default chunk, 8,192; 200 requests at once", "auto", "kimi-k2.5-8192", "**"),
+        (f"{share}, `--chunked-prefill-size 16384`; 200 requests at once", "auto", "kimi-k2.5", "**"),
+        (
+            "DeepSeek-R1 in FP8, sizes of TP=8, 30 of 61 layers, EAGLE, the published `--mem-fraction-static 0.82`; 64 "
+            "requests at once",
+            "always",
+            "deepseek-r1-eagle",
+            "",
+        ),
+    ):
         servers = load(f"serving/{name}")["figures"]["servers"]
         stock, sized = servers["stock"], servers["sized"]
         rows.append(
             (
-                f"one rank's share at TP=4 of Kimi-K2.5's layers, in BF16, 14 of 61, {chunk}; 200 requests at once",
-                "`SGLANG_MOE_PATCHES_KV_SIZING=auto`, second start",
+                server,
+                f"{set_to}{mode}`, second start",
                 f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
-                speed(stock, sized, "**"),
-                latency(stock, sized),
+                f"{stock['total_throughput']:,.0f} -> {mark}{sized['total_throughput']:,.0f}{mark} tokens/s",
+                f"{stock['median_tpot_ms']:.1f} -> {sized['median_tpot_ms']:.1f} ms per token, first token after "
+                f"{stock['median_ttft_ms'] / 1e3:.1f} -> {sized['median_ttft_ms'] / 1e3:.1f} s",
             )
         )
-    servers = load("serving/deepseek-r1-eagle")["figures"]["servers"]
-    stock, sized = servers["stock"], servers["sized"]
-    rows.append(
-        (
-            "DeepSeek-R1 in FP8, sizes of TP=8, 30 of 61 layers, EAGLE, the published `--mem-fraction-static 0.82`; 64 "
-            "requests at once",
-            "`SGLANG_MOE_PATCHES_KV_SIZING=always`, second start",
-            f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
-            speed(stock, sized),
-            latency(stock, sized),
-        )
-    )
     recipe = load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
     stock, patched = recipe["stock"], recipe["patched"]
     rows.append(
@@ -65,18 +68,6 @@ def launched(load: Load) -> str:
         "those of the others are drawn so that every expert is used. Tokens per second of a real checkpoint differ."
     )
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
-
-
-def speed(stock: dict[str, Any], sized: dict[str, Any], mark: str = "") -> str:
-    return f"{stock['total_throughput']:,.0f} -> {mark}{sized['total_throughput']:,.0f}{mark} tokens/s"
-
-
-def latency(stock: dict[str, Any], sized: dict[str, Any]) -> str:
-    token, first = (
-        [f"{one[name] / unit:.1f}" for one in (stock, sized)]
-        for name, unit in (("median_tpot_ms", 1), ("median_ttft_ms", 1e3))
-    )
-    return f"{' -> '.join(token)} ms per token, first token after {' -> '.join(first)} s"
 
 
 def second_start(load: Load) -> str:

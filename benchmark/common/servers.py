@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "
 #: Neither CUDA graphs nor piecewise ones.
 EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 SERVERS = ("stock", "patched")
+QUESTIONS = 8
+"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
 REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
@@ -145,8 +147,12 @@ def prompt(tokens: int, seed: object) -> list[int]:
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
 
-def answer_digests(server: Server, lengths: Sequence[int], new_tokens: int) -> list[str]:
-    """A digest of each answer to random prompts of these lengths, asked alone, one after the other."""
+def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
+    """A digest of each answer to random prompts of many lengths.
+
+    :param longest: tokens of the longest prompt.
+    """
+    lengths = [max(1, longest * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
     found = [generate(server, prompt(length, 0), new_tokens, logprobs=False)["tokens"] for length in lengths]
     return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
 

@@ -59,10 +59,8 @@ MIXED = 64
 CLIENTS = 16
 BATCH = 32
 SHORT = 48
-QUESTIONS = 8
-"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
 ANSWER_TOKENS = 16
-"""New tokens of each answer."""
+"""New tokens of each answer to a question."""
 
 
 class Failed(RuntimeError):
@@ -172,12 +170,6 @@ def measure(asking: Asking, path: Path) -> dict[str, Any]:
     return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
-def answers(server: Server, options: Any) -> list[str]:
-    """A digest of each answer to the questions, which are of many lengths up to a chunk."""
-    lengths = [max(1, options.chunk * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
-    return servers.answer_digests(server, lengths, ANSWER_TOKENS)
-
-
 def tiny_arguments(options: Any) -> list[str]:
     given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
     given += ["--moe-runner-backend", "triton", "--chunked-prefill-size", str(options.chunk)]
@@ -199,9 +191,9 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        at_start = answers(server, options)
+        at_start = servers.answer_digests(server, options.chunk, ANSWER_TOKENS)
         figures = {"startup_s": round(server.startup_s, 1)} | measure(Asking(server, options, vocabulary), path)
-        figures["answers"] = [*at_start, *answers(server, options)]
+        figures["answers"] = [*at_start, *servers.answer_digests(server, options.chunk, ANSWER_TOKENS)]
     log_lines = [line for line in server.log_text().splitlines() if "activation-segments" in line]
     print("\n".join([f"{name}: {json.dumps(figures)}", *(f"  {line[-300:]}" for line in log_lines)]), flush=True)
     return figures | {"log": log_lines}

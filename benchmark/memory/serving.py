@@ -60,10 +60,8 @@ KEPT = (
     *("concurrency", "max_concurrent_requests", "mean_e2e_latency_ms", "mean_ttft_ms", "median_ttft_ms"),
     *("median_tpot_ms", "p99_tpot_ms", "median_itl_ms"),
 )
-QUESTIONS = 8
-"""Prompts that are asked one after the other, so that a server without noise repeats its answers."""
 ANSWER_TOKENS = 32
-"""New tokens of each answer, at the most."""
+"""New tokens of each answer to a question, at the most."""
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
@@ -192,12 +190,6 @@ def warm(client: Client, options: Any, vocabulary: int) -> None:
             raise Failed(said)
 
 
-def answers(server: Server, options: Any) -> list[str]:
-    """A digest of each answer to the questions, which are of many lengths and are asked alone."""
-    lengths = [max(1, max(options.input) * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
-    return servers.answer_digests(server, lengths, min(ANSWER_TOKENS, options.output))
-
-
 def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, Any]:
     """What the engine's client says of the load, and the lowest free memory meanwhile."""
     into, said = work / f"{server.name}.jsonl", work / f"{server.name}-bench.log"
@@ -271,7 +263,8 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             "tokens": info["max_total_num_tokens"],
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
-        found["answers"] = answers(server, options)
+        new_tokens = min(ANSWER_TOKENS, options.output)
+        found["answers"] = servers.answer_digests(server, max(options.input), new_tokens)
         if not first:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
