@@ -84,7 +84,7 @@ SEGMENTS = under(
 )
 SERVING = under(
     *("serving", "kimi-k2.5-8192", "kimi-k2.5"),
-    *("deepseek-r1-eagle", "deepseek-r1-eagle-tp2"),
+    *("deepseek-r1-recipe", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2", "qwen3-30b-0.5.17"),
 )
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
@@ -99,6 +99,7 @@ SECTIONS = {
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "segments": Section(SEGMENTS, segments.tables),
+    "segments-variable": one("segments/qwen3-30b-tp2-0.5.17", lambda result: segments.tables([result])),
     "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
     "segments-times": Section(
         under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode"), triton_server.tables

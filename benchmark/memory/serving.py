@@ -62,6 +62,8 @@ KEPT = (
 )
 ANSWER_TOKENS = 32
 """New tokens of each answer to a question, at the most."""
+WARM_UP_TOKENS = 8
+"""New tokens of each request before the load."""
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 RETRACTED = "KV cache pool is full. Retract"
@@ -180,13 +182,21 @@ def lowest_free(free: dict[str, int]) -> dict[str, Any]:
     return {"lowest_free": min(gpus, default=None), "lowest_free_of_each": gpus}
 
 
-def warm(client: Client, options: Any, vocabulary: int) -> None:
-    """What a first request pays for: kernels of a whole chunk, of a small one, and of a decode of all."""
-    draw = random.Random(5)
+def warm_up_prompts(options: Any) -> list[tuple[int, int]]:
+    """How many prompts of how many tokens pay for what a first request does: kernels of a whole chunk, of a small one,
+    and of a decode of all. A chunk larger than the context takes several prompts.
+    """
+    chunk = options.chunk * 15 // 16
+    longest = min(chunk, options.context - 2 * WARM_UP_TOKENS)
     together = min(options.requests or options.prompts, options.prompts)
-    for count, tokens in ((1, options.chunk * 15 // 16), (2, options.input[0]), (together, 8)):
+    return [(-(-chunk // longest), longest), (2, options.input[0]), (together, 8)]
+
+
+def warm(client: Client, options: Any, vocabulary: int) -> None:
+    draw = random.Random(5)
+    for count, tokens in warm_up_prompts(options):
         prompts = [[draw.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
-        if said := client.generate(prompts, 8):
+        if said := client.generate(prompts, WARM_UP_TOKENS):
             raise Failed(said)
 
 
@@ -321,7 +331,8 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
-        run = f"{served.described(figures)}, chunk {figures['chunk']:,}; {load}"
+        model = f"{served.described(figures)}, {result['conditions']['engine']}"
+        run = f"{model}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
             label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name

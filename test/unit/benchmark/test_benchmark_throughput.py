@@ -29,6 +29,14 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err == "serving: needs a GPU, and PyTorch sees none here; --quick runs without one\n"
 
 
+@pytest.mark.parametrize("lengths", [("--chunk", "8192"), ("--chunk", "32768", "--context", "10240")])
+def test_prompts_before_the_load_fill_a_chunk_and_fit_the_context(monkeypatch, lengths):
+    given = options(monkeypatch, *lengths)
+    for _, tokens in (asked := serving.warm_up_prompts(given)):
+        assert tokens + serving.WARM_UP_TOKENS < given.context
+    assert asked[0][0] * asked[0][1] >= given.chunk * 15 // 16
+
+
 def test_the_client_asks_for_lengths_and_answers_as_said(monkeypatch, tmp_path):
     given = options(monkeypatch, "--input", "3000,9000", "--output", "768", "--prompts", "200")
     command = serving.bench_command(given, tmp_path, "http://here", tmp_path / "into")
@@ -120,7 +128,7 @@ def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, sa
 )
 def test_a_start_that_stayed_with_the_rule_is_not_shown_as_sized(name, said, label):
     figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
-    table = serving.tables([{"figures": figures | {"servers": {name: measured(*said)}}}])
+    table = serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": {name: measured(*said)}}}])
     assert f" | {label} | " in table
 
 
