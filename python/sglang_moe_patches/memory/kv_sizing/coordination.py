@@ -31,22 +31,20 @@ def all_gather(told: Any) -> list[Any]:
     return found
 
 
-def all_machines_take_part(takes_part: bool) -> bool:
-    """Whether every rank of the server asks this, and takes part itself: the same answer for all that ask.
+def all_machines_take_part() -> bool:
+    """Whether every rank of the server asks this: the same answer for all that ask.
 
     Ranks of one machine have one launcher's environment. Another machine may not have this package, or its variable,
     so that waiting for its ranks could block for ever. The first rank decides, by the keys that the others have set,
-    unless one has given up before, or does not take part: whatever is decided first counts.
+    unless one has given up before: whatever is decided first counts.
 
     :raises RuntimeError: the store does not answer.
     """
     store, rank, ranks = _store()
     there = [f"{_KEY}{each} takes part" for each in range(ranks)]
     decided = f"{_KEY}decided"
-    together = takes_part
-    if takes_part:
-        store.set(there[rank], "")
-        together = _come(store, [decided], 2 * WAIT_S) if rank else _come(store, there, WAIT_S)
+    store.set(there[rank], "")
+    together = _come(store, [decided], 2 * WAIT_S) if rank else _come(store, there, WAIT_S)
     return bool(store.compare_set(decided, "", str(together)) == b"True")
 
 

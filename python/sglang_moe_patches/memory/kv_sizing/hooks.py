@@ -256,7 +256,7 @@ def apply(
 def _machines_apart() -> str | None:
     """Why the ranks of several machines do not decide together; ``None``: they do."""
     try:
-        together = coordination.all_machines_take_part(True)
+        together = coordination.all_machines_take_part()
     except Exception as error:
         return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
     if together:

@@ -130,7 +130,7 @@ def recorded(tmp_path, start):
 @pytest.fixture
 def two_machines(monkeypatch, start, tmp_path):
     """A server of two ranks on two machines, whose files are the first's record and another."""
-    monkeypatch.setattr(hooks.coordination, "all_machines_take_part", bool)
+    monkeypatch.setattr(hooks.coordination, "all_machines_take_part", lambda: True)
     paths = [tmp_path / "one.json", tmp_path / "other.json"]
 
     def begin():

@@ -45,41 +45,34 @@ def test_what_ranks_leave_is_found_when_all_have(store):
 
 @pytest.fixture
 def machines_of(store, monkeypatch):
-    """What ranks find out of one another; ``None``: one that has not the variable."""
+    """What ranks find out of one another, those that ask."""
     monkeypatch.setattr(coordination, "WAIT_S", 0.5)
 
-    def ask(rank, takes_part):
+    def ask(rank):
         store.here.rank = rank
-        return coordination.all_machines_take_part(takes_part)
+        return coordination.all_machines_take_part()
 
-    def found(*take_part):
-        store.ranks = len(take_part)
-        asking = [(rank, each) for rank, each in enumerate(take_part) if each is not None]
+    def found(*asks):
+        store.ranks = len(asks)
         with ThreadPoolExecutor() as pool:
-            return set(pool.map(lambda each: ask(*each), asking))
+            return set(pool.map(ask, (rank for rank, each in enumerate(asks) if each)))
 
     return found
 
 
 @pytest.mark.parametrize(
-    ("take_part", "together"),
-    [
-        ((True, True, True), True),
-        ((True, False, True), False),
-        ((False, True, True), False),
-        ((True, True, None), False),
-        ((None, True, True), False),
-    ],
+    ("asks", "together"),
+    [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
     ids=str,
 )
-def test_machines_decide_together_or_none_does(take_part, together, machines_of, monkeypatch):
+def test_machines_decide_together_or_none_does(asks, together, machines_of, monkeypatch):
     if together:  # which none of them waits for
         monkeypatch.setattr(coordination, "WAIT_S", 60.0)
-    assert machines_of(*take_part) == {together}
+    assert machines_of(*asks) == {together}
 
 
 def test_a_machine_that_comes_too_late_finds_that_the_others_have_given_up(machines_of):
-    assert machines_of(None, True) == {False}
+    assert machines_of(False, True) == {False}
     assert machines_of(True, True) == {False}
 
 
