@@ -75,11 +75,11 @@ types: env ## mypy
 	$(BIN)/mypy
 
 unit: env ## tests that start no engine process
-	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist worksteal $(ARGS) test/unit
+	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist worksteal $(ARGS) $(or $(TESTS),test/unit)
 
 engine-tests: env ## tests on the real engine, on the CPU
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/$(PYTEST) \
-	  --dist loadfile --no-loadscope-reorder $(ARGS) test/engine
+	  --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),test/engine)
 
 test: lint types unit engine-tests ## lint, types and all tests, on one release
 

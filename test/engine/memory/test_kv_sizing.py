@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+import unsized_servers
 from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
@@ -47,15 +48,6 @@ PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
 OF_SEVERAL["SWAKVPool"] = "swa_memory_pool"
 SAYS = "sglang-moe-patches: kv-sizing: "
-
-
-ONLY_IN_SOME_RELEASES = {
-    *("attn_dp_size", "enable_flexkv", "enable_unified_cache_external_linker", "enable_unified_memory", "grpc_port"),
-    *("keep_mm_feature_on_device", "radix_cache_backend", "speculative_skip_dp_mlp_sync"),
-    # The engine keeps it beside the arguments.
-    "model_config",
-}
-"""Arguments that a tested release lacks."""
 
 
 NO_STORES = {
@@ -141,7 +133,7 @@ def asked(*reasons: eligibility.Reasons) -> set[str]:
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
     """Or a server that has it would never be recognized."""
     names = asked(eligibility.MONITOR_ONLY, eligibility.INELIGIBLE) | set(fingerprint.VOLATILE)
-    assert names - arguments() <= ONLY_IN_SOME_RELEASES
+    assert names - arguments() <= unsized_servers.ONLY_IN_SOME_RELEASES
 
 
 @pytest.mark.every_release

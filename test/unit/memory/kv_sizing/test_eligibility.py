@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import unsized_servers
 from releases import ROOT
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.registry import CHANGES
+from unsized_servers import INELIGIBLE, MONITOR_ONLY
 
 NAME = eligibility.KV_SIZING.name
 
@@ -33,40 +35,11 @@ def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
 
 ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8}
 ARGUMENTS |= {"disaggregation_mode": "null", "offload_group_size": -1, "radix_cache_backend": None}
-EAGLE = {"speculative_algorithm": "EAGLE"}
-NGRAM = {"speculative_algorithm": "NGRAM"}
-MONITOR_ONLY: dict[str, dict[str, object]] = {
-    "--attn-cp-size": {"attn_cp_size": 2},
-    "--speculative-algorithm": {"speculative_algorithm": "DFLASH"},
-    "--speculative-adaptive": EAGLE | {"speculative_adaptive": True},
-    "--speculative-skip-dp-mlp-sync": EAGLE | {"speculative_skip_dp_mlp_sync": True},
-    "--speculative-ngram-external-corpus-path": NGRAM | {"speculative_ngram_external_corpus_path": "x"},
-    "--pp-size": EAGLE | {"pp_size": 2},
-    "--disaggregation-mode": {"disaggregation_mode": "decode"},
-    "--enable-eplb": {"enable_eplb": True},
-    "--moe-a2a-backend": {"moe_a2a_backend": "deepep"},
-}
-"""Servers that are monitored, and their arguments."""
-FLAGS = (
-    *("--is-embedding", "--encoder-only", "--language-only", "--dllm-algorithm", "--enable-pdmux"),
-    *("--elastic-ep-backend", "--enable-memory-saver", "--cpu-offload-gb", "--enable-unified-memory"),
-    *("--keep-mm-feature-on-device", "--offload-group-size", "--enable-return-hidden-states", "--enable-hisparse"),
-    *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv", "--radix-cache-backend"),
-    "--enable-unified-cache-external-linker",
-)
-BROADCAST, DENSE = "--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"
-INELIGIBLE: dict[str, dict[str, object]] = {
-    BROADCAST: {"attn_dp_size": 2, "enable_dp_attention_local_control_broadcast": True},
-    DENSE: {"attn_dp_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True},
-    "--enable-lora": {"lora_paths": ["x"]},
-    **{flag: {flag.removeprefix("--").replace("-", "_"): 1} for flag in FLAGS},
-}
-"""Servers of which nothing is recorded, and their arguments."""
 
 
 @pytest.mark.parametrize("flag", [*MONITOR_ONLY, *INELIGIBLE])
 def test_a_server_that_is_not_rehearsed_keeps_the_rule_and_the_flag_is_named(flag):
-    arguments = ARGUMENTS | (MONITOR_ONLY | INELIGIBLE)[flag]
+    arguments = ARGUMENTS | unsized_servers.arguments(flag)
     refused, monitored = eligibility.skip_reason(True, arguments, {}), eligibility.monitor_only_reason(arguments)
     assert str(refused if flag in INELIGIBLE else monitored).startswith(f"of {flag}, ")
     assert (monitored if flag in INELIGIBLE else refused) is None
@@ -78,6 +51,7 @@ def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
     assert [flag for flag in (*MONITOR_ONLY, *INELIGIBLE) if f"`{flag}`" not in page] == []
 
 
+BROADCAST, DENSE = "--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"
 SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
@@ -90,10 +64,16 @@ SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV
         pytest.param({"attn_dp_size": 2}, {}, None, id="data-parallel attention"),
         pytest.param({"dp_size": 2, "enable_dp_attention": True}, {}, None, id="data-parallel attention up to 0.5.19"),
         pytest.param(
-            INELIGIBLE[BROADCAST] | {"attn_dp_size": 1}, {}, None, id="no other rank to receive rank 0's requests"
+            unsized_servers.arguments(BROADCAST) | {"attn_dp_size": 1},
+            {},
+            None,
+            id="no other rank to receive rank 0's requests",
         ),
         pytest.param(
-            INELIGIBLE[DENSE] | {"attn_dp_size": 1}, {}, None, id="no other rank to exchange batch information with"
+            unsized_servers.arguments(DENSE) | {"attn_dp_size": 1},
+            {},
+            None,
+            id="no other rank to exchange batch information with",
         ),
         pytest.param({"device": "cpu"}, {}, "--device is cpu", id="no GPU"),
         ({}, {POST_CAPTURE: "1"}, f"{POST_CAPTURE} is set"),
