@@ -70,11 +70,16 @@ INELIGIBLE = {
     "--enable-unified-cache-external-linker": Unsized(),
 }
 """Nothing is recorded of them."""
-ONLY_IN_SOME_RELEASES = {
-    *("attn_dp_size", "enable_flexkv", "enable_unified_cache_external_linker", "enable_unified_memory", "grpc_port"),
-    *("keep_mm_feature_on_device", "radix_cache_backend", "speculative_skip_dp_mlp_sync"),
-    # The engine keeps it beside the arguments.
-    "model_config",
+ABSENT_FROM_SOME_RELEASES = {
+    "attn_dp_size",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "enable_unified_memory",
+    "grpc_port",
+    "keep_mm_feature_on_device",
+    "model_config",  # the engine keeps it beside the arguments
+    "radix_cache_backend",
+    "speculative_skip_dp_mlp_sync",
 }
 """Arguments that kv-sizing reads and a tested release lacks."""
 

@@ -133,7 +133,7 @@ def asked(*reasons: eligibility.Reasons) -> set[str]:
 def test_each_argument_that_kv_sizing_reads_is_one_of_the_engines():
     """Or a server that has it would never be recognized."""
     names = asked(eligibility.MONITOR_ONLY, eligibility.INELIGIBLE) | set(fingerprint.VOLATILE)
-    assert names - arguments() <= unsized_servers.ONLY_IN_SOME_RELEASES
+    assert names - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
