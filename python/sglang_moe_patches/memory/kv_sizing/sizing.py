@@ -13,7 +13,8 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
 fourteen servers that were measured, and once by 2 GB: as much as this. ``docs/changes/kv-sizing.md`` states it, and a
-test compares. Another value needs another ``__version__``: a proven record of this one is used without a rehearsal."""
+test compares; where pages and README say the number otherwise, it is of a measurement. Another value needs another
+``__version__``: a proven record of this one is used without a rehearsal."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -27,7 +28,7 @@ MAX_OUT_OF_MEMORY = 2
 MAX_UNSERVED_STARTS = 2
 """Starts that were sized by the record and ended before they served, after which the rule applies."""
 FRACTION_STEP = 0.0001
-"""What a fraction is rounded down to: 14 MB of a GPU with 141 GB."""
+"""What a fraction is rounded down to: 15 MB of an H200's 150,109,880,320 bytes."""
 
 
 @dataclass(frozen=True)
