@@ -308,6 +308,7 @@ def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -
 
     return {
         "package": __version__,
+        "margin": sizing.MARGIN_BYTES,
         "engine": engine.version(),
         "torch": torch.__version__,
         "driver": gpu_memory.driver(),

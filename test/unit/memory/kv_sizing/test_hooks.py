@@ -89,6 +89,7 @@ VARIABLES = "sglang_moe_patches.memory.kv_sizing.fingerprint.variables_of"
         pytest.param({}, {}, (f"{CORE}.engine.version", lambda: "another"), id="engine"),
         pytest.param({}, {}, ("torch.__version__", "another"), id="PyTorch"),
         pytest.param({}, {}, ("sglang_moe_patches.__version__", "another"), id="package"),
+        pytest.param({}, {}, ("sglang_moe_patches.memory.kv_sizing.sizing.MARGIN_BYTES", 1 * GB), id="margin"),
         pytest.param({}, {}, (f"{CORE}.patch.in_force", lambda: {"a": Plan(Status.APPLIED)}), id="changes"),
     ],
 )
