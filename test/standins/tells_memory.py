@@ -16,7 +16,7 @@ from pathlib import Path
 import wrapt
 
 GIB = 1 << 30
-BEFORE = 100 * GIB  # 107 GB, the GPU, all of it free before the weights are loaded
+BEFORE = 100 * GIB  # 107 GB: the whole GPU, free before the weights are loaded
 CACHE = 100_000_000  # what the rule leaves to the KV cache
 FREE = 300_000_000  # at the worst moment
 NEED = int(os.environ.get("NEED", "0"))

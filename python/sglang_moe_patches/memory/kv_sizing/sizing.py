@@ -12,9 +12,9 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
-fourteen servers that were measured, and once by 2 GB: as much as this. It is part of the fingerprint: a record that was
-proven with another margin is none. ``docs/changes/kv-sizing.md`` states it, and a test compares; where pages and README
-say the number otherwise, it is of a measurement."""
+fourteen servers that were measured, and once by 2 GB: as much as this. :func:`_margin` applies it, and
+``hooks._fingerprint_inputs`` has it: a record that was proven with another margin is none. The change's page states it
+(``test_the_page_says_the_margin``); where pages and README say the number otherwise, it was measured."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
