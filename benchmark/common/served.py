@@ -47,10 +47,12 @@ def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return list(pool.map(work, items))
 
 
-def described(figures: dict[str, Any]) -> str:
+def run_label(result: dict[str, Any]) -> str:
+    """A run in a table: its model, sizes, GPUs and the engine's release."""
+    figures = result["figures"]
     ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
     sizes = figures["shard"] * figures["tp"]
     share = f", TP={sizes}'s sizes" if sizes > 1 else ""
     if {"--enable-dp-attention", "--attn-dp-size"} & set(figures.get("arguments", ())):
         ranks += " with data-parallel attention, KV tokens of each"
-    return f"{figures['model']}{share}, {figures['layers']} layers{ranks}"
+    return f"{figures['model']}{share}, {figures['layers']} layers{ranks}, {result['conditions']['engine']}"

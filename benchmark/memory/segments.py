@@ -247,7 +247,7 @@ def tables(results: Sequence[output.Result]) -> str:
     rows: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
-        run = f"{served.described(figures)}, {result['conditions']['engine']}"
+        run = served.run_label(result)
         for place, (name, one) in enumerate(figures["servers"].items()):
             free = predicted_free(figures, name)
             share = f"{round(100 * one['slack'] / one['tensors'])} %" if one["tensors"] else ""

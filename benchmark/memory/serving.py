@@ -183,8 +183,10 @@ def lowest_free(free: dict[str, int]) -> dict[str, Any]:
 
 
 def warm_up_prompts(options: Any) -> list[tuple[int, int]]:
-    """How many prompts of how many tokens pay for what a first request does: kernels of a whole chunk, of a small one,
-    and of a decode of all. A chunk larger than the context takes several prompts.
+    """What is asked before the load, so that none of its requests waits for a kernel to be compiled.
+
+    :returns: how many prompts at once, and the tokens of each: a whole chunk (several prompts where it is larger than
+        the context); small prompts; a decode of as many requests as run at once.
     """
     chunk = options.chunk * 15 // 16
     longest = min(chunk, options.context - 2 * WARM_UP_TOKENS)
@@ -331,8 +333,7 @@ def tables(results: Sequence[output.Result]) -> str:
         figures = result["figures"]
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
-        model = f"{served.described(figures)}, {result['conditions']['engine']}"
-        run = f"{model}, chunk {figures['chunk']:,}; {load}"
+        run = f"{served.run_label(result)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
             label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name
