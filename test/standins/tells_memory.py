@@ -99,7 +99,7 @@ def be_quick(coordination):
 
 
 def set_margin(sizing):
-    sizing.MARGIN_BYTES = int(os.environ.get("MARGIN", "200000000"))
+    sizing.LaunchMemory.margin = int(os.environ.get("MARGIN", "200000000"))
 
 
 def count_every_step(module):
@@ -134,7 +134,7 @@ def learn_the_rule(hooks):
     def report(state, runner, before, fraction, arguments):
         rule[0] = fraction
         if NEED:
-            hooks.sizing.MARGIN_BYTES = int(BEFORE * (1 - fraction)) - NEED - GAIN
+            hooks.sizing.LaunchMemory.margin = int(BEFORE * (1 - fraction)) - NEED - GAIN
         return original(state, runner, before, fraction, arguments)
 
     sizes = hooks._size

@@ -42,7 +42,7 @@ from sglang_moe_patches.memory.kv_sizing import (
 STAND_INS = (ROOT / "test/standins/tells_memory.py").read_text()
 POOLS = (ROOT / "test/standins/has_pools.py").read_text()
 GATHERS = (ROOT / "test/standins/gathers_on_cpu.py").read_text()
-FREE, MARGIN_BYTES = 300_000_000, 200_000_000
+FREE, MARGIN = 300_000_000, 200_000_000
 SMALL = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
 PROMPTS = [[7, 8, 9], list(range(3, 203))]
 OF_SEVERAL = dict.fromkeys(("HybridLinearKVPool", "HybridReqToTokenPool", "MambaPool"), "memory_pool")
@@ -379,7 +379,7 @@ def test_a_first_start_measures_and_a_second_one_serves_more(folder: Path, check
     assert found[f'{metrics.STATE}{{{rank},reason="",source="record"}}'] == 1
     assert larger["max_total_num_tokens"] > rule["max_total_num_tokens"]
     assert larger["mem_fraction_static"] == pytest.approx(
-        1 - (measured.need + MARGIN_BYTES) / measured.before, abs=2 * sizing.FRACTION_STEP
+        1 - (measured.need + MARGIN) / measured.before, abs=2 * sizing.FRACTION_STEP
     )
     told = said(second)[0]
     for part in (
@@ -470,7 +470,7 @@ def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoin
     (told,) = said(second)
     assert "--max-total-tokens 2,000 is used; " in told
     assert "would fit" in told
-    monkeypatch.setattr(sizing, "MARGIN_BYTES", MARGIN_BYTES)  # the stand-in's
+    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
     assert told.endswith(kv_records.advice(measured)["next_start"])
 
 
@@ -486,7 +486,7 @@ def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoin
     held = int(2 * sizing.MAX_FOREIGN_MEMORY_DRIFT * measured.total)
     records = {
         "missed": replace(measured, missed=("mixed chunk",), rehearsals=sizing.MAX_INCOMPLETE_REHEARSALS),
-        "no gain": replace(measured, need=measured.reserve - MARGIN_BYTES - 1_000_000),
+        "no gain": replace(measured, need=measured.reserve - MARGIN - 1_000_000),
         "others": replace(measured, total=measured.total + held),
         "half": None,
     }
@@ -498,7 +498,7 @@ def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoin
         if new is not None:
             record.update(file, key, lambda old, new=new: new)
     servers = {name: sized(name, checkpoint(), files[name].parent) for name in records}
-    monkeypatch.setattr(sizing, "MARGIN_BYTES", MARGIN_BYTES)  # the stand-in's
+    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
     foreseen = {}
     for name in records:
         monkeypatch.setenv(eligibility.KV_RECORD.name, str(files[name]))

@@ -285,9 +285,9 @@ def _report(
         except images.NoAllowance as error:
             return sizing.RankReport(str(error))
     total = gpu_memory.read(int(runner.gpu_id)).total
-    inputs = _fingerprint_inputs(runner, arguments, total)
     limit = int(arguments.get("max_total_tokens") or 0)
     launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept, limit)
+    inputs = _fingerprint_inputs(runner, arguments, launch)
     found, unreadable, nearest = None, "", ""
     try:
         known = record.read(state.path)
@@ -300,7 +300,7 @@ def _report(
     return sizing.RankReport("", launch, inputs, found, unreadable, nearest)
 
 
-def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -> dict[str, Any]:
+def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], launch: sizing.LaunchMemory) -> dict[str, Any]:
     """What the fingerprint of this server is made of."""
     import torch
 
@@ -308,12 +308,12 @@ def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], total: int) -
 
     return {
         "package": __version__,
-        "margin": sizing.MARGIN_BYTES,
+        "margin": launch.margin,
         "engine": engine.version(),
         "torch": torch.__version__,
         "driver": gpu_memory.driver(),
         "device": gpu_memory.device(int(runner.gpu_id)),
-        "bytes": total,
+        "bytes": launch.total,
         "devices": int(arguments.get("tp_size") or 1) * int(arguments.get("pp_size") or 1),
         "model": str(arguments.get("model_path")),
         "config": record.fingerprint(fingerprint.model_configuration(runner.model_config.hf_config)),

@@ -12,8 +12,8 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
-fourteen servers that were measured, and once by 2 GB: as much as this. :func:`_margin` applies it, and
-``hooks._fingerprint_inputs`` has it: a record that was proven with another margin is none. The change's page states it
+fourteen servers that were measured, and once by 2 GB: as much as this. Only :attr:`LaunchMemory.margin` reads it: the
+decisions, the fingerprint, the tests and their servers ask or replace that. The change's page states it
 (``test_the_page_says_the_margin``); where pages and README say the number otherwise, it was measured."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
@@ -53,6 +53,12 @@ class LaunchMemory:
     def reserve(self) -> float:
         """What the fraction sets aside."""
         return self.free_before_load * (1 - self.fraction)
+
+    @property
+    def margin(self) -> int:
+        """What is kept free beyond the measured need, before any server died. It is part of the fingerprint, so that a
+        record that was proven with another margin is none."""
+        return MARGIN_BYTES
 
     @classmethod
     def of_record(cls, record: Record) -> LaunchMemory:
@@ -177,7 +183,7 @@ def advise(launch: LaunchMemory, record: Record) -> tuple[str, bool]:
     wanted, left = wanted_reserve(launch, record), reserve_in_use(launch, record)
     fraction = fraction_for(launch, wanted)
     if wanted > left:
-        fit = f"the largest forward plus a {_margin(record) / 1e6:,.0f} MB margin does not fit"
+        fit = f"the largest forward plus a {_margin(launch, record) / 1e6:,.0f} MB margin does not fit"
         advice = f"; {fraction:.4f} would be safe" if fraction > 0 else ""
         return f"{(wanted - left) / 1e6:,.0f} MB too little: {fit}{advice}", True
     if left > launch.reserve:
@@ -224,7 +230,9 @@ def decide(launch: LaunchMemory, record: Record | None, unreadable: str = "") ->
         if 0 < launch.max_tokens <= fitting_tokens(launch, record):
             return _keep_rule(launch, _limit_reason(launch, record))
         return _keep_rule(launch, f"the record would give {100 * gain:.1f} % more KV cache, less than 2 %")
-    return Decision(round(fraction, 4), rehearse=not record.proven, reserve=sized.reserve, margin=_margin(record))
+    return Decision(
+        round(fraction, 4), rehearse=not record.proven, reserve=sized.reserve, margin=_margin(launch, record)
+    )
 
 
 def _keep_rule(launch: LaunchMemory, reason: str, *, rehearse: bool = False) -> Decision:
@@ -253,9 +261,9 @@ def fraction_for(launch: LaunchMemory, reserve: float) -> float:
     return round(math.floor((1 - reserve / launch.free_before_load) / FRACTION_STEP) * FRACTION_STEP, 4)
 
 
-def _margin(record: Record) -> int:
+def _margin(launch: LaunchMemory, record: Record) -> int:
     """Each server of this configuration that died, starting or serving, adds another."""
-    return MARGIN_BYTES * (1 + record.ooms + len(record.unserved))
+    return launch.margin * (1 + record.ooms + len(record.unserved))
 
 
 def wanted_reserve(launch: LaunchMemory, record: Record) -> float:
@@ -264,7 +272,7 @@ def wanted_reserve(launch: LaunchMemory, record: Record) -> float:
     That is the request table, and the KV cache of a draft model; and where the number of requests follows the pools,
     all that was needed, which a decode of more of them may have taken.
     """
-    wanted = max(record.need + launch.images, record.serving_peak_need) + _margin(record)
+    wanted = max(record.need + launch.images, record.serving_peak_need) + _margin(launch, record)
     if record.kv_bytes <= 0:
         return wanted
     grows = record.table_bytes + record.draft_kv_bytes

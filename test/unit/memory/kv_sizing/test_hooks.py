@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import GB, MEASURED, SIZED, Rank, a_pool
+from kv_servers import GB, MEASURED, SIZED, START, Rank, a_pool
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.core.patch import Plan, Status
 from sglang_moe_patches.memory.kv_sizing import eligibility, hooks, images, record, sizing
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
-MARGIN = f"{sizing.MARGIN_BYTES / 1e6:,.0f}"
+MARGIN = f"{START.margin / 1e6:,.0f}"
 RULE = "using the engine's default fraction 0.8000: "
 
 
@@ -89,7 +89,7 @@ VARIABLES = "sglang_moe_patches.memory.kv_sizing.fingerprint.variables_of"
         pytest.param({}, {}, (f"{CORE}.engine.version", lambda: "another"), id="engine"),
         pytest.param({}, {}, ("torch.__version__", "another"), id="PyTorch"),
         pytest.param({}, {}, ("sglang_moe_patches.__version__", "another"), id="package"),
-        pytest.param({}, {}, ("sglang_moe_patches.memory.kv_sizing.sizing.MARGIN_BYTES", 1 * GB), id="margin"),
+        pytest.param({}, {}, ("sglang_moe_patches.memory.kv_sizing.sizing.LaunchMemory.margin", 1 * GB), id="margin"),
         pytest.param({}, {}, (f"{CORE}.patch.in_force", lambda: {"a": Plan(Status.APPLIED)}), id="changes"),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_another_machine_has_seen_while_serving_counts_for_all(two_machines
     (_, path), key, begin = two_machines
     record.update(path, key, lambda old: record.with_serving(Record({"model": "m"}), 12 * GB, GB))
     states, (less,), _ = begin()
-    assert less == pytest.approx(1 - (11 * GB + sizing.MARGIN_BYTES) / (140 * GB), abs=2 * sizing.FRACTION_STEP)
+    assert less == pytest.approx(1 - (11 * GB + START.margin) / (140 * GB), abs=2 * sizing.FRACTION_STEP)
     assert [state.record.lowest_free_serving for state in states] == [GB] * 2
     record.update(path, key, record.with_out_of_memory)
     (after_one,) = begin()[1]

@@ -12,7 +12,7 @@ from releases import ROOT
 from sglang_moe_patches.memory.kv_sizing import sizing
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
-MARGIN = sizing.MARGIN_BYTES
+MARGIN = START.margin
 STARTS, BEGUN = ("a", "b"), ("0 of a", "0 of b")
 
 
@@ -141,7 +141,7 @@ def test_never_worse_than_the_rule_and_never_less_than_was_needed(need, serving,
     found = sizing.decide(start, known)
     if found.fraction is not None:
         assert rule < found.fraction < 1
-        assert start.free_before_load * (1 - found.fraction) >= max(need, serving) + MARGIN * (1 + ooms) - 1
+        assert start.free_before_load * (1 - found.fraction) >= max(need, serving) + start.margin * (1 + ooms) - 1
     else:
         assert found.reason
 
