@@ -84,7 +84,7 @@ SEGMENTS = under(
 )
 SERVING = under(
     *("serving", "kimi-k2.5-8192", "kimi-k2.5"),
-    *("deepseek-r1-recipe", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2", "qwen3-30b-0.5.17"),
+    *("deepseek-r1-recipe", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2", "kimi-k2.5-dp", "qwen3-30b-0.5.17"),
 )
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")

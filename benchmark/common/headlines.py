@@ -27,8 +27,14 @@ def launched(load: Load) -> str:
         (f"{share}, default chunk, 8,192; 200 requests at once", "auto", "kimi-k2.5-8192", "**"),
         (f"{share}, `--chunked-prefill-size 16384`; 200 requests at once", "auto", "kimi-k2.5", "**"),
         (
-            "DeepSeek-R1 in FP8, sizes of TP=8, 30 of 61 layers, EAGLE, the published `--mem-fraction-static 0.82`; 64 "
-            "requests at once",
+            "DeepSeek-R1 in FP8, sizes of TP=8, all 61 layers, its published H200 recipe without the draft: chunk of "
+            "32,768, `--mem-fraction-static 0.82`; 256 requests at once",
+            "always",
+            "deepseek-r1-recipe",
+            "**",
+        ),
+        (
+            "the same, 30 of 61 layers, with its draft (EAGLE), chunk of 8,192; 64 requests at once",
             "always",
             "deepseek-r1-eagle",
             "",
@@ -50,7 +56,7 @@ def launched(load: Load) -> str:
     stock, patched = recipe["stock"], recipe["patched"]
     rows.append(
         (
-            "DeepSeek-R1 in FP8, sizes of TP=8, 4 layers, eager, the chunk of its published H200 recipe, 32,768",
+            "the same, 4 layers, eager, without the draft, chunk of 32,768",
             "nothing",
             f"{stock['peak'] / 1e6:,.0f} -> **{patched['peak'] / 1e6:,.0f}** MB for a prefill",
             "",
