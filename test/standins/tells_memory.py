@@ -18,7 +18,7 @@ import wrapt
 GIB = 1 << 30
 BEFORE = 100 * GIB  # 107 GB: the whole GPU, free before the weights are loaded
 CACHE = 100_000_000  # what the rule leaves to the KV cache
-FREE = 300_000_000  # at the worst moment
+FREE = int(os.environ.get("FREE", "300000000"))  # at the worst moment
 NEED = int(os.environ.get("NEED", "0"))
 """Bytes of forwards: ``BEFORE * (1 - fraction in force) - NEED`` are free. 0: ``FREE`` are, whatever the fraction."""
 GAIN = 300_000_000

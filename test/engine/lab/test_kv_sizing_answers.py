@@ -121,7 +121,7 @@ BY_THE_RECORD = "doctor --kv has the record: test_a_start_by_a_record_does_what_
 ASKED_OTHERWISE = {
     "several machines": "what another machine runs is known when it answers: test_where_a_machine_does_not_take_part_"
     "nobody_waits_for_it starts two",
-    "other hybrid pools": "pools are made, and windows counted, by a GPU's free memory; a model with images or of such "
+    "other hybrid pools": "pools are made, and windows counted, by a GPU's free memory; a model of such "
     "pools has no reference kernels: test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed",
     "other processes hold": "what they hold is read from the GPU when the server starts: "
     "test_a_start_by_a_record_does_what_doctor_says_of_it starts one that doctor does not foresee",

@@ -18,12 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import image_model
 import pytest
 import unsized_servers
-from common import plugins
+from common import dummy_weights, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
-from servers import PATIENCE, Server, answers, on_path, server, started
+from servers import PATIENCE, ROUTED, Server, answers, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.lab.servers.server import ServerFailed, free_port
@@ -541,6 +542,57 @@ def test_what_the_rule_keeps_for_images_is_asked_of_it(vision, factor: float, mo
         if not name:
             monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB")
         assert images.cache_gib({}) == cache / 1024
+
+
+def asked_about_images(running: Server) -> list[Any]:
+    """Tokens and log-probabilities of answers to two images, and to both at once."""
+    shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
+    found = []
+    for some in ([shown[0]], [shown[1]], shown):
+        body = {"text": image_model.IMAGE * len(some) + "What is this?", "image_data": some, "return_logprob": True}
+        body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()
+        found.append((answer["output_ids"], answer["meta_info"]["output_token_logprobs"]))
+    return found
+
+
+@DEFAULT_ENGINE_ONLY
+def test_a_server_that_takes_images_is_sized_beside_what_the_rule_keeps_for_them_and_answers_as_stock(folder: Path):
+    place = folder / "images"
+    place.mkdir()
+    model, weights = image_model.write(place / "model"), dummy_weights.write_plugin(place / "weights")
+    path = on_path(*map(str, [folder / "plugin", *weights]))
+
+    def taking_images(name: str, **variables: str) -> Server:
+        made = sized(name, model, place, "--load-format", "dummy", PYTHONPATH=path, **variables)
+        made._arguments[made._arguments.index(ROUTED)] = "triton"
+        for argument in ("--quantization", "modelopt_fp4"):
+            made._arguments.remove(argument)
+        return made
+
+    stock, first = taking_images("stock", SGLANG_MOE_PATCHES="none"), taking_images("first")
+    with started(stock, first):
+        expected = asked_about_images(stock)
+        assert asked_about_images(stock) == asked_about_images(first) == expected
+        rule = info(first)["max_total_num_tokens"]
+    assert expected[0] != expected[1]
+    (key, measured) = next(iter(record.read(place / "records.json").items()))
+    assert measured.missed == ()
+    # As much more is free as images may take, with the margin and what goes to the KV cache.
+    need = int(measured.reserve) - measured.images - MARGIN - 300_000_000
+    record.update(place / "records.json", key, lambda old: replace(old, need=need, serving_peak_need=0))
+    second = taking_images("second", FREE=str(measured.images + MARGIN))
+    with started(second):
+        assert asked_about_images(second) == expected
+        larger = info(second)
+    assert larger["max_total_num_tokens"] > rule
+    assert larger["mem_fraction_static"] == pytest.approx(
+        1 - (need + measured.images + MARGIN) / measured.before, abs=2 * sizing.FRACTION_STEP
+    )
+    assert f"{measured.images / 1e6:,.0f} MB the engine's for images" in said(second)[0]
+    proven = the_record(place)
+    assert (proven.missed, proven.proven) == ((), True)
+    assert proven.need == pytest.approx(need, abs=measured.before * 2 * sizing.FRACTION_STEP)
 
 
 def with_pools(name: str, model: Path, folder: Path, pools: str, *arguments: str, **variables: str) -> Server:
