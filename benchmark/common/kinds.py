@@ -1,10 +1,11 @@
-"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a layer that drafts.
+"""Models for servers with ``--load-format dummy``: sliding windows, Mamba states, a layer that drafts, images.
 
 ``kinds.json`` has of their public ``config.json`` what decides sizes; *common* is of all. Nothing is downloaded.
 
 - ``gpt-oss-120b``: openai/gpt-oss-120b; its experts are MXFP4 there, bfloat16 here. Every other layer has a window.
 - ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct; three layers with a state for each request, one with a KV cache.
 - ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
+- ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct, as `doctor --model` knows it, with its vision model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.lab.predict.config import load_model
 from sglang_moe_patches.lab.reference import model
 
 from common import weights
@@ -29,6 +31,21 @@ CONFIGS["kimi-k2.5-int4"] = (
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0}
     | {"rope_theta": 50_000.0, "vocab_size": 163_840, "quantization_config": weights.int4_config()}
 )
+CONFIGS["qwen3-vl-30b"] = load_model("Qwen/Qwen3-VL-30B-A3B-Instruct")[0] | _TOKENS | {"vocab_size": 151_936}
+IMAGE_TOKENS = {
+    **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+}
+"""Qwen3-VL's, by their names in ``config.json``."""
+CONFIGS["qwen3-vl-30b"] |= dict(zip(IMAGE_TOKENS, (151_652, 151_653, 151_655, 151_656), strict=True))
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""In a prompt, the place of an image."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+"""By it the engine asks about an image before it says that such a server is ready, and its client writes prompts."""
 SHARED = (
     *("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -39,6 +56,11 @@ SHARED = (
 def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
     own = deepcopy(CONFIGS[name])
+    if "vision_config" in own:
+        if shard > 1:
+            raise ValueError(f"{name} is not shared out; use --shard 1")
+        own["text_config"] |= {"num_hidden_layers": layers, "max_position_embeddings": context}
+        return own
     own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}
     if name in ("gpt-oss-120b", "deepseek-r1", "kimi-k2.5-int4"):
         own["intermediate_size"] //= shard
@@ -48,6 +70,17 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
         own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)
     own |= {"num_hidden_layers": layers, "max_position_embeddings": context}
     return own
+
+
+def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the engine reads to take images, beside ``config.json``."""
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}  # pixels, as published
+    common = {"patch_size": vision["patch_size"], "temporal_patch_size": 2, "merge_size": 2, "size": size}
+    common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
+    return {
+        "preprocessor_config.json": common | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        "video_preprocessor_config.json": common | {"video_processor_type": "Qwen3VLVideoProcessor"},
+    }
 
 
 def write(folder: Path, config_json: dict[str, Any]) -> Path:
@@ -60,4 +93,8 @@ def write(folder: Path, config_json: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config_json))
     (folder / "tokenizer.json").write_text(model.tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    if vision := config_json.get("vision_config"):
+        for name, content in processor_files(vision).items():
+            (folder / name).write_text(json.dumps(content))
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder

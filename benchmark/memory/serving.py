@@ -3,6 +3,7 @@
     python benchmark memory/serving --work serving --json serving.json  # Kimi-K2.5's widths, 14 layers
     python benchmark memory/serving --work serving --json serving.json --servers stock  # one of them; the others later
     python benchmark memory/serving --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
+    python benchmark memory/serving --model qwen3-vl-30b --shard 1 --layers 48 --input 100,2000 --images 2
     python benchmark memory/serving --quick  # a tiny model, CPU: does it run?
 
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
@@ -30,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import dummy_weights, machine, output, overfill, processes, served, servers, stand_ins, weights
+from common import dummy_weights, kinds, machine, output, overfill, processes, served, servers, stand_ins, weights
 from common.client import Client
 from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
@@ -66,6 +67,8 @@ WARM_UP_TOKENS = 8
 """New tokens of each request before the load."""
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
+IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
+"""1,280 x 720 pixels, and the tokens that Qwen3-VL makes of them."""
 RETRACTED = "KV cache pool is full. Retract"
 #: More variables of a server.
 VARIABLES = {"post-capture": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}}
@@ -77,14 +80,19 @@ class Failed(RuntimeError):
     """A server was not measured; the message says why."""
 
 
-def tokenizer_json(vocabulary: int) -> str:
-    """A word for each token, so that every token is text: the engine's client counts none else."""
-    from tokenizers import Tokenizer
+def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
+    """A word for each token, so that every token is text: the engine's client counts none else.
+
+    :param images: the tokens that stand for images, and their words.
+    """
+    from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    made = Tokenizer(WordLevel({f"{token:x}": token for token in range(vocabulary)}, unk_token="0"))
+    words = {images.get(token, f"{token:x}"): token for token in range(vocabulary)}
+    made = Tokenizer(WordLevel(words, unk_token="0"))
     made.pre_tokenizer = WhitespaceSplit()
+    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in images.values()])
     return str(made.to_str())
 
 
@@ -97,9 +105,10 @@ def write_model(folder: Path, options: Any) -> Path:
         weights.write_model(partial, weights.Served(TINY, runner="triton"))
     else:
         served.write_model(partial, options.model, options.shard, options.layers, options.context)
-    vocabulary = json.loads((partial / "config.json").read_text())["vocab_size"]
-    (partial / "tokenizer.json").write_text(tokenizer_json(vocabulary))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1"}
+    config = json.loads((partial / "config.json").read_text())
+    images = {config[name]: word for name, word in kinds.IMAGE_TOKENS.items() if name in config}
+    (partial / "tokenizer.json").write_text(tokenizer_json(config["vocab_size"], images))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1", "pad_token": "0"}
     (partial / "tokenizer_config.json").write_text(json.dumps(named))
     partial.rename(folder)
     return folder
@@ -132,10 +141,13 @@ def bench_command(options: Any, model: Path, url: str, into: Path) -> list[str]:
     low, high = options.input[0], options.input[-1]
     # Its range of lengths is that of the answers as well: these are all to be as long as is said.
     sampling = {"temperature": 0.0, "max_new_tokens": options.output, "ignore_eos": True}
+    dataset = ["random-ids", "--tokenize-prompt"]
+    if options.images:
+        dataset = ["image", "--image-count", str(options.images), "--image-resolution", IMAGE_SIZE]
     return [
         *(sys.executable, "-m", bench_module(), "--backend", "sglang", "--base-url", url),
         *("--model", str(model), "--tokenizer", str(model)),
-        *("--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", str(options.prompts)),
+        *("--dataset-name", *dataset, "--num-prompts", str(options.prompts)),
         *("--random-input-len", str(high), "--random-output-len", str(options.output)),
         *("--random-range-ratio", str(low / high), "--seed", "3"),
         *("--extra-request-body", json.dumps({"sampling_params": sampling})),
@@ -220,6 +232,10 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
     kept = {name: found[name] for name in KEPT if name in found}
     if kept["completed"] != options.prompts:
         raise Failed(f"{options.prompts - kept['completed']} requests failed: {said.read_text()[-2000:]}")
+    if (answered := kept["total_output_tokens"]) < options.prompts * options.output:
+        raise Failed(f"{answered} of {options.prompts * options.output} new tokens came: {said.read_text()[-2000:]}")
+    if options.images and found["total_input_vision_tokens"] < options.images * options.prompts * IMAGE_TOKENS:
+        raise Failed(f"the client has left images out: {said.read_text()[-2000:]}")
     return kept | {
         **lowest_free(free),
         "retractions": server.log_text()[before:].count(RETRACTED),
@@ -332,7 +348,8 @@ def tables(results: Sequence[output.Result]) -> str:
     for result in results:
         figures = result["figures"]
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
-        load = f"{figures['prompts']} of {lengths} in, {figures['output']:,} out"
+        images = f" and {figures['images']} images" if "images" in figures else ""
+        load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
         run = f"{served.run_label(result)}, chunk {figures['chunk']:,}; {load}"
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
@@ -379,6 +396,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
     parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
     parser.add_argument("--output", type=int, default=768, help="new tokens of each")
+    parser.add_argument("--images", type=int, default=0, help=f"of {IMAGE_SIZE} in each, besides (qwen3-vl-30b)")
     parser.add_argument(
         "--overfill", type=float, default=0, metavar="SECONDS", help="then more than the KV cache holds"
     )
@@ -390,7 +408,7 @@ def main() -> None:
         machine.require_gpu("serving", "--quick runs without one")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
-        "arguments",
+        *("arguments", *(["images"] if options.images else [])),
     )
     figures = {name: getattr(options, name) for name in described_by}
     if options.quick:

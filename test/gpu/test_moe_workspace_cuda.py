@@ -692,8 +692,11 @@ def test_what_stays_whole(modules, ran, monkeypatch, more, reached):
     assert same_bits(stock, ours)
 
 
-def test_small_tensors_run_the_engines_own_sequence(modules, ran):
-    stock, ours = both(modules, layer())
+@pytest.mark.parametrize("tokens", [pytest.param(40, id="small"), pytest.param(400, id="691 kB of the 1 MB allowed")])
+def test_where_one_slice_is_best_the_engines_own_sequence_runs(modules, ran, monkeypatch, tokens):
+    if tokens > 40:
+        monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "1")
+    stock, ours = both(modules, layer(tokens=tokens))
     assert ran == []
     assert same_bits(stock, ours)
 

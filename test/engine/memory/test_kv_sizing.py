@@ -21,7 +21,7 @@ import httpx
 import image_model
 import pytest
 import unsized_servers
-from common import dummy_weights, plugins
+from common import dummy_weights, kinds, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
 from servers import PATIENCE, ROUTED, Server, answers, on_path, server, started
@@ -190,12 +190,12 @@ def added_to(kind: type) -> set[str]:
 
 @pytest.mark.every_release
 def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
-    kinds = [seen.module("sglang.srt.managers.scheduler").Scheduler]
+    schedulers = [seen.module("sglang.srt.managers.scheduler").Scheduler]
     components = "sglang.srt.managers.scheduler_components."
     if seen.has_module(f"{components}metrics_reporter"):
-        kinds.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
-        kinds.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
-    names = {name for kind in kinds for name in added_to(kind) if not name.startswith("spec_")}
+        schedulers.append(seen.module(f"{components}metrics_reporter").SchedulerMetricsReporter)
+        schedulers.append(seen.module(f"{components}batch_result_processor").SchedulerBatchResultProcessor)
+    names = {name for kind in schedulers for name in added_to(kind) if not name.startswith("spec_")}
     assert {"forward_ct", "num_generated_tokens"} <= names
     assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
 
@@ -549,7 +549,7 @@ def asked_about_images(running: Server) -> list[Any]:
     shown = [image_model.picture(96, 128), image_model.picture(200, 64)]
     found = []
     for some in ([shown[0]], [shown[1]], shown):
-        body = {"text": image_model.IMAGE * len(some) + "What is this?", "image_data": some, "return_logprob": True}
+        body = {"text": kinds.IMAGE * len(some) + "What is this?", "image_data": some, "return_logprob": True}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         answer = httpx.post(f"{running.url}/generate", json=body, timeout=PATIENCE).raise_for_status().json()
         found.append((answer["output_ids"], answer["meta_info"]["output_token_logprobs"]))

@@ -44,15 +44,18 @@ def test_the_client_asks_for_lengths_and_answers_as_said(monkeypatch, tmp_path):
     assert int(9000 * float(told["--random-range-ratio"])) == 3000
     assert (told["--random-input-len"], told["--num-prompts"]) == ("9000", "200")
     assert json.loads(told["--extra-request-body"])["sampling_params"]["max_new_tokens"] == 768
+    images = serving.bench_command(options(monkeypatch, "--images", "2"), tmp_path, "http://here", tmp_path / "into")
+    assert images[images.index("--dataset-name") + 1 :][:3] == ["image", "--image-count", "2"]
+    assert "--tokenize-prompt" not in images
     one = options(monkeypatch, "--input", "30000")
     assert "1.0" in serving.bench_command(one, tmp_path, "http://here", tmp_path / "into")
 
 
 def test_each_token_is_a_word(monkeypatch):
-    made = Tokenizer.from_str(serving.tokenizer_json(300))
+    made = Tokenizer.from_str(serving.tokenizer_json(300, {298: "<image>"}))
     assert made.get_vocab_size() == 300
     assert made.decode([1, 299]) == "1 12b"
-    assert made.encode("1 12b ?").ids == [1, 299, 0]
+    assert made.encode("1<image>12b ?").ids == [1, 298, 299, 0]
 
 
 def test_a_later_run_adds_to_an_earlier_one_of_the_same_load_alone(tmp_path):

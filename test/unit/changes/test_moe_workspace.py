@@ -225,15 +225,21 @@ def test_widths_at_the_edges_of_the_rule(layer, gemm, limit, width):
     assert slice_width(layer, gemm, limit) == width
 
 
-def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at():
-    layer = LayerShape(16384, 8, 7168, 512)
-    limits = [
-        max(held(layer, gemm, 7168)) - 1 for held, gemm in ((triton_bytes, TritonGemm()), (marlin_bytes, MarlinGemm(1)))
-    ]
-    assert slice_width(layer, TritonGemm(), limits[0]) < 7168
-    assert tensor_bytes(layer) >= column_slices.min_tensor_bytes(limits[0])
-    assert packed_slice_width(layer, MarlinGemm(1), limits[1]) < 7168
-    assert tensor_bytes(layer) >= column_slices.min_packed_tensor_bytes(limits[1])
+@given(layers, gemms, st.booleans(), packed_layers, packed_gemms)
+def test_a_layer_that_a_limit_cuts_is_large_enough_to_be_looked_at(layer, gemm, gated, packed, packed_gemm):
+    """The limit is a byte less than what the runner holds with the tensor whole.
+
+    Without a gate the first GEMM's output is as wide as the activation's.
+    """
+    layer = layer if gated else layer._replace(gate_columns=layer.intermediate)
+    inner_bytes = layer.itemsize * (not gemm.activation_in_dead_input) + gemm.quantized
+    limit = tensor_bytes(layer) + layer.tokens * layer.top_k * layer.intermediate * inner_bytes - 1
+    if slice_width(layer, gemm, limit) < layer.hidden:
+        assert tensor_bytes(layer) >= column_slices.min_tensor_bytes(limit)
+    packed = packed._replace(gate_columns=max(packed.gate_columns, packed.intermediate))
+    limit = marlin_bytes(packed, packed_gemm, packed.hidden)[1] - 1
+    if packed_slice_width(packed, packed_gemm, limit) < packed.hidden:
+        assert tensor_bytes(packed) >= column_slices.min_packed_tensor_bytes(limit)
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000))
@@ -333,6 +339,20 @@ def called():
         return gemms, sums
 
     return run
+
+
+@pytest.mark.parametrize(("own", "slices"), [(True, 1), (False, 2)])
+def test_the_dead_input_holds_the_activation_only_where_the_engine_has_written_it_there(own, slices):
+    """Some activations return a tensor of their own. The limit has room for the whole tensor and nothing beside it."""
+    deferred, rows = capture(), TOKENS * TOP_K
+    activations = deferred.gemm.activations
+    call = deferred_tensor.SequenceCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
+    call.dead_input_address = activations.data_ptr() if own else torch.empty_like(activations).data_ptr()
+    token = deferred_tensor.current_call.set(call)
+    try:
+        assert len(deferred_tensor.choose_column_slices(deferred, plain_output())) == slices
+    finally:
+        deferred_tensor.current_call.reset(token)
 
 
 def plain_output():
@@ -593,7 +613,7 @@ BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full
 
 
 @pytest.mark.parametrize(
-    ("marks", "passed"), [("not product", 96), pytest.param("product", 16, marks=pytest.mark.product)]
+    ("marks", "passed"), [("not product", 97), pytest.param("product", 16, marks=pytest.mark.product)]
 )
 def test_the_engines_sequence_and_marlins_in_the_interpreter(marks: str, passed: int) -> None:
     """On the CPU a server never runs them: here the engine's CUDA branch is taken, its kernels interpreted, and

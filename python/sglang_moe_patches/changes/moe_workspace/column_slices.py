@@ -288,10 +288,11 @@ def read_max_bytes() -> int | None:
 def min_tensor_bytes(max_bytes: int | None) -> int:
     """A smaller [tokens, top-k, hidden] tensor stays whole in the Triton runner: one comparison, ahead of all else.
 
-    Where the runner would hold more than ``max_bytes``, at least two thirds of that are the tensor: with activations
-    wider than half the output the peak is around the activation, cut or not.
+    Where slices make a runner smaller that holds more than ``max_bytes``, at least a quarter of that is the tensor T.
+    Beside T lie at most 1.5 times the activation A (in 16 bits and in one byte). Around the activation the runner holds
+    at least 2 A whatever is cut: where T with what lies beside it is the peak, A is less than 2 T.
     """
-    return MIN_TENSOR_BYTES if max_bytes is None else 2 * max_bytes // 3
+    return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 4
 
 
 def min_packed_tensor_bytes(max_bytes: int | None) -> int:

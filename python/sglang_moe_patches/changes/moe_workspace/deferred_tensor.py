@@ -129,7 +129,8 @@ class SequenceCall:
     :param inplace: the output lies over the input.
     :param uses_staging: the input is read on another stream, too: slices go to a staging buffer first.
     :param max_bytes: what the runner may hold, where the user set that.
-    :param activation_in_dead_input: the activation's output lies in the layer's dead input.
+    :param dead_input_address: of the layer's dead input, where the activation was given it for its output. Some
+        activations return a tensor of their own instead (gpt-oss's).
     """
 
     gate_columns: int
@@ -138,7 +139,7 @@ class SequenceCall:
     inplace: bool
     uses_staging: bool
     max_bytes: int | None
-    activation_in_dead_input: bool = False
+    dead_input_address: int | None = None
 
 
 current_call: ContextVar[SequenceCall] = ContextVar("moe_workspace_call")
@@ -206,7 +207,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
     cost = TritonGemm(
         gemm.tiles,
         quantizes(gemm.kwargs),
-        activation_in_dead_input=call.activation_in_dead_input,
+        activation_in_dead_input=gemm.activations.data_ptr() == call.dead_input_address,
         uses_staging=call.uses_staging,
         **scales,
     )

@@ -72,7 +72,7 @@ class _SequenceTorch(takers.OutputTorch):
         if call.inplace and size[1] == call.gate_columns // 2:
             memory = channel.take_memory(size, dtype, device)
             if memory is not None:
-                call.activation_in_dead_input = True
+                call.dead_input_address = memory.data_ptr()
                 return memory
         return self._torch.empty(size, device=device, dtype=dtype)
 
@@ -119,17 +119,17 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # Where no two slices are affordable, the engine's own sequence runs, but for three cases in which by_columns
-        # serves even in one slice: a dead input on offer, which holds the activation or the output; a tensor that the
-        # engine never writes (no_combine); an output that must lie in the pool of symmetric memory.
+        # Where one slice is best, the engine's own sequence runs, but for three cases in which by_columns serves even
+        # then: a dead input on offer, which holds the activation or the output; a tensor that the engine never writes
+        # (no_combine); an output that must lie in the pool of symmetric memory.
         needs_pool = not inplace and symmetric_memory.is_on
-        if max_bytes is None and channel.offered() is None and not kwargs.get("no_combine") and not needs_pool:
+        if channel.offered() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
             sizes = (tokens, top_k, w2.shape[1], w2.shape[2], hidden_states.itemsize)
             layer = LayerShape(*sizes, gate_columns, weight_bytes, row_fraction)
             tiles = positional[down_config] or positional[config]
             gemm = TritonGemm(tiles, deferred_tensor.quantizes(kwargs), uses_staging=uses_staging)
-            if column_slices.max_affordable_slices(layer, gemm) < 2:
+            if column_slices.slice_width(layer, gemm, max_bytes) == layer.hidden:
                 return original(*args, **kwargs)
         # The MoE input is still read while the dead input is written: both must not be the same memory.
         channel.withhold_if_shared(hidden_states)
