@@ -181,12 +181,12 @@ def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
     def said(tokens: int) -> str:
         return acted.sentences(WORKSPACE, Acted((1,), (), MoeInput(tokens, 10, 5000, 2)))[0].partition("did nothing")[2]
 
-    starts = "slices start at 200.0 MB in Triton, 100.0 MB in Marlin"
-    assert said(999) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 99.9 MB, {starts}"
-    for tokens in (1000, 1999):
-        assert said(tokens).startswith(": no forward was large enough for Triton: the largest")
+    starts = "slices start at 75.0 MB in Triton, 100.0 MB in Marlin"
+    assert said(749) == f": no forward was large enough: the largest [tokens, top-k, hidden] was 74.9 MB, {starts}"
+    for tokens in (750, 999):
+        assert said(tokens).startswith(": no forward was large enough for Marlin: the largest")
         assert said(tokens).endswith(starts)
-    assert said(2000) == ""
+    assert said(1000) == ""
 
 
 def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> None:
