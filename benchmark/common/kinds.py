@@ -6,6 +6,7 @@
 - ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct; three layers with a state for each request, one with a KV cache.
 - ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
 - ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct, as `doctor --model` knows it, with its vision model.
+- ``qwen3.5-397b-fp8``: Qwen/Qwen3.5-397B-A17B-FP8, likewise; states as in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -31,13 +32,22 @@ CONFIGS["kimi-k2.5-int4"] = (
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0}
     | {"rope_theta": 50_000.0, "vocab_size": 163_840, "quantization_config": weights.int4_config()}
 )
-CONFIGS["qwen3-vl-30b"] = load_model("Qwen/Qwen3-VL-30B-A3B-Instruct")[0] | _TOKENS | {"vocab_size": 151_936}
 IMAGE_TOKENS = {
     **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
 }
-"""Qwen3-VL's, by their names in ``config.json``."""
-CONFIGS["qwen3-vl-30b"] |= dict(zip(IMAGE_TOKENS, (151_652, 151_653, 151_655, 151_656), strict=True))
+"""Of the models that take images, by their names in ``config.json``."""
+
+
+def _with_images(source: str, first_token: int) -> dict[str, Any]:
+    own = load_model(source)[0]
+    tokens = dict(zip(IMAGE_TOKENS, (first_token + place for place in (0, 1, 3, 4)), strict=True))
+    own["vision_config"].setdefault("deepstack_visual_indexes", [])
+    return own | _TOKENS | tokens | {"vocab_size": own["text_config"]["vocab_size"]}
+
+
+CONFIGS["qwen3-vl-30b"] = _with_images("Qwen/Qwen3-VL-30B-A3B-Instruct", 151_652)
+CONFIGS["qwen3.5-397b-fp8"] = _with_images("Qwen/Qwen3.5-397B-A17B-FP8", 248_053)
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """In a prompt, the place of an image."""
 CHAT_TEMPLATE = (
@@ -56,10 +66,9 @@ SHARED = (
 def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
     own = deepcopy(CONFIGS[name])
-    if "vision_config" in own:
-        if shard > 1:
-            raise ValueError(f"{name} is not shared out; use --shard 1")
-        own["text_config"] |= {"num_hidden_layers": layers, "max_position_embeddings": context}
+    sizes = {"num_hidden_layers": layers, "max_position_embeddings": context}
+    if (text := own.get("text_config")) is not None:  # each rank has the vision model, but for its heads
+        text |= {size: max(1, text[size] // shard) for size in SHARED if size in text} | sizes
         return own
     own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}
     if name in ("gpt-oss-120b", "deepseek-r1", "kimi-k2.5-int4"):
@@ -68,8 +77,7 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
         own["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if "first_k_dense_replace" in own:
         own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)
-    own |= {"num_hidden_layers": layers, "max_position_embeddings": context}
-    return own
+    return own | sizes
 
 
 def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:

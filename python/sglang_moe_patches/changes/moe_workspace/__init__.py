@@ -116,13 +116,14 @@ def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> st
         "Marlin": column_slices.min_packed_tensor_bytes(max_bytes),
     }
     too_small = [runner for runner, size in thresholds.items() if tensor_bytes < size]
+    largest = f"the largest [tokens, top-k, hidden] was {tensor_bytes / 1e6:,.1f} MB"
     if not too_small:
-        return ""
+        return f"{largest}, but no layer gained by a second slice, or none can be cut"
     sizes = {size: f"{size / 1e6:,.1f} MB" for size in thresholds.values()}
     starts = [f"{sizes[size]} in {runner}" for runner, size in thresholds.items()] if len(sizes) > 1 else sizes.values()
     return (
         f"no forward was large enough{'' if len(too_small) == len(thresholds) else f' for {too_small[0]}'}: "
-        f"the largest [tokens, top-k, hidden] was {tensor_bytes / 1e6:,.1f} MB, slices start at {', '.join(starts)}"
+        f"{largest}, slices start at {', '.join(starts)}"
     )
 
 

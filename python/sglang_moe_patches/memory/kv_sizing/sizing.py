@@ -11,10 +11,8 @@ from sglang_moe_patches.memory.kv_sizing import record as records
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
-"""Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in
-fourteen servers that were measured, and once by 2 GB: as much as this. Only :attr:`LaunchMemory.margin` reads it: the
-decisions, the fingerprint, the tests and their servers ask or replace that. The change's page states it
-(``test_the_page_says_the_margin``); where pages and README say the number otherwise, it was measured."""
+"""Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in the
+fourteen servers that a removed command recorded (``docs/benchmarks/kv-plans.md``), and once by 2 GB: as much as this."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -36,8 +34,8 @@ class LaunchMemory:
     """The memory of a server's GPUs as its start begins, in bytes.
 
     :param free_before_load: free before its weights were loaded, on the rank with the least.
-    :param total: of its GPU, as the driver says: 150,109,880,320 of an H200. The fingerprint has it, so that all ranks
-        have as much.
+    :param total: of its GPU, as the driver says: 150,109,880,320 of an H200. The same on all ranks, or none is sized
+        (:func:`rank_error`).
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
@@ -56,8 +54,12 @@ class LaunchMemory:
 
     @property
     def margin(self) -> int:
-        """What is kept free beyond the measured need, before any server died. It is part of the fingerprint, so that a
-        record that was proven with another margin is none."""
+        """What is kept free beyond the measured need, before any server died.
+
+        Decisions and fingerprint ask this alone, and tests replace it. As it is part of the fingerprint, a record that
+        was proven with another margin counts for none. The change's page states the number
+        (``test_the_page_says_the_margin``); the same number on other pages is of a server that was measured.
+        """
         return MARGIN_BYTES
 
     @classmethod

@@ -170,7 +170,10 @@ def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
         "slices start at 201.3 MB"
     ]
     large = MoeInput(16384, 8, 7168, 2)
-    assert acted.sentences(WORKSPACE, Acted((1,), (), large)) == ["moe-workspace: did nothing"]
+    assert acted.sentences(WORKSPACE, Acted((1,), (), large)) == [
+        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a second "
+        "slice, or none can be cut"
+    ]
 
 
 def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
@@ -186,7 +189,7 @@ def test_where_marlins_slices_start_at_another_size_each_runner_is_told_its_own(
     for tokens in (750, 999):
         assert said(tokens).startswith(": no forward was large enough for Marlin: the largest")
         assert said(tokens).endswith(starts)
-    assert said(1000) == ""
+    assert said(1000).startswith(": the largest [tokens, top-k, hidden] was 100.0 MB, but no layer gained")
 
 
 def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> None:
