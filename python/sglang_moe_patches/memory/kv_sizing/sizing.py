@@ -12,7 +12,7 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in the
-fourteen servers that a removed command recorded (``docs/benchmarks/kv-plans.md``), and once by 2 GB: as much as this."""
+fourteen servers that a removed command measured (``docs/benchmarks/kv-plans.md``), once by 2 GB: as much as this."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01

@@ -171,8 +171,8 @@ def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
     ]
     large = MoeInput(16384, 8, 7168, 2)
     assert acted.sentences(WORKSPACE, Acted((1,), (), large)) == [
-        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a second "
-        "slice, or none can be cut"
+        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a "
+        "second slice, or none can be cut"
     ]
 
 
