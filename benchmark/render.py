@@ -83,7 +83,7 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 SERVING = under(
-    *("serving", "kimi-k2.5-8192", "kimi-k2.5"),
+    *("serving", "qwen3-30b-h100", "qwen3-vl-30b", "kimi-k2.5-8192", "kimi-k2.5", "qwen3.5-397b-fp8"),
     *("deepseek-r1-recipe", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2", "kimi-k2.5-dp", "qwen3-30b-0.5.17"),
 )
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")

@@ -22,13 +22,18 @@ PEAKS = {
 def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
     rows = []
-    share = "one rank's share at TP=4 of Kimi-K2.5's layers, in BF16, 14 of 61"
     for server, mode, name, emphasis in (  # of the throughput, where it differs
-        (f"{share}, default chunk, 8,192; 200 requests at once", "auto", "kimi-k2.5-8192", "**"),
-        (f"{share}, `--chunked-prefill-size 16384`; 200 requests at once", "auto", "kimi-k2.5", "**"),
+        ("Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once", "auto", "qwen3-30b-h100", "**"),
+        ("Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests at once, two images in each", "auto", "qwen3-vl-30b", "**"),
         (
-            "DeepSeek-R1 in FP8, sizes of TP=8, all 61 layers, its published H200 recipe without the draft: chunk of "
-            "32,768, `--mem-fraction-static 0.82`; 256 requests at once",
+            "Kimi-K2.5's layers in BF16, sizes of TP=4, 14 of 61, one H200; 200 requests at once",
+            "auto",
+            "kimi-k2.5-8192",
+            "**",
+        ),
+        (
+            "DeepSeek-R1 in FP8, sizes of TP=8, all 61 layers, one H200, its published recipe without the draft: chunk "
+            "of 32,768, `--mem-fraction-static 0.82`; 256 requests at once",
             "always",
             "deepseek-r1-recipe",
             "**",
@@ -63,19 +68,18 @@ def launched(load: Load) -> str:
             f"{stock['ms']:.1f} -> {patched['ms']:.1f} ms for a prefill",
         )
     )
-    header = ("server, one H200, random weights", "what to set", "memory", "throughput", "latency")
+    header = ("server, random weights", "what to set", "memory", "throughput", "latency")
     note = (
-        "Tokens per second count prompts and answers; latencies are medians. The second row is of an older version, "
-        "which did not measure requests for log-probabilities: today's would, and leave a smaller KV cache. Its "
-        "weights are the engine's own random ones, with which nearly every token is routed to the same eight experts; "
-        "those of the others are drawn so that every expert is used. Tokens per second of a real checkpoint differ."
+        "At the engine's own fraction and chunk of 8,192, where nothing else is said. Tokens per second count prompts "
+        "and answers; latencies are medians. Weights are drawn so that every expert is used; tokens per second of a "
+        "real checkpoint differ."
     )
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
 
 
 def second_start(load: Load) -> str:
     """What a server said at its second start."""
-    said = load("serving/kimi-k2.5-8192")["figures"]["servers"]["sized"]["said"][0]
+    said = load("serving/qwen3-30b-h100")["figures"]["servers"]["sized"]["said"][0]
     return f"\n```\nsglang-moe-patches: kv-sizing: {said}\n```\n"
 
 
@@ -96,7 +100,7 @@ def index(load: Load) -> str:
 
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")
     layer = find(figures("moe-workspace/h200")["cells"], model="kimi-k2.5", layout="tp4", weights="bf16", tokens=16384)
-    served = [figures("serving/kimi-k2.5-8192")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
+    served = [figures("serving/qwen3-30b-h100")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
     slack = figures("segments/kimi-k2.5")["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     soaked = figures("soak/qwen3-30b")["servers"]

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from common import kinds
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -49,6 +50,32 @@ def test_the_client_asks_for_lengths_and_answers_as_said(monkeypatch, tmp_path):
     assert "--tokenize-prompt" not in images
     one = options(monkeypatch, "--input", "30000")
     assert "1.0" in serving.bench_command(one, tmp_path, "http://here", tmp_path / "into")
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({}, ""),
+        # 30,715 of 30,720 were counted where all came: five answers ended with a message without text.
+        ({"total_output_tokens": 120 * 256 - 5}, ""),
+        ({"total_output_tokens": 119 * 256 + 1}, "30465 of 30720 new tokens came"),
+        ({"completed": 119}, "1 requests failed"),
+        ({"total_input_vision_tokens": 239 * 880}, "the client has left images out"),
+    ],
+)
+def test_a_load_of_which_something_is_missing_is_refused(monkeypatch, found, why):
+    given = options(monkeypatch, "--images", "2", "--prompts", "120", "--output", "256")
+    whole = {"completed": 120, "total_output_tokens": 120 * 256, "total_input_vision_tokens": 240 * 880}
+    assert serving.left_out(whole | found, given) == why
+
+
+def test_a_model_with_images_is_shared_out_but_for_its_vision_model():
+    own = kinds.config("qwen3.5-397b-fp8", 8, 4, 2048)
+    text = own["text_config"]
+    sizes = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "moe_intermediate_size")
+    assert [text[size] for size in sizes] == [4, 1, 8, 128]
+    assert (text["num_hidden_layers"], text["max_position_embeddings"], text["num_experts"]) == (4, 2048, 512)
+    assert own["vision_config"] == kinds.config("qwen3.5-397b-fp8", 1, 60, 4096)["vision_config"]
 
 
 def test_each_token_is_a_word(monkeypatch):
