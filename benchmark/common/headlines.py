@@ -24,7 +24,12 @@ def launched(load: Load) -> str:
     rows = []
     for server, mode, name, emphasis in (  # of the throughput, where it differs
         ("Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once", "auto", "qwen3-30b-h100", "**"),
-        ("Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests at once, two images in each", "auto", "qwen3-vl-30b", "**"),
+        (
+            "Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests at once, two images in each",
+            "auto",
+            "qwen3-vl-30b",
+            "**",
+        ),
         (
             "Kimi-K2.5's layers in BF16, sizes of TP=4, 14 of 61, one H200; 200 requests at once",
             "auto",
