@@ -40,9 +40,15 @@ IMAGE_TOKENS = {
 
 
 def _with_images(source: str, first_token: int) -> dict[str, Any]:
+    """config.json of a model that takes images, with what `doctor --model` does not need of it.
+
+    :param first_token: where an image begins. It ends with the next token; those of image and video are two and three
+        further, in every vocabulary here.
+    """
     own = load_model(source)[0]
-    tokens = dict(zip(IMAGE_TOKENS, (first_token + place for place in (0, 1, 3, 4)), strict=True))
+    # Published where a model has no such layers; left out, the engine's own default would give it Qwen3-VL's.
     own["vision_config"].setdefault("deepstack_visual_indexes", [])
+    tokens = dict(zip(IMAGE_TOKENS, (first_token + place for place in (0, 1, 3, 4)), strict=True))
     return own | _TOKENS | tokens | {"vocab_size": own["text_config"]["vocab_size"]}
 
 
@@ -67,7 +73,7 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
     """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
     own = deepcopy(CONFIGS[name])
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": context}
-    if (text := own.get("text_config")) is not None:  # each rank has the vision model, but for its heads
+    if (text := own.get("text_config")) is not None:  # the vision model is not divided
         text |= {size: max(1, text[size] // shard) for size in SHARED if size in text} | sizes
         return own
     own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}

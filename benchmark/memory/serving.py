@@ -240,8 +240,9 @@ def loaded(server: Server, options: Any, model: Path, work: Path) -> dict[str, A
 def left_out(found: dict[str, Any], options: Any) -> str:
     """What is missing in a load, by the client's own result; "": nothing.
 
-    The client counts an error of the image processor as an answer, without tokens. It does not count a last message
-    without text, as tokens that stand for images have none: a few tokens of all answers together.
+    The client counts an error of the image processor as an answer, of one token at most. It does not count a last
+    message without text, as tokens that stand for images have none. That is a few tokens of all answers together, so
+    half the tokens of one answer may be missing.
     """
     if failed := options.prompts - found["completed"]:
         return f"{failed} requests failed"

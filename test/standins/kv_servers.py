@@ -36,7 +36,7 @@ MEASURED = Record(
     reached=("prefill chunk",),
 )
 SIZED = 0.9285
-"""What it gives such a start: 8 GB of 140 were needed, and 2 GB are the margin of such a GPU."""
+"""What it gives such a start: 8 GB of 140 were needed, and 2 GB are the margin of START."""
 LIMITS = Limits(chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000)
 SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0, vocabulary=5000)
 

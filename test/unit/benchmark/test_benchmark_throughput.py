@@ -56,7 +56,7 @@ def test_the_client_asks_for_lengths_and_answers_as_said(monkeypatch, tmp_path):
     ("found", "why"),
     [
         ({}, ""),
-        # 30,715 of 30,720 were counted where all came: five answers ended with a message without text.
+        # So many were counted of a load on an H100 in which no request failed.
         ({"total_output_tokens": 120 * 256 - 5}, ""),
         ({"total_output_tokens": 119 * 256 + 1}, "30465 of 30720 new tokens came"),
         ({"completed": 119}, "1 requests failed"),
@@ -69,7 +69,7 @@ def test_a_load_of_which_something_is_missing_is_refused(monkeypatch, found, why
     assert serving.left_out(whole | found, given) == why
 
 
-def test_a_model_with_images_is_shared_out_but_for_its_vision_model():
+def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
     own = kinds.config("qwen3.5-397b-fp8", 8, 4, 2048)
     text = own["text_config"]
     sizes = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads", "moe_intermediate_size")

@@ -15,7 +15,8 @@ from sglang_moe_patches.core.variables import Variable, positive_number
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
-    "MB (10^6 bytes) that Triton or Marlin may hold, where columns can; unset: what costs at most 2 % of the time",
+    "MB (10^6 bytes) that Triton or Marlin may hold, where columns can; unset: what costs at most an estimated 2 % of "
+    "the time",
     positive_number("MB"),
 )
 

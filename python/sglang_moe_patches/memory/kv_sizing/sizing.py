@@ -11,8 +11,9 @@ from sglang_moe_patches.memory.kv_sizing import record as records
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
-"""Bytes kept free beyond the measured need. Between two kinds of load the need has differed by up to 1,180 MB in the
-fourteen servers that a removed command measured (``docs/benchmarks/kv-plans.md``), once by 2 GB: as much as this."""
+"""Bytes kept free beyond the measured need. Between two kinds of load the need of fourteen servers has differed by up
+to 1,180 MB, and once by 2 GB: as much as this. No result file has these differences. ``docs/changes/kv-sizing.md``
+states the number (``test_the_page_says_the_margin``). Code and tests ask :attr:`LaunchMemory.margin`, not this."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -56,9 +57,8 @@ class LaunchMemory:
     def margin(self) -> int:
         """What is kept free beyond the measured need, before any server died.
 
-        Decisions and fingerprint ask this alone, and tests replace it. As it is part of the fingerprint, a record that
-        was proven with another margin counts for none. The change's page states the number
-        (``test_the_page_says_the_margin``); the same number on other pages is of a server that was measured.
+        As it is part of the fingerprint, a record that was proven with another margin counts for none. Tests replace
+        it. Other pages than the change's own have the number of a server that was measured.
         """
         return MARGIN_BYTES
 
