@@ -58,7 +58,7 @@ def triton(result: output.Result) -> str:
 def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tuple[Any, ...], dict[str, Any] | None]:
     """Of each layer, tiles and batch, the cell that ran as the rule says now.
 
-    ``None``: it stays whole, and is stock; empty: it was not measured.
+    ``None``: it is not cut, and is stock; empty: it was not measured.
 
     :param setting: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
     """
@@ -90,7 +90,7 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
 
     def show(one: dict[str, Any] | None, peak: int) -> str:
         if one is None:
-            return f"{mb(peak)}, whole"
+            return f"{mb(peak)}, uncut"
         return cut_cell(one) if one else "not measured"
 
     of_batch = [one for one in cells if one["tokens"] == tokens]
@@ -122,14 +122,14 @@ def by_default(result: output.Result) -> str:
     layers: dict[str, dict[int, str]] = {}
     for one in cells:
         cut = f"{mb(one['stock_peak'])} -> {mb(one['peak'])}, {one['slices']}"
-        memory = cut if one["slices"] > 1 else "whole"
+        memory = cut if one["slices"] > 1 else "uncut"
         layers.setdefault(layer_name(one), {})[one["tokens"]] = f"{memory}: {time_of(one)}"
     lines = [(name, *(batch.get(tokens, "") for tokens in batches)) for name, batch in layers.items()]
 
     rows = []
     for name, some in (
         ("in slices", [one for one in cells if one["slices"] > 1]),
-        ("whole", [one for one in cells if one["slices"] < 2]),
+        ("uncut", [one for one in cells if one["slices"] < 2]),
     ):
         if some:
             same = f"{sum(one['same'] for one in some)} of {len(some)}"
@@ -178,7 +178,7 @@ def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "t
     rows = []
     for gpu, cells in gpus.items():
         for kind, some in (
-            ("whole", [one for one in cells if one["slices"] < 2]),
+            ("uncut", [one for one in cells if one["slices"] < 2]),
             ("in slices", [one for one in cells if one["slices"] > 1]),
         ):
             ours, control = ([one[name] for one in some] for name in ("slowdown", "control"))
@@ -289,7 +289,7 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
             return "-"
         if one["slices"] < 2:
             time = f": {one['slowdown']:.3f}" if one["slowdown"] else ""
-            return f"{mb(one['stock_peak'])}, whole{time}"
+            return f"{mb(one['stock_peak'])}, uncut{time}"
         return f"{cut_cell(one)}, queued {one['queued']:.3f}"
 
     lines: list[tuple[str, ...]] = []

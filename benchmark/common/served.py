@@ -47,12 +47,25 @@ def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return list(pool.map(work, items))
 
 
+def value_of(argument: str, arguments: Sequence[str]) -> str:
+    """What a server argument is given, by its last place; "": it is not among them."""
+    places = [place for place, each in enumerate(arguments[:-1]) if each == argument]
+    return arguments[places[-1] + 1] if places else ""
+
+
 def run_label(result: dict[str, Any]) -> str:
-    """A run in a table: its model, sizes, GPUs and the engine's release."""
+    """A run in a table: its model, sizes, GPUs, attention where it is not Triton's, and the engine's release."""
     figures = result["figures"]
+    given = figures.get("arguments", ())
     ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
     sizes = figures["shard"] * figures["tp"]
     share = f", TP={sizes}'s sizes" if sizes > 1 else ""
-    if {"--enable-dp-attention", "--attn-dp-size"} & set(figures.get("arguments", ())):
+    if {"--enable-dp-attention", "--attn-dp-size"} & set(given):
         ranks += " with data-parallel attention, KV tokens of each"
+    elif replicas := value_of("--dp", given):
+        ranks += f", {replicas} replicas, KV tokens of each"
+    if stages := value_of("--pp-size", given):
+        ranks += f", {stages} pipeline stages"
+    if (attention := value_of("--attention-backend", given)) not in ("", "triton"):
+        ranks += f", attention by {attention}"
     return f"{figures['model']}{share}, {figures['layers']} layers{ranks}, {result['conditions']['engine']}"

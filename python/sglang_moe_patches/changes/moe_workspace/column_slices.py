@@ -1,7 +1,7 @@
 """When a [tokens, top-k, hidden] tensor is cut into column slices, and how wide they are: pure functions of sizes.
 
 :func:`slice_width` decides for the Triton runner, :func:`packed_slice_width` for Marlin. The answer ``hidden`` means
-that the tensor stays whole. The constants of time are fitted to benchmark/results/moe-workspace, measured on an H200.
+that the tensor is not cut. The constants of time are fitted to benchmark/results/moe-workspace, measured on an H200.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOE_WORKSPACE_MB: Variable[int | None] = Variable(
 )
 
 # Limits that hold unless MOE_WORKSPACE_MB is set.
-#: A smaller [tokens, top-k, hidden] tensor stays whole.
+#: A smaller [tokens, top-k, hidden] tensor is not cut.
 MIN_TENSOR_BYTES = 192 << 20
 #: One more slice must save this much.
 MIN_BYTES_SAVED_PER_SLICE = 36 << 20
@@ -173,7 +173,7 @@ class MarlinGemm(NamedTuple):
 
 
 def slice_width(layer: LayerShape, gemm: TritonGemm, max_bytes: int | None = None) -> int:
-    """Columns of the second GEMM's output to compute and sum at a time; ``hidden``: the tensor stays whole.
+    """Columns of the second GEMM's output to compute and sum at a time; ``hidden``: the tensor is not cut.
 
     Narrower slices save memory, more of them cost time. Three bounds on their number:
 
@@ -287,7 +287,7 @@ def read_max_bytes() -> int | None:
 
 
 def min_tensor_bytes(max_bytes: int | None) -> int:
-    """A smaller [tokens, top-k, hidden] tensor stays whole in the Triton runner: one comparison, ahead of all else.
+    """A smaller [tokens, top-k, hidden] tensor is not cut in the Triton runner: one comparison, ahead of all else.
 
     Where slices make a runner smaller that holds more than ``max_bytes``, at least a quarter of that is the tensor T.
     Beside T lie at most 1.5 times the activation A (in 16 bits and in one byte). Around the activation the runner holds
@@ -297,7 +297,7 @@ def min_tensor_bytes(max_bytes: int | None) -> int:
 
 
 def min_packed_tensor_bytes(max_bytes: int | None) -> int:
-    """The same for Marlin: at least a third of what the runner holds whole.
+    """The same for Marlin: at least a third of what the runner holds uncut.
 
     The activation's output is narrower than the layer where anything is cut, and the final output has one row a token.
     """

@@ -270,7 +270,7 @@ def columns_width(
     tiles: Mapping[str, int] | None = None,
     max_bytes: int | None = None,
 ) -> int:
-    """Columns of a slice as moe-workspace decides; the hidden size where the tensor stays whole.
+    """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut.
 
     :param share: of the rows, those whose expert is on this rank.
     :param tiles: of the second GEMM; ``None``: whatever slices cost.
@@ -342,7 +342,7 @@ def marlin_width(
     max_slowdown_fraction: float | None = None,
     max_bytes: int | None = None,
 ) -> int:
-    """Columns of a slice as moe-workspace decides; the hidden size where the tensor stays whole."""
+    """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut."""
     if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
         return rank.hidden
     return column_slices.packed_slice_width(

@@ -164,7 +164,7 @@ def describe_kv_sizing(answer: Mapping[str, str], arguments: Iterable[str]) -> d
 
 @dataclass(frozen=True)
 class WorkspaceAdvice:
-    """What to set where the tensor stays whole for what cutting it costs.
+    """What to set where the tensor is not cut for what cutting it costs.
 
     :param megabytes: a value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
     :param saved_bytes: of what the runner holds.
@@ -251,7 +251,7 @@ def advise_workspace(server: Server, model: Model) -> WorkspaceAdvice | None:
 
 
 def _whole_reason(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
-    """Why the runner's tensor stays whole; "": it does not.
+    """Why the runner's tensor is not cut; "": it does not.
 
     :param advice: what :func:`advise_workspace` returned.
     """

@@ -55,8 +55,7 @@ Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 
 # Which table a flag belongs to. INELIGIBLE is the safe one: the change is skipped and hooks nothing. MONITOR_ONLY is
 # for a feature that somebody has looked at: the server is never rehearsed, but its lowest free memory while it serves
-# tells what the next start of the same server will leave. What else a new flag needs: docs/changes/kv-sizing.md, "A
-# new argument that kv-sizing must know".
+# tells what the next start of the same server will leave. What else a new flag needs: docs/development/new-argument.md.
 #: Servers that keep their fraction. Their free memory is recorded while they serve.
 MONITOR_ONLY: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),
