@@ -70,7 +70,7 @@ def test_a_server_that_speculates_finds_as_much_of_a_prefix_as_a_phase_waits_for
 
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, page, draft_tokens=4, draft_slots=8)
     driven = {phase.kind: phase for phase in phases.derive_phases(limits).phases}
-    prefix, behind = driven[phases.PhaseKind.BEHIND_PREFIX].prompts(phases.Tokens("behind", 1000))
+    *_, prefix, behind = driven[phases.PhaseKind.BEHIND_PREFIX].prompts(phases.Tokens("behind", 1000))
     _, *sharing = driven[phases.PhaseKind.SHARED_PREFIX].prompts(phases.Tokens("shared", 1000))
     cache = RadixCache(
         CacheInitParams(

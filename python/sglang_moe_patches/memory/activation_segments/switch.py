@@ -15,7 +15,6 @@ from sglang_moe_patches.memory.activation_segments.eligibility import Allocator
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 PROBE_BYTES = 2 << 20
-PROBES = 4
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _HELD = "_moe_patches_held"
 
@@ -110,16 +109,11 @@ def _driver_maps() -> bool | None:
 
 
 def expandable() -> bool:
-    """Whether what is allocated now comes from an expandable segment: tried, on a few streams."""
-    return any(_probe_is_expandable() for _ in range(PROBES))
-
-
-def _probe_is_expandable() -> bool:
+    """Whether what is allocated now comes from an expandable segment: tried."""
     import torch
 
-    # On another stream, for which the allocator rarely keeps a free block that would do. Of the common pool: the
-    # first stream of high priority makes CUDA schedule every later graph among more streams.
-    with torch.cuda.stream(torch.cuda.Stream()):
+    # On a stream of its own: the allocator keeps no free block for it that would do.
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         address = (probe := torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")).data_ptr()
     segments = torch.cuda.memory_snapshot()
     del probe

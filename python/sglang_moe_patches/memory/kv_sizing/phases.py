@@ -18,6 +18,8 @@ DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
+CHUNKS_BETWEEN_PROMPTS = 4
+"""By how many chunks the longest prefix grows with each prompt, where there is a radix cache."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
@@ -493,7 +495,8 @@ def _sampled_decodes(c: Limits) -> list[Phase]:
         name=f"decode of one long request among {c.batch - 1} short ones",
         # Of several batches that of the long one.
         bound=replace(bound, longest=longest) if c.stages > 1 else bound,
-        prompts=lambda tokens: [tokens.some(longest), *short.prompts(tokens)[1:]],
+        # What the cache still has of it needs not be computed again, which can take minutes.
+        prompts=lambda tokens: [_prefix(longest, c), *short.prompts(tokens)[1:]],
         new_tokens=new,
     )
     return [penalties, long]
@@ -516,19 +519,29 @@ def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
     return lambda tokens: [tokens.some(length) for _ in range(count + (count > 1))]
 
 
+def _prefix(length: int, c: Limits) -> list[int]:
+    """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
+    return Tokens("prefix", c.vocabulary).some(length)
+
+
 def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
-    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
+    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it.
+
+    It grows by a few chunks with each prompt. The engine computes a prompt to its end even if it is aborted, so that
+    a rehearsal that is out of time waits for those chunks alone.
+    """
 
     def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = Tokens("prefix", c.vocabulary).some(before)
-        return [*([prefix] if c.radix_cache else []), prefix + tokens.some(chunk)]
+        prefix = _prefix(before, c)
+        grown = [*range(CHUNKS_BETWEEN_PROMPTS * chunk, before, CHUNKS_BETWEEN_PROMPTS * chunk), before]
+        return [*([prefix[:length] for length in grown] if c.radix_cache else []), prefix + tokens.some(chunk)]
 
     return prompts
 
 
 def _sharing(filler: int, shared: int, part: int, sharers: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
     def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = Tokens("prefix", c.vocabulary).some(shared)
+        prefix = _prefix(shared, c)
         return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(sharers))]
 
     return prompts

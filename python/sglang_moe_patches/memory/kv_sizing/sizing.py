@@ -12,8 +12,10 @@ from sglang_moe_patches.memory.kv_sizing.record import Record
 
 MARGIN_BYTES = 2_000_000_000
 """Bytes kept free beyond the measured need. Between two kinds of load the need of fourteen servers has differed by up
-to 1,180 MB, and once by 2 GB: as much as this. No result file has these differences. ``docs/changes/kv-sizing.md``
-states the number (``test_the_page_says_the_margin``). Code and tests ask :attr:`LaunchMemory.margin`, not this."""
+to 1,180 MB, and once by 2 GB, on H100s and H200s; those logs were not kept. Code and tests ask
+:attr:`LaunchMemory.margin`, not this. ``docs/changes/kv-sizing.md`` states the number, and one test compares
+(``test_the_page_says_the_margin``). README.md and ``docs/benchmarks`` quote the 2,000 MB with which a server was
+measured: those stay."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -35,8 +37,8 @@ class LaunchMemory:
     """The memory of a server's GPUs as its start begins, in bytes.
 
     :param free_before_load: free before its weights were loaded, on the rank with the least.
-    :param total: of its GPU, as the driver says: 150,109,880,320 of an H200. The same on all ranks, or none is sized
-        (:func:`rank_error`).
+    :param total: of its GPU, as the driver says: 150,109,880,320 of an H200, 85,017,493,504 of an H100. The same on
+        all ranks, or none is sized (:func:`rank_error`).
     :param fraction: the engine's own, or the given ``--mem-fraction-static``.
     :param images: of the reserve, what the engine's rule keeps for images, which are not rehearsed.
     :param max_tokens: ``--max-total-tokens``; 0: not given.
@@ -57,14 +59,13 @@ class LaunchMemory:
     def margin(self) -> int:
         """What is kept free beyond the measured need, before any server died.
 
-        As it is part of the fingerprint, a record that was proven with another margin counts for none. Tests replace
-        it. Other pages than the change's own have the number of a server that was measured.
+        As it is part of the fingerprint, a record that was proven with another margin counts for none.
         """
         return MARGIN_BYTES
 
     @classmethod
     def of_record(cls, record: Record) -> LaunchMemory:
-        """A start by the engine's rule where it was measured."""
+        """A start by the engine's rule where it was measured, with that GPU's total."""
         limit = record.fingerprint_inputs.get("arguments", {}).get("max_total_tokens")
         return cls(record.before, record.total, record.rule_fraction, record.images, int(limit or 0))
 

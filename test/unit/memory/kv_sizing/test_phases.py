@@ -81,8 +81,12 @@ def test_what_cannot_be_driven_is_said(changed, reason):
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
     c = replace(LIMITS, page=page, input_tokens=context)
     phase = of_kind(c, PhaseKind.BEHIND_PREFIX)
-    prefix, prompt = prompts_of(phase)
+    *grown, prefix, prompt = prompts_of(phase)
     assert prompt[: len(prefix)] == prefix
+    # An aborted prompt is computed to its end: what is still to be computed of each must not take minutes.
+    computed = [len(longer) - len(shorter) for shorter, longer in zip([[], *grown], [*grown, prefix], strict=True)]
+    assert all(prefix[: len(shorter)] == shorter for shorter in grown)
+    assert 0 < min(computed) <= max(computed) <= phases.CHUNKS_BETWEEN_PROMPTS * c.chunk
     assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
     assert context - page < len(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
@@ -93,7 +97,7 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
 def test_a_server_that_speculates_finds_a_prefix_but_for_its_last_page(page):
     """The cache's keys are pairs of tokens with EAGLE."""
     phase = of_kind(replace(LIMITS, page=page, draft_tokens=4, draft_slots=8), PhaseKind.BEHIND_PREFIX)
-    assert phase.bound.longest_prefix == lengths(phase)[0] - page
+    assert phase.bound.longest_prefix == lengths(phase)[-2] - page
 
 
 @pytest.mark.parametrize("page", [1, 64, 96])
@@ -272,9 +276,18 @@ def test_the_largest_decode_asks_for_all_that_sampling_may_take():
     assert asked.sampling.keys() >= {*penalties, "min_p", "logit_bias", "min_new_tokens"}
     # Without an end of sequence a request with min_new_tokens ends the server.
     assert "min_new_tokens" not in of_kind(LIMITS, PhaseKind.PENALTIES).sampling
-    long, *short = lengths(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
-    assert long > 0.9 * LIMITS.input_tokens
-    assert short == [phases.SHORT_PROMPT_TOKENS] * (LIMITS.requests - 1)
+    long, *short = prompts_of(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))
+    assert len(long) > 0.9 * LIMITS.input_tokens
+    assert {len(prompt) for prompt in short} == {phases.SHORT_PROMPT_TOKENS}
+    assert len(short) == LIMITS.requests - 1
+
+
+def test_a_long_prompt_begins_with_the_prefix_that_the_cache_has():
+    """Computing it takes minutes where the context is long: 262,144 tokens, Triton's attention."""
+    long = prompts_of(of_kind(LIMITS, PhaseKind.LONG_AMONG_SHORT))[0]
+    prefix = prompts_of(of_kind(LIMITS, PhaseKind.BEHIND_PREFIX))[-2]
+    assert len(long) - len(prefix) <= LIMITS.chunk
+    assert long[: len(prefix)] == prefix[: len(long)]
 
 
 @given(
