@@ -83,8 +83,11 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 SERVING = under(
-    *("serving", "qwen3-30b-h100", "qwen3-vl-30b", "kimi-k2.5-8192", "kimi-k2.5", "qwen3.5-397b-fp8"),
-    *("deepseek-r1-recipe", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2", "kimi-k2.5-dp", "qwen3-30b-0.5.17"),
+    *("serving", "qwen3-30b-h100", "qwen3-vl-30b", "kimi-k2.5-8192", "kimi-k2.5", "qwen3-235b-pp2", "gpt-oss-120b"),
+    *("kimi-k2.5-dp", "qwen3-30b-0.5.17"),
+)
+SERVING_RECIPES = under(
+    *("serving", "deepseek-r1-recipe", "qwen3.5-397b-fp8", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2"),
 )
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
@@ -99,10 +102,11 @@ SECTIONS = {
     "regress-tiny": one("regress/tiny-h200", rows_as_they_are),
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "segments": Section(SEGMENTS, segments.tables),
-    "segments-variable": one("segments/qwen3-30b-tp2-0.5.17", lambda result: segments.tables([result])),
+    "segments-variable": Section(under("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
     "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
     "segments-times": Section(
-        under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode"), triton_server.tables
+        under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"),
+        triton_server.tables,
     ),
     "soak": one("soak/qwen3-30b", soak.tables),
     "engine-suite": one("engine-suite/h200-0.5.17", engine_suite.tables),
@@ -120,6 +124,7 @@ SECTIONS = {
     "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
     "serving": Section(SERVING, serving.tables),
+    "serving-recipes": Section(SERVING_RECIPES, serving.tables),
     "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),

@@ -105,7 +105,10 @@ def index(load: Load) -> str:
 
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")
     layer = find(figures("moe-workspace/h200")["cells"], model="kimi-k2.5", layout="tp4", weights="bf16", tokens=16384)
-    served = [figures("serving/qwen3-30b-h100")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
+    served, recipe = (
+        [figures(f"serving/{run}")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
+        for run in ("qwen3-30b-h100", "deepseek-r1-recipe")
+    )
     slack = figures("segments/kimi-k2.5")["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     soaked = figures("soak/qwen3-30b")["servers"]
@@ -135,6 +138,10 @@ def index(load: Load) -> str:
         "serving": (
             "tokens per second with a measured reserve, default chunk",
             f"{served[0]:,.0f} -> {served[1]:,.0f} tokens/s",
+        ),
+        "serving-recipes": (
+            "the same with a published `--mem-fraction-static`",
+            f"{recipe[0]:,.0f} -> {recipe[1]:,.0f} tokens/s",
         ),
         "kv-plans": ("KV cache of more models, by a measured reserve", "rows of a command that was removed"),
         "segments": ("what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches import __version__
 from sglang_moe_patches.memory.kv_sizing import eligibility, record, sizing
 from sglang_moe_patches.memory.kv_sizing.record import Record
 
@@ -66,15 +67,26 @@ def json_report() -> dict[str, Any]:
     return {"file": str(path), "records": {key: asdict(found) | advice(found) for key, found in records.items()}}
 
 
+def outdated(found: Record) -> str:
+    """Why no start of this version finds the record: it holds for one version and one margin; "": one may."""
+    made, margin = found.fingerprint_inputs, sizing.LaunchMemory.of_record(found).margin
+    now = {"package": ("version", __version__), "margin": ("margin in bytes", margin)}
+    differing = [
+        f"{what} {made[key]}, now {value}" for key, (what, value) in now.items() if made.get(key, value) != value
+    ]
+    return f"measures anew, as this record is of another {'; '.join(differing)}" if differing else ""
+
+
 def advice(found: Record) -> dict[str, Any]:
     """What a server of this configuration would suggest, what it does, and what its need is made of."""
     launch = sizing.LaunchMemory.of_record(found)
     fraction = sizing.suggested_fraction(launch, found) if launch.free_before_load > 0 else None
     decision = sizing.decide(launch, found)
+    sized = (decision.reason or "sized by it") + ("; rehearses once more" if decision.rehearse else "")
     return {
         "suggested_fraction": fraction,
         "suggested_tokens": None if fraction is None else sizing.fitting_tokens(launch, found),
-        "next_start": (decision.reason or "sized by it") + ("; rehearses once more" if decision.rehearse else ""),
+        "next_start": outdated(found) or sized,
         "need_made_of": need_made_of(found) if found.need else {},
     }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from kv_servers import GB, KEY, MEASURED, SIZED
-from sglang_moe_patches import cli
+from sglang_moe_patches import __version__, cli
 from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.memory.kv_sizing import eligibility, record
 from sglang_moe_patches.memory.kv_sizing.record import NeedParts, Record
@@ -38,6 +38,15 @@ CHANGES = {"moe-workspace": "applied"}
         (
             {"fingerprint_inputs": {"arguments": {"max_total_tokens": 100_000}}},
             {"the next start: --max-total-tokens 100,000 is used; 726,191 would fit"},
+        ),
+        ({"fingerprint_inputs": {"package": __version__}}, {"the next start: sized by it"}),
+        (
+            {"fingerprint_inputs": {"package": "0.1"}},
+            {f"measures anew, as this record is of another version 0.1, now {__version__}"},
+        ),
+        (
+            {"fingerprint_inputs": {"margin": 7}},
+            {"measures anew, as this record is of another margin in bytes 7, now 2000000000"},
         ),
         (APART, PARTS),
         ({}, {f"8,000 MB {kv_records.REST}"}),

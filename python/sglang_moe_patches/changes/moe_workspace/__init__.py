@@ -12,7 +12,8 @@ Hook points
     (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
 
 Skipped
-    without CUDA, on AMD too, unless token slices are asked for. Other runners are left alone. By layer, with Triton:
+    without CUDA. On AMD it acts only where token slices are asked for. Other runners are left alone. By layer, with
+    Triton:
     where Dynamo traces (:mod:`sglang_moe_patches.core.triton_sequence`); small tensors (``route`` in
     :func:`.triton.install`); 32 tokens and fewer, LoRA hooks, a top-k of 1 or 2, a deferred sum
     (:func:`.triton.can_run_in_columns`); where one slice is best (:func:`.column_slices.slice_width`); operands of an
