@@ -111,7 +111,12 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
             f"{max(one['interval'][0] for one in cut):.3f}",
         )
     ]
-    together = ("all layers, tiles and batches", "same bits", "time where cut: median (range)", "highest lower end")
+    together = (
+        "all layers, tiles and batches",
+        "same bits",
+        "time where cut: median (range)",
+        "highest lower end of 95 % intervals",
+    )
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
@@ -136,7 +141,13 @@ def by_default(result: output.Result) -> str:
             times = [spread([one[key] for one in some]) for key in ("slowdown", "control")]
             rows.append((name, same, *times, f"{max(one['interval'][0] for one in some):.3f}"))
     header = ("MB, slices: time", *(f"{tokens:,} tokens" for tokens in batches))
-    of_all = ("layers and batches", "same bits", "time: median (range)", "control", "highest lower end")
+    of_all = (
+        "layers and batches",
+        "same bits",
+        "time: median (range)",
+        "control",
+        "highest lower end of 95 % intervals",
+    )
     return f"{output.table(header, lines)}\n{output.table(of_all, rows)}"
 
 

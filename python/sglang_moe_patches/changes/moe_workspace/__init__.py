@@ -147,8 +147,8 @@ TOKEN_SLICES = Count(
 )
 CHANGE = Change(
     name="moe-workspace",
-    summary="Triton and Marlin sum over the top-k in columns, in as little as a fifth of their memory; "
-    "other runners are left alone",
+    summary="Triton and Marlin sum over the top-k in columns where their tensor is large, in as little as a fifth of "
+    "their memory; other runners are left alone",
     plan=_plan,
     skip_reason=_skip_reason,
     variables=(MAX_MOE_TOKENS, column_slices.MOE_WORKSPACE_MB),

@@ -532,12 +532,14 @@ class Serving:
         assert became is not None
         state.record = became
         self._show_sizing()
+        late = leader.seconds >= rehearsal.timeout_s()
+        hint = "; out of time, and a smaller --context-length takes less" if late else ""
         state.log(
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
             leader.seconds,
             f"{max(needs) / 1e6:,.0f}",
             f"{state.decision.reserve / 1e6:,.0f}",
-            f"; not reached: {', '.join(became.missed)}" if became.missed else "",
+            f"{hint}; not reached: {', '.join(became.missed)}" if became.missed else "",
             "; ended early, before memory ran out" if stopped else "",
             state.path,
         )

@@ -18,8 +18,9 @@ DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
-CHUNKS_BETWEEN_PROMPTS = 4
-"""By how many chunks the longest prefix grows with each prompt, where there is a radix cache."""
+GROWING_PREFIXES = 16
+"""Prompts up to the longest prefix, where there is a radix cache. The engine computes a prompt to its end even if it is
+aborted: the last sixteenth of a prefix takes an eighth of its time, where attention is most of that."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
@@ -509,9 +510,9 @@ def _in_step(phase: Phase, c: Limits) -> Phase:
     return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
 
-def growing_lengths(chunk: int) -> list[int]:
-    """Lengths of prompts up to a chunk, each longer than the one before."""
-    return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
+def growing_lengths(longest: int, count: int = GROWING_PROMPTS) -> list[int]:
+    """Lengths of prompts up to the longest, each longer than the one before."""
+    return sorted({-(-longest * part // count) for part in range(1, count + 1)})
 
 
 def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
@@ -525,16 +526,12 @@ def _prefix(length: int, c: Limits) -> list[int]:
 
 
 def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
-    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it.
-
-    It grows by a few chunks with each prompt. The engine computes a prompt to its end even if it is aborted, so that
-    a rehearsal that is out of time waits for those chunks alone.
-    """
+    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
 
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = _prefix(before, c)
-        grown = [*range(CHUNKS_BETWEEN_PROMPTS * chunk, before, CHUNKS_BETWEEN_PROMPTS * chunk), before]
-        return [*([prefix[:length] for length in grown] if c.radix_cache else []), prefix + tokens.some(chunk)]
+        grown = growing_lengths(before, min(GROWING_PREFIXES, -(-before // chunk))) if c.radix_cache else []
+        return [*(prefix[:length] for length in grown), prefix + tokens.some(chunk)]
 
     return prompts
 

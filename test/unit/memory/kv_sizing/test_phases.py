@@ -77,7 +77,7 @@ def test_what_cannot_be_driven_is_said(changed, reason):
     assert any(reason in why for why in skipped) if reason else skipped == ()
 
 
-@pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100)])
+@pytest.mark.parametrize(("page", "context"), [(1, 10_000), (64, 9_999), (64, 1100), (64, 40_000)])
 def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(page, context):
     c = replace(LIMITS, page=page, input_tokens=context)
     phase = of_kind(c, PhaseKind.BEHIND_PREFIX)
@@ -86,7 +86,7 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     # An aborted prompt is computed to its end: what is still to be computed of each must not take minutes.
     computed = [len(longer) - len(shorter) for shorter, longer in zip([[], *grown], [*grown, prefix], strict=True)]
     assert all(prefix[: len(shorter)] == shorter for shorter in grown)
-    assert 0 < min(computed) <= max(computed) <= phases.CHUNKS_BETWEEN_PROMPTS * c.chunk
+    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-len(prefix) // phases.GROWING_PREFIXES))
     assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
     assert context - page < len(prompt) <= context
     # Without the cache a prompt comes in whole chunks.

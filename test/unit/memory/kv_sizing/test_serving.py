@@ -135,6 +135,20 @@ def test_a_sizing_is_proven_by_a_start_of_its_size_that_ran_all(fraction, result
     assert kept(state).proven is proven
 
 
+@pytest.mark.parametrize(
+    ("seconds", "missed", "hinted"),
+    [
+        (rehearsal.REHEARSAL_TIMEOUT_S, ("mixed chunk",), True),
+        (rehearsal.REHEARSAL_TIMEOUT_S - 1, ("mixed chunk",), False),
+        (rehearsal.REHEARSAL_TIMEOUT_S, (), False),
+    ],
+)
+def test_a_rehearsal_that_ran_out_of_time_says_what_takes_less(seconds, missed, hinted, rehearsed, state, caplog):
+    rehearsed(RankResult(lowest=9 * GB, seconds=seconds, missed=missed))
+    assert ("; not reached: mixed chunk; recorded in" in caplog.text) == bool(missed)
+    assert ("a smaller --context-length takes less" in caplog.text) == hinted
+
+
 @pytest.mark.parametrize("proven", [True, False])
 def test_a_sized_start_is_crossed_off_when_requests_are_read(proven, state, start, rehearsed, monkeypatch):
     """Not while it rehearses: its largest forwards come then."""
