@@ -416,10 +416,11 @@ def test_a_server_that_rehearses_is_starting_by_its_health_and_ends_within_the_e
     place, other, limit_s = folder / "skips", folder / "limited", 40
     place.mkdir()
     other.mkdir()
-    skips = sized("skips", checkpoint(), place, "--skip-server-warmup")
-    # Half the limit is over before the last of the longest prefix's 127 chunks, each of which is a turn at least.
-    long = ["--context-length", "8192"]
-    limited = sized("limited", checkpoint(), other, *long, SGLANG_WARMUP_TIMEOUT=str(limit_s), SLOW_S="0.2")
+    model, long = checkpoint(max_position=32_768), ["--context-length", "32768"]
+    skips = sized("skips", model, place, "--skip-server-warmup")
+    # Half the limit is over before the last of the longest prefix's 511 chunks, each of which is a turn at least. Were
+    # they one prompt, the engine would still compute it when its own first request is to be answered.
+    limited = sized("limited", model, other, *long, SGLANG_WARMUP_TIMEOUT=str(limit_s), SLOW_S="0.05")
     limited._arguments.remove("--disable-radix-cache")
     answered = watched(skips)
     with started(skips, limited):

@@ -30,13 +30,23 @@ class LoadDriver:
 
     :param abort: makes the request that ends all others.
     :param late: whether no further phase is to begin.
+    :param left_s: seconds until what still runs is left to itself.
     """
 
-    def __init__(self, load: Load, limits: Limits, make: Make, abort: Callable[[], Any], late: Callable[[], bool]):
+    def __init__(
+        self,
+        load: Load,
+        limits: Limits,
+        make: Make,
+        abort: Callable[[], Any],
+        late: Callable[[], bool],
+        left_s: Callable[[], float],
+    ):
         self.load, self.limits, self._make, self._abort, self._late = load, limits, make, abort, late
+        self._left_s, self._slowest_s = left_s, 0.0
         self.reached: list[str] = []
         self.missed: list[str] = []
-        self.over = False
+        self.over = self.out_of_time = False
         self._count = 0
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
@@ -107,11 +117,17 @@ class LoadDriver:
         behind = set(self._waiting)
         prompts = phase.prompts(tokens)
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
+            if (left_s := self._left_s()) < phase.growth * self._slowest_s:
+                self.out_of_time = True
+                self.end()
+                break
             yield self._requests(turn, phase.new_tokens, phase)
             while self._waiting - behind and not self._idle and not self._ended:
                 if self._reached and not phase.to_the_end and not phase.in_turn:
                     break
                 yield []
+            if phase.growth:
+                self._slowest_s = max(self._slowest_s, left_s - self._left_s())
             if self._ended:
                 break
         if self._waiting and not self._idle:

@@ -532,8 +532,7 @@ class Serving:
         assert became is not None
         state.record = became
         self._show_sizing()
-        late = leader.seconds >= rehearsal.timeout_s()
-        hint = "; out of time, and a smaller --context-length takes less" if late else ""
+        hint = "; out of time, and a smaller --context-length takes less" if leader.out_of_time else ""
         state.log(
             "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
             leader.seconds,

@@ -18,9 +18,11 @@ DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
-GROWING_PREFIXES = 16
-"""Prompts up to the longest prefix, where there is a radix cache. The engine computes a prompt to its end even if it is
-aborted: the last sixteenth of a prefix takes an eighth of its time, where attention is most of that."""
+LARGEST_PART = 1 / 16
+"""Of the longest prefix, by which it grows at most with each prompt, where there is a radix cache. The engine computes
+an aborted prompt to its end, and the request by which it tests itself waits: unanswered that ends the server."""
+FIRST_PART = 1 / 4
+"""Of the longest prefix, where there is no radix cache: computed before the whole, to tell how long that will take."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
@@ -336,6 +338,8 @@ class Phase:
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: every request asks for the log-probabilities of its new tokens.
+    :param growth: how many times as long as the slowest prompt before, of such phases, a prompt may take: attention
+        takes the square of the tokens. 0: what a prompt takes does not depend on the context.
     """
 
     kind: PhaseKind
@@ -348,6 +352,7 @@ class Phase:
     to_the_end: bool = False
     sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
     output_logprobs: bool = False
+    growth: float = 0.0
 
 
 class Tokens:
@@ -412,7 +417,15 @@ def derive_phases(c: Limits) -> Load:
         behind = replace(prefill, longest_prefix=cached)
         prompts = _behind(before, chunk, c)
         phases.append(
-            Phase(PhaseKind.BEHIND_PREFIX, "prefill chunk behind the longest prefix", behind, prompts, in_turn=True)
+            Phase(
+                PhaseKind.BEHIND_PREFIX,
+                "prefill chunk behind the longest prefix",
+                behind,
+                prompts,
+                in_turn=True,
+                # A part is at most twice the one before, behind twice the prefix; a whole prompt four times its part.
+                growth=4.0 if c.radix_cache else FIRST_PART**-2,
+            )
         )
         # The filler is one of the requests that run at once.
         sharers = min(SHARED_PREFIX_REQUESTS, c.requests - 1, c.batch, c.prefill_requests or SHARED_PREFIX_REQUESTS)
@@ -499,6 +512,7 @@ def _sampled_decodes(c: Limits) -> list[Phase]:
         # What the cache still has of it needs not be computed again, which can take minutes.
         prompts=lambda tokens: [_prefix(longest, c), *short.prompts(tokens)[1:]],
         new_tokens=new,
+        growth=0.0 if c.radix_cache else 1.0,
     )
     return [penalties, long]
 
@@ -510,9 +524,17 @@ def _in_step(phase: Phase, c: Limits) -> Phase:
     return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
 
 
-def growing_lengths(longest: int, count: int = GROWING_PROMPTS) -> list[int]:
-    """Lengths of prompts up to the longest, each longer than the one before."""
-    return sorted({-(-longest * part // count) for part in range(1, count + 1)})
+def growing_lengths(chunk: int) -> list[int]:
+    """Lengths of prompts up to a chunk, each longer than the one before."""
+    return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
+
+
+def growing_parts(longest: int, chunk: int) -> list[int]:
+    """Lengths of the prefix up to the longest: by a chunk, then by as much again, by :data:`LARGEST_PART` at most."""
+    lengths, most = [0], max(chunk, math.ceil(longest * LARGEST_PART))
+    while lengths[-1] < longest:
+        lengths.append(min(longest, lengths[-1] + min(most, max(chunk, lengths[-1]))))
+    return lengths[1:]
 
 
 def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
@@ -530,8 +552,9 @@ def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[
 
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = _prefix(before, c)
-        grown = growing_lengths(before, min(GROWING_PREFIXES, -(-before // chunk))) if c.radix_cache else []
-        return [*(prefix[:length] for length in grown), prefix + tokens.some(chunk)]
+        first = int(before * FIRST_PART) // chunk * chunk
+        parts = growing_parts(before, chunk) if c.radix_cache else [first] if first else []
+        return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
 
     return prompts
 

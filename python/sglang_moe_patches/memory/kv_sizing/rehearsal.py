@@ -78,6 +78,7 @@ class RankResult:
     :param parts: of what it needed.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
+    :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
     """
 
     lowest: int = 0
@@ -85,6 +86,7 @@ class RankResult:
     parts: NeedParts = field(default_factory=NeedParts)
     failure: str = ""
     stopped: bool = False
+    out_of_time: bool = False
     seconds: float = 0.0
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
@@ -249,7 +251,7 @@ class Rehearsal:
         if self.leads:
             load = derive_phases(limits)
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
-            self._driver = LoadDriver(load, limits, make, make_abort, self._late)
+            self._driver = LoadDriver(load, limits, make, make_abort, self._late, self._left_s)
         if self._reads:
             self._open_inbox()
         self._unpack()
@@ -275,6 +277,10 @@ class Rehearsal:
 
     def _late(self, more_s: float = 0.0) -> bool:
         return time.monotonic() - self._began > self._timeout_s + more_s
+
+    def _left_s(self) -> float:
+        """Seconds until what still runs is left to itself."""
+        return self._began + self._timeout_s + self._abandon_after_s - time.monotonic()
 
     def _keep_random_state(self) -> None:
         import numpy
@@ -412,6 +418,7 @@ class Rehearsal:
             parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
+            out_of_time=self._late() or bool(driver and driver.out_of_time),
             seconds=time.monotonic() - self._began,
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),

@@ -19,13 +19,13 @@ class Server:
     :param loses: names of phases whose requests are never answered.
     """
 
-    def __init__(self, refuses=(), loses=(), late=lambda: False, only=None, **changed):
+    def __init__(self, refuses=(), loses=(), late=lambda: False, only=None, left_s=lambda: 1e9, **changed):
         self.put, self.aborts, self.refuses, self.loses = [], 0, refuses, loses
         limits = replace(LIMITS, **changed)
         load = phases.derive_phases(limits)
         if only:
             load = replace(load, phases=tuple(phase for phase in load.phases if phase.kind is only))
-        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", late)
+        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", late, left_s)
 
     def make(self, name, prompt, new, phase):
         return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
@@ -75,6 +75,40 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
     server.answer([prefix])
     (behind,) = server.step()
     assert behind.prompt[: len(prefix.prompt)] == prefix.prompt
+
+
+@pytest.mark.parametrize(
+    ("radix_cache", "taken_s", "put", "out_of_time"),
+    [
+        pytest.param(True, 10, 10, False, id="in time"),
+        pytest.param(True, 80, 1, True, id="the next part may take 320 s of 280"),
+        pytest.param(False, 10, 2, False, id="without a radix cache in time"),
+        pytest.param(False, 30, 1, True, id="the whole may take 480 s of 330"),
+    ],
+)
+def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put, out_of_time):
+    """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server."""
+    left = [360.0]
+    server = Server(only=PhaseKind.BEHIND_PREFIX, left_s=lambda: left[0], radix_cache=radix_cache)
+    while not server.driver.over:
+        got = server.step(idle=True)
+        left[0] -= taken_s if got else 0
+        server.serve(got)
+    assert (len(server.put), server.driver.out_of_time) == (put, out_of_time)
+
+
+@pytest.mark.parametrize(("left_s", "put"), [(200, True), (99, False)])
+def test_a_long_prompt_that_nothing_has_in_a_cache_is_put_if_there_is_time_for_another(left_s, put):
+    left = [1e9]
+    server = Server(left_s=lambda: left[0], radix_cache=False)
+    while not server.driver.over:
+        got = server.step(idle=True)
+        kinds = {each.phase.kind for each in got}
+        left[0] -= 100 if PhaseKind.BEHIND_PREFIX in kinds else 0
+        if PhaseKind.PENALTIES in kinds:
+            left[0] = left_s
+        server.serve(got)
+    assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.put}) == put
 
 
 def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any():

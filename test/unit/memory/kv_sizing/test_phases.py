@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -86,11 +87,17 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     # An aborted prompt is computed to its end: what is still to be computed of each must not take minutes.
     computed = [len(longer) - len(shorter) for shorter, longer in zip([[], *grown], [*grown, prefix], strict=True)]
     assert all(prefix[: len(shorter)] == shorter for shorter in grown)
-    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-len(prefix) // phases.GROWING_PREFIXES))
+    assert 0 < min(computed) <= max(computed) <= max(c.chunk, -(-len(prefix) // 16))
+    # What a part takes is foreseen by the one before: the square of the tokens grows by so much at the most.
+    ends = [0, *(length for length in lengths(phase) if length >= c.chunk)]
+    work = [longer**2 - shorter**2 for shorter, longer in pairwise(ends)]
+    assert all(later <= phase.growth * earlier for earlier, later in pairwise(work))
     assert phase.bound.longest_prefix == len(prefix) == len(prompt) - c.chunk
     assert context - page < len(prompt) <= context
     # Without the cache a prompt comes in whole chunks.
-    assert lengths(of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)) == [9 * c.chunk]
+    alone = of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
+    assert lengths(alone) == [2 * c.chunk, 9 * c.chunk]
+    assert alone.growth >= 0.75 * (9 / 2) ** 2  # a part is a whole number of chunks
 
 
 @pytest.mark.parametrize("page", [1, 64])
