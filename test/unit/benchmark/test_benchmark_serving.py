@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import servers, timing, weights
+from common import served, servers, timing, weights
 from common.shapes import TINY, TINY_MODELS
 from sglang_moe_patches.lab.reference import model
 
@@ -101,3 +101,27 @@ def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(folder)
     (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "benchmark_weights"]
     assert found.load() is weights.register
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "arguments", "label"),
+    [
+        (1, 1, ["--attention-backend", "triton"], "qwen3-30b, 48 layers, 0.5.17"),
+        (
+            4,
+            2,
+            ["--dp", "2", "--enable-dp-attention"],
+            "TP=8's sizes, 48 layers, 2 GPUs with data-parallel attention, KV",
+        ),
+        (
+            1,
+            1,
+            ["--dp", "2", "--attention-backend", "flashinfer"],
+            "2 replicas, KV tokens of each, attention by flashinfer",
+        ),
+        (2, 1, ["--pp-size", "2"], "qwen3-30b, TP=2's sizes, 48 layers, 2 pipeline stages, 0.5.17"),
+    ],
+)
+def test_a_run_is_called_by_what_sets_its_kv_tokens_apart(shard, tp, arguments, label):
+    figures = {"model": "qwen3-30b", "layers": 48, "shard": shard, "tp": tp, "arguments": arguments}
+    assert label in served.run_label({"figures": figures, "conditions": {"engine": "0.5.17"}})

@@ -423,7 +423,7 @@ def derive_phases(c: Limits) -> Load:
                 behind,
                 prompts,
                 in_turn=True,
-                # A part is at most twice the one before, behind twice the prefix; a whole prompt four times its part.
+                # A part has at most twice the tokens of the one before, behind twice as many; or four times, if whole.
                 growth=4.0 if c.radix_cache else FIRST_PART**-2,
             )
         )
