@@ -45,6 +45,7 @@ EXCEPT = {
     "triton-server/moe-workspace-h100": "patched: the same",
     "triton-server/kimi-k2.5-segments": "patched: its change is none that a forward's tensors tell",
     "triton-server/kimi-k2.5-segments-decode": "patched: the same",
+    "triton-server/kimi-k2.5-segments-common-pool": "patched: the same",
 }
 
 
