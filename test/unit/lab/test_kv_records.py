@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from kv_servers import GB, KEY, MEASURED, SIZED
+from kv_servers import GB, KEY, MEASURED, SIZED, START
 from sglang_moe_patches import __version__, cli
 from sglang_moe_patches.lab import kv_records
 from sglang_moe_patches.memory.kv_sizing import eligibility, record
@@ -46,7 +46,7 @@ CHANGES = {"moe-workspace": "applied"}
         ),
         (
             {"fingerprint_inputs": {"margin": 7}},
-            {"measures anew, as this record is of another margin in bytes 7, now 2000000000"},
+            {f"measures anew, as this record is of another margin in bytes 7, now {START.margin}"},
         ),
         (APART, PARTS),
         ({}, {f"8,000 MB {kv_records.REST}"}),
