@@ -103,12 +103,13 @@ def index(load: Load) -> str:
         """MB of one forward, stock and patched."""
         return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
 
+    def throughputs(name: str) -> list[float]:
+        """Tokens per second, stock and sized."""
+        return [figures(name)["servers"][server]["total_throughput"] for server in ("stock", "sized")]
+
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")
     layer = find(figures("moe-workspace/h200")["cells"], model="kimi-k2.5", layout="tp4", weights="bf16", tokens=16384)
-    served, recipe = (
-        [figures(f"serving/{run}")["servers"][name]["total_throughput"] for name in ("stock", "sized")]
-        for run in ("qwen3-30b-h100", "deepseek-r1-recipe")
-    )
+    served, recipe = throughputs("serving/qwen3-30b-h100"), throughputs("serving/deepseek-r1-recipe")
     slack = figures("segments/kimi-k2.5")["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     soaked = figures("soak/qwen3-30b")["servers"]

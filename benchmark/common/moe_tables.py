@@ -18,6 +18,7 @@ MB = 1e6
 MARLIN_MB = {("kimi-k2.5", "tp8"): 700, ("kimi-k2.5", "tp4"): 800, ("qwen3-235b", "tp4"): 420, ("glm-4.5", "tp8"): 500}
 #: Of forty mixed batches.
 WHAT = ("allocated", "reserved")
+HIGHEST_LOWER_END = "highest lower end of 95 % intervals"
 
 
 def spread(values: list[float]) -> str:
@@ -111,12 +112,7 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
             f"{max(one['interval'][0] for one in cut):.3f}",
         )
     ]
-    together = (
-        "all layers, tiles and batches",
-        "same bits",
-        "time where cut: median (range)",
-        "highest lower end of 95 % intervals",
-    )
+    together = ("all layers, tiles and batches", "same bits", "time where cut: median (range)", HIGHEST_LOWER_END)
     return f"{output.table(header, lines)}\n{output.table(together, rows)}"
 
 
@@ -141,13 +137,7 @@ def by_default(result: output.Result) -> str:
             times = [spread([one[key] for one in some]) for key in ("slowdown", "control")]
             rows.append((name, same, *times, f"{max(one['interval'][0] for one in some):.3f}"))
     header = ("MB, slices: time", *(f"{tokens:,} tokens" for tokens in batches))
-    of_all = (
-        "layers and batches",
-        "same bits",
-        "time: median (range)",
-        "control",
-        "highest lower end of 95 % intervals",
-    )
+    of_all = ("layers and batches", "same bits", "time: median (range)", "control", HIGHEST_LOWER_END)
     return f"{output.table(header, lines)}\n{output.table(of_all, rows)}"
 
 

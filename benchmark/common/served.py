@@ -47,25 +47,20 @@ def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return list(pool.map(work, items))
 
 
-def value_of(argument: str, arguments: Sequence[str]) -> str:
-    """What a server argument is given, by its last place; "": it is not among them."""
-    places = [place for place, each in enumerate(arguments[:-1]) if each == argument]
-    return arguments[places[-1] + 1] if places else ""
-
-
 def run_label(result: dict[str, Any]) -> str:
     """A run in a table: its model, sizes, GPUs, attention where it is not Triton's, and the engine's release."""
     figures = result["figures"]
-    given = figures.get("arguments", ())
+    words = figures.get("arguments", [])
+    given = dict(zip(words, [*words[1:], ""], strict=False))  # of an argument, what follows its last place
     ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
     sizes = figures["shard"] * figures["tp"]
     share = f", TP={sizes}'s sizes" if sizes > 1 else ""
-    if {"--enable-dp-attention", "--attn-dp-size"} & set(given):
+    if {"--enable-dp-attention", "--attn-dp-size"} & given.keys():
         ranks += " with data-parallel attention, KV tokens of each"
-    elif replicas := value_of("--dp", given):
+    elif replicas := given.get("--dp"):
         ranks += f", {replicas} replicas, KV tokens of each"
-    if stages := value_of("--pp-size", given):
+    if stages := given.get("--pp-size"):
         ranks += f", {stages} pipeline stages"
-    if (attention := value_of("--attention-backend", given)) not in ("", "triton"):
+    if (attention := given.get("--attention-backend", "triton")) != "triton":
         ranks += f", attention by {attention}"
     return f"{figures['model']}{share}, {figures['layers']} layers{ranks}, {result['conditions']['engine']}"

@@ -67,13 +67,16 @@ def json_report() -> dict[str, Any]:
     return {"file": str(path), "records": {key: asdict(found) | advice(found) for key, found in records.items()}}
 
 
-def outdated(found: Record) -> str:
-    """Why no start of this version finds the record: it holds for one version and one margin; "": one may."""
-    made, margin = found.fingerprint_inputs, sizing.LaunchMemory.of_record(found).margin
-    now = {"package": ("version", __version__), "margin": ("margin in bytes", margin)}
-    differing = [
-        f"{what} {made[key]}, now {value}" for key, (what, value) in now.items() if made.get(key, value) != value
-    ]
+def mismatch_reason(found: Record, margin: int) -> str:
+    """Why no start of this version finds the record, which holds for one version and one margin; "": a start may.
+
+    :param margin: in bytes, that a start on its GPU has now.
+    """
+    differing = []
+    for key, what, now in (("package", "version", __version__), ("margin", "margin in bytes", margin)):
+        made = found.fingerprint_inputs.get(key, now)
+        if made != now:
+            differing.append(f"{what} {made}, now {now}")
     return f"measures anew, as this record is of another {'; '.join(differing)}" if differing else ""
 
 
@@ -86,7 +89,7 @@ def advice(found: Record) -> dict[str, Any]:
     return {
         "suggested_fraction": fraction,
         "suggested_tokens": None if fraction is None else sizing.fitting_tokens(launch, found),
-        "next_start": outdated(found) or sized,
+        "next_start": mismatch_reason(found, launch.margin) or sized,
         "need_made_of": need_made_of(found) if found.need else {},
     }
 

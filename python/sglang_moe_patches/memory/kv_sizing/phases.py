@@ -18,10 +18,10 @@ DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
-LARGEST_PART = 1 / 16
+MAX_PART_FRACTION = 1 / 16
 """Of the longest prefix, by which it grows at most with each prompt, where there is a radix cache. The engine computes
 an aborted prompt to its end, and the request by which it tests itself waits: unanswered that ends the server."""
-FIRST_PART = 1 / 4
+FIRST_PART_FRACTION = 1 / 4
 """Of the longest prefix, where there is no radix cache: computed before the whole, to tell how long that will take."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
@@ -338,8 +338,8 @@ class Phase:
     :param to_the_end: not over as soon as the batch was seen at its bound, but when all requests are answered.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: every request asks for the log-probabilities of its new tokens.
-    :param growth: how many times as long as the slowest prompt before, of such phases, a prompt may take: attention
-        takes the square of the tokens. 0: what a prompt takes does not depend on the context.
+    :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
+        with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     """
 
     kind: PhaseKind
@@ -424,7 +424,7 @@ def derive_phases(c: Limits) -> Load:
                 prompts,
                 in_turn=True,
                 # A part has at most twice the tokens of the one before, behind twice as many; or four times, if whole.
-                growth=4.0 if c.radix_cache else FIRST_PART**-2,
+                growth=4.0 if c.radix_cache else FIRST_PART_FRACTION**-2,
             )
         )
         # The filler is one of the requests that run at once.
@@ -530,8 +530,11 @@ def growing_lengths(chunk: int) -> list[int]:
 
 
 def growing_parts(longest: int, chunk: int) -> list[int]:
-    """Lengths of the prefix up to the longest: by a chunk, then by as much again, by :data:`LARGEST_PART` at most."""
-    lengths, most = [0], max(chunk, math.ceil(longest * LARGEST_PART))
+    """Lengths of the prompts by which the prefix grows up to the longest.
+
+    Each adds a chunk at least, and at most as much as there was before and :data:`MAX_PART_FRACTION` of the longest.
+    """
+    lengths, most = [0], max(chunk, math.ceil(longest * MAX_PART_FRACTION))
     while lengths[-1] < longest:
         lengths.append(min(longest, lengths[-1] + min(most, max(chunk, lengths[-1]))))
     return lengths[1:]
@@ -552,7 +555,7 @@ def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[
 
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = _prefix(before, c)
-        first = int(before * FIRST_PART) // chunk * chunk
+        first = int(before * FIRST_PART_FRACTION) // chunk * chunk
         parts = growing_parts(before, chunk) if c.radix_cache else [first] if first else []
         return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
 

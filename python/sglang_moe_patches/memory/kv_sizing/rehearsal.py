@@ -251,7 +251,9 @@ class Rehearsal:
         if self.leads:
             load = derive_phases(limits)
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
-            self._driver = LoadDriver(load, limits, make, make_abort, self._late, self._left_s)
+            self._driver = LoadDriver(
+                load, limits, make, make_abort, self._late, partial(self._left_s, self._abandon_after_s)
+            )
         if self._reads:
             self._open_inbox()
         self._unpack()
@@ -276,11 +278,11 @@ class Rehearsal:
         self._undo.append(lambda: setattr(owner, name, own[name]) if own else delattr(owner, name))
 
     def _late(self, more_s: float = 0.0) -> bool:
-        return time.monotonic() - self._began > self._timeout_s + more_s
+        return self._left_s(more_s) < 0
 
-    def _left_s(self) -> float:
-        """Seconds until what still runs is left to itself."""
-        return self._began + self._timeout_s + self._abandon_after_s - time.monotonic()
+    def _left_s(self, more_s: float) -> float:
+        """Seconds until no further phase begins, and more."""
+        return self._began + self._timeout_s + more_s - time.monotonic()
 
     def _keep_random_state(self) -> None:
         import numpy
