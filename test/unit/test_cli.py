@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from sglang_moe_patches import __version__, cli
+from sglang_moe_patches import cli, plugin
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.lab import doctor, extras
@@ -30,10 +30,6 @@ GOOD_LINE = json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"})
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_version():
-    assert run("--version").stdout.strip() == __version__
 
 
 def test_help_imports_neither_torch_nor_the_engine():
@@ -138,15 +134,9 @@ def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, 
     assert regress.enough(many, regress.Criterion(True, 0.05, 1.0)) == 1319  # answers are compared one by one
 
 
-@pytest.mark.parametrize("points", ["0", "-1", "100", "x"])
-def test_a_drop_is_a_number_of_points(regress_of, points):
-    assert regress_of({"--max-drop": points}).exit_code == 2
-
-
-@pytest.mark.parametrize("server", [[], ["--tp", "2"]])
-def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch, server):
+def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
     monkeypatch.setattr(regress, "has_gpu", lambda: False)
-    refused(regress_of({"--max-drop": "90"}, *server), "no NVIDIA GPU", "--reference-kernels", "--device")
+    refused(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--reference-kernels", "--device")
 
 
 def test_a_port_in_use(regress_of):
@@ -275,27 +265,16 @@ def without_extras(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "needs"),
     [
-        (
-            ["regress"],
-            "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]' in a clone of sglang-moe-patches",
-        ),
-        (
-            ["make-model", "x"],
-            "make-model needs safetensors, tokenizers: pip install '.[model]' in a clone of sglang-moe-patches",
-        ),
+        (["regress"], "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]'"),
+        (["make-model", "x"], "make-model needs safetensors, tokenizers: pip install '.[model]'"),
     ],
 )
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras, arguments, message):
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras, arguments, needs):
     done = command(*arguments, PYTHONPATH=without_extras)
-    assert (done.returncode, done.stderr.strip(), done.stdout) == (2, f"sglang-moe-patches: {message}", "")
-
-
-@pytest.mark.parametrize("kernels", [[], ["--reference-kernels"]])
-def test_exec_works_without_extras(without_extras, kernels):
-    done = command("exec", *kernels, "--", sys.executable, "-c", "print(7)", PYTHONPATH=without_extras)
-    assert (done.returncode, done.stdout.strip()) == (0, "7"), done.stderr
+    message = f"sglang-moe-patches: {needs} in a clone of sglang-moe-patches"
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (2, message, "")
 
 
 @pytest.mark.parametrize(
@@ -361,9 +340,9 @@ def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else(t
     assert (tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
-def fake_engine(folder: Path, *modules: str) -> str:
+def fake_engine(folder: Path) -> str:
     """An installed distribution called sglang without a plugin framework."""
-    for package in ("sglang", "sglang/srt", *modules):
+    for package in ("sglang", "sglang/srt"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").touch()
     info = folder / "sglang-0.5.10.post1.dist-info"
@@ -372,7 +351,7 @@ def fake_engine(folder: Path, *modules: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["serve", "--", "--model", "x"], ["exec", "--", "true"]])
+@pytest.mark.parametrize("arguments", [["doctor"], ["exec", "--", "true"]])
 def test_an_engine_without_the_plugin_framework_is_named(tmp_path, arguments):
     done = command(*arguments, PYTHONPATH=fake_engine(tmp_path))
     assert done.returncode == 2
@@ -382,9 +361,11 @@ def test_an_engine_without_the_plugin_framework_is_named(tmp_path, arguments):
     )
 
 
-def test_exec_passes_arguments_and_exit_code_on():
-    done = command("exec", "--", sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--flag", "-x")
-    assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x']")
+@pytest.mark.parametrize("kernels", [[], ["--reference-kernels"]])
+def test_exec_passes_arguments_and_exit_code_on_and_needs_no_extra(without_extras, kernels):
+    given = [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--flag", "-x"]
+    done = command("exec", *kernels, "--", *given, PYTHONPATH=without_extras)
+    assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x']"), done.stderr
 
 
 def test_exec_with_reference_kernels_refuses_a_plugin_list_without_us():
@@ -398,29 +379,11 @@ def test_exec_names_a_missing_command():
     assert (done.returncode, done.stderr.strip()) == (127, "sglang-moe-patches: no such command: no-such-command-here")
 
 
-WRONG_VALUES = [
-    ("SGLANG_MOE_PATCHES", "nonsense"),
-    ("SGLANG_MOE_PATCHES_STRICT", "maybe"),
-    ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "abc"),
-    ("SGLANG_MORI_RECV_BOUND", "on"),
-]
-
-
-@pytest.mark.parametrize(("variable", "value"), WRONG_VALUES)
-def test_doctor_refuses_what_start_up_refuses_with_the_same_words(variable, value):
-    done = command("doctor", **{variable: value})
-    start = subprocess.run(
-        [sys.executable, "-c", "from sglang_moe_patches import plugin; plugin.register()"],
-        env={**os.environ, variable: value},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert start.returncode == 1
-    assert done.stderr == start.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert f"{variable}: " in done.stderr
+def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
+    monkeypatch.setenv("SGLANG_MORI_RECV_BOUND", "on")
+    with pytest.raises(SystemExit) as start:
+        plugin.register()
+    refused(run("doctor"), str(start.value), "SGLANG_MORI_RECV_BOUND: ")
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
@@ -451,6 +414,10 @@ def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_sea
     assert facts["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
 
 
+def test_arguments_of_a_server_without_a_model_are_refused():
+    refused(run("doctor", "--", "--tp", "2"), "SERVER_ARGS need --model")
+
+
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
@@ -476,19 +443,3 @@ def test_doctor_says_what_it_does_while_it_does_it(module, arguments, words, mon
     monkeypatch.setattr(module, "examine", examine)
     result = run("doctor", *arguments)
     assert result.stderr == "sglang-moe-patches: examined\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--model", "nobody/nothing-of-this-name"), "is not in the local cache"),
-        (("--model", "nobody/x", "--gpu", "h30"), "--gpu h30 is unknown; known: h200, h100"),
-        (("--", "--tp", "2"), "SERVER_ARGS need --model"),
-    ],
-    ids=["no config", "no such GPU", "no model"],
-)
-def test_doctor_of_a_model_refuses_in_one_line(arguments, said):
-    result = run("doctor", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stderr.count("\n") == 1
