@@ -42,23 +42,19 @@ def register() -> None:
     names = patch.selected(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():
-            wrapt.register_post_import_hook(_make_on_import(change.name, hook), module)
+            wrapt.register_post_import_hook(functools.partial(_run_launcher_hook, change.name, hook), module)
     wrapt.register_post_import_hook(_wrap_model_runner, MODEL_RUNNER_MODULE)
 
 
-def _make_on_import(change: str, hook: Callable[[ModuleType, patch.Patcher], None]) -> Callable[[ModuleType], None]:
-    """What runs a change's launcher hook: its wrappers stay for the life of the process, all of them or none."""
-
-    def on_import(module: ModuleType) -> None:
-        patcher = patch.Patcher()
-        with patch.best_effort(f"{module.__name__} (change {change})"):
-            try:
-                hook(module, patcher)
-            except Exception:
-                patcher.undo()
-                raise
-
-    return on_import
+def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], None], module: ModuleType) -> None:
+    """When its module is imported: the hook's wrappers stay for the life of the process, all of them or none."""
+    patcher = patch.Patcher()
+    with patch.best_effort(f"{module.__name__} (change {change})"):
+        try:
+            hook(module, patcher)
+        except Exception:
+            patcher.undo()
+            raise
 
 
 def _wrap_model_runner(module: Any) -> None:

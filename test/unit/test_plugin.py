@@ -87,7 +87,7 @@ def test_a_module_in_which_a_launcher_hook_finds_nothing_is_imported_all_the_sam
     name, module, hook, monkeypatch, caplog
 ):
     monkeypatch.setattr(log, "_logged", set())
-    plugin._make_on_import(name, hook)(ModuleType(module))
+    plugin._run_launcher_hook(name, hook, ModuleType(module))
     assert f"{module} (change {name}) is left alone" in caplog.text
 
 
@@ -98,7 +98,7 @@ def test_a_launcher_hook_that_fails_half_way_is_undone(caplog):
         patcher.add(module, "added", 1)
         patcher.replace(module, "missing", 2)
 
-    plugin._make_on_import("a change", hook)(module)
+    plugin._run_launcher_hook("a change", hook, module)
     assert not hasattr(module, "added")
     assert "AttributeError" in caplog.text
 
