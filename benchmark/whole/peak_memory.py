@@ -67,7 +67,7 @@ def predict(
     :param width: of a column slice; ``None``: as moe-workspace decides today.
     """
     model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
-    acting = prediction.Acting.patched(model) if server == "patched" else prediction.Acting.stock()
+    acting = prediction.Acting.patched(model) if server == "patched" else prediction.Acting()
     workspace = workspace_mb * 2**20 + REFERENCE_SCRATCH
     runner = prediction.Runner(served.runner, served.quantization, width=width, workspace=workspace)
     with mock.patch.dict(os.environ, {MOE_WORKSPACE_MB.name: str(moe_workspace_mb or "")}):

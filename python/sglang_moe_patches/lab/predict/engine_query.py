@@ -99,24 +99,16 @@ def ask(
     """
     asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu, "language_model": language_model}
     try:
-        return _query(asked, environ)
+        try:
+            answer = _query_once(asked | {"leave_out_unused": True}, environ)
+            if answer["layer"]:
+                return answer
+        except CannotAsk as error:  # perhaps for want of such a package, unless the arguments alone are refused
+            if type(error) is Refused:
+                raise
+        return _query_once(asked | {"leave_out_unused": False}, environ)
     except subprocess.TimeoutExpired:
         raise CannotAsk(f"it gave no answer in {QUERY_TIMEOUT_S} s") from None
-
-
-def _query(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
-    """The engine's answer without the packages that a query does not use; if it has no layer, with them."""
-    try:
-        answer = _query_once(asked | {"leave_out_unused": True}, environ)
-        if answer["layer"]:
-            return answer
-    except ModelRefused:
-        pass  # perhaps for want of such a package
-    except Refused:
-        raise
-    except CannotAsk:
-        pass
-    return _query_once(asked | {"leave_out_unused": False}, environ)
 
 
 def _query_once(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ peak is the most of what the places of a forward hold, each written down by itse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -71,10 +72,6 @@ class Acting:
     shared_last: bool = False
     dead_input: bool = False
     columns: bool = False
-
-    @classmethod
-    def stock(cls) -> Acting:
-        return cls()
 
     @classmethod
     def patched(cls, model: Model) -> Acting:
@@ -169,7 +166,8 @@ def predict(
     :raises ValueError: a size does not divide by the ranks.
     """
     mla = model.q_lora_rank is not None
-    share = _outside_the_experts(model, layout.tp)
+    share = replace(model, moe_intermediate=0).shard(layout.tp)  # of everything but the routed experts
+    rank = model.per_rank(layout)
     hidden = 2 * tokens * model.hidden
     count = 3 + (bool(model.shared_experts) and not acting.shared_last)
     in_float = model.family in ROUTES_IN_FLOAT
@@ -191,8 +189,14 @@ def predict(
         "routing": logits + 8 * tokens * model.top_k,
         "inputs": inputs,
         "released": released,
-        "workspace": _workspace(model.per_rank(layout), runner, tokens, acting, 1 / layout.ep),
+        "workspace": runner.workspace,
     }
+    if runner.name in ("triton", "marlin"):
+        # Shared experts that run last still read the runner's input, where Triton's activation would lie.
+        offered = acting.dead_input and (runner.name == "marlin" or not acting.shared_last)
+        columns = Columns(runner, rank, tokens, 1 / layout.ep, offered)
+        width = runner.width if acting.columns else model.hidden
+        parts["workspace"] = columns.held(columns.width() if width is None else width)
     elsewhere = {"attention": released + latents + attention(share, tokens)}
     if in_float:
         elsewhere["the router"] = (3 + bool(model.shared_experts)) * hidden + 4 * tokens * model.hidden + logits
@@ -201,28 +205,83 @@ def predict(
     return Prediction(count, parts, elsewhere)
 
 
-def _workspace(rank: Rank, runner: Runner, tokens: int, acting: Acting, share: float) -> int:
-    """What the runner holds while it works.
+@dataclass(frozen=True)
+class Columns:
+    """How Triton or Marlin cuts the tensor of a chunk on one rank.
 
-    :param share: of the rows, those whose expert is on this rank.
+    :param tokens: in a MoE layer: data-parallel ranks bring a chunk each.
+    :param local_share: of the rows, those whose expert is on this rank.
+    :param dead_input: it is there for Triton's activation, which may be too large for it, or for Marlin's output.
     """
-    if runner.name not in ("triton", "marlin"):
-        return runner.workspace
-    width = runner.width if acting.columns else rank.hidden
-    if runner.name == "marlin":
-        if width is None:
-            width = marlin_width(rank, tokens, output_elsewhere=acting.dead_input, share=share)
-        return marlin_workspace(rank, tokens, width=width, output_elsewhere=acting.dead_input)
-    scratch, quantization = acting.dead_input and not acting.shared_last, runner.quantization
-    if width is None:
-        tiles = runner.tiles or TILES[quantization]
-        width = columns_width(rank, tokens, scratch=scratch, quantization=quantization, share=share, tiles=tiles)
-    return triton_workspace(rank, tokens, width=width, scratch=scratch, quantization=quantization)
 
+    runner: Runner
+    rank: Rank
+    tokens: int
+    local_share: float
+    dead_input: bool
 
-def _outside_the_experts(model: Model, ranks: int) -> Model:
-    """A rank's share of everything but the routed experts, whose share says the layout."""
-    return replace(replace(model, moe_intermediate=0).shard(ranks), moe_intermediate=model.moe_intermediate)
+    def width(self, *, at_any_cost: bool = False, max_bytes: int | None = None) -> int:
+        """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut.
+
+        :param at_any_cost: whatever slices cost.
+        :param max_bytes: that the runner may hold; ``None``: as the variable says.
+        """
+        rank = self.rank
+        limit = column_slices.read_max_bytes() if max_bytes is None else max_bytes
+        if self.runner.name == "marlin":
+            if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
+                return rank.hidden
+            marlin = self._marlin_gemm._replace(max_slowdown_fraction=math.inf if at_any_cost else None)
+            return column_slices.packed_slice_width(self._layer, marlin, limit)
+        if not triton.can_run_in_columns(self.tokens, rank.top_k, hooks=None, defer_sum=False):
+            return rank.hidden
+        gemm = self._triton_gemm._replace(tiles=None) if at_any_cost else self._triton_gemm
+        return column_slices.slice_width(self._layer, gemm, limit)
+
+    def held(self, width: int) -> int:
+        """Bytes that the runner holds with slices of so many columns."""
+        if self.runner.name == "marlin":
+            return marlin_workspace(self.rank, self.tokens, width=width, output_elsewhere=self.dead_input)
+        quantization = self.runner.quantization
+        return triton_workspace(self.rank, self.tokens, width=width, scratch=self.dead_input, quantization=quantization)
+
+    def slowdown(self, slices: int) -> float:
+        """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
+        layer = self._layer
+        if self.runner.name == "marlin":
+            layer_us = layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
+            return self._marlin_gemm.slicing_us(layer, slices) / layer_us
+        gemm = self._triton_gemm
+        slowdown = gemm.slicing_us(layer, slices) / layer.layer_us(gemm.operations_per_us)
+        return max(slowdown, SLOW_ORDER_SLOWDOWN) if gemm.has_slow_order else slowdown
+
+    @property
+    def _layer(self) -> column_slices.LayerShape:
+        rank = self.rank
+        itemsize = 1 if self.runner.quantization else 2
+        is_packed = self.runner.name == "marlin"
+        row_bytes = _column_bytes(rank) if is_packed else rank.experts * rank.intermediate * itemsize
+        return column_slices.LayerShape(
+            *(self.tokens, rank.top_k, rank.hidden, rank.intermediate),
+            weight_bytes=3 * rank.hidden * row_bytes,
+            local_row_fraction=self.local_share,
+        )
+
+    @property
+    def _marlin_gemm(self) -> column_slices.MarlinGemm:
+        return column_slices.MarlinGemm(_column_bytes(self.rank), self.dead_input)
+
+    @property
+    def _triton_gemm(self) -> column_slices.TritonGemm:
+        quantization, groups = self.runner.quantization, self.rank.intermediate // FP8_GROUP
+        in_blocks = quantization == BLOCKS
+        return column_slices.TritonGemm(
+            self.runner.tiles or TILES[quantization],
+            quantized=bool(quantization),
+            activation_in_dead_input=_in_dead_input(self.rank, scratch=self.dead_input),
+            columns_per_scale=FP8_GROUP if in_blocks else 1,
+            scale_stride_bytes=4 * groups if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
+        )
 
 
 def triton_workspace(rank: Rank, tokens: int, *, width: int, scratch: bool, quantization: str | None) -> int:
@@ -240,7 +299,7 @@ def triton_workspace(rank: Rank, tokens: int, *, width: int, scratch: bool, quan
     given = quantized(rows, inner, quantization)
     if width >= size:
         return max(first, 3 * activation, activation + given + 2 * size * rows)
-    own = 0 if _in_dead_input(rank, tokens, scratch=scratch) else activation
+    own = 0 if _in_dead_input(rank, scratch=scratch) else activation
     return max(first, 2 * activation + own, given + (0 if quantization else own) + 2 * width * rows)
 
 
@@ -251,69 +310,7 @@ def quantized(rows: int, size: int, quantization: str | None) -> int:
     return rows * (size + 4 * -(-size // (SCALED[quantization] or size)))
 
 
-def triton_layer(rank: Rank, tokens: int, quantization: str | None, share: float) -> column_slices.LayerShape:
-    """:param share: of the rows, those whose expert is on this rank."""
-    return column_slices.LayerShape(
-        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
-        weight_bytes=3 * rank.experts * rank.hidden * rank.intermediate * (1 if quantization else 2),
-        local_row_fraction=share,
-    )
-
-
-def columns_width(
-    rank: Rank,
-    tokens: int,
-    *,
-    scratch: bool,
-    quantization: str | None,
-    share: float = 1.0,
-    tiles: Mapping[str, int] | None = None,
-    max_bytes: int | None = None,
-) -> int:
-    """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut.
-
-    :param share: of the rows, those whose expert is on this rank.
-    :param tiles: of the second GEMM; ``None``: whatever slices cost.
-    :param max_bytes: that the runner may hold; ``None``: as the variable says.
-    """
-    if not triton.can_run_in_columns(tokens, rank.top_k, hooks=None, defer_sum=False):
-        return rank.hidden
-    in_blocks = quantization == BLOCKS
-    gemm = column_slices.TritonGemm(
-        tiles,
-        quantized=bool(quantization),
-        activation_in_dead_input=_in_dead_input(rank, tokens, scratch=scratch),
-        columns_per_scale=FP8_GROUP if in_blocks else 1,
-        scale_stride_bytes=4 * (rank.intermediate // FP8_GROUP) if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
-    )
-    layer = triton_layer(rank, tokens, quantization, share)
-    return column_slices.slice_width(layer, gemm, column_slices.read_max_bytes() if max_bytes is None else max_bytes)
-
-
-def triton_slowdown(
-    layer: column_slices.LayerShape, slices: int, tiles: Mapping[str, int], *, quantized: bool
-) -> float:
-    """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
-    gemm = column_slices.TritonGemm(tiles, quantized)
-    slowdown = gemm.slicing_us(layer, slices) / layer.layer_us(gemm.operations_per_us)
-    return max(slowdown, SLOW_ORDER_SLOWDOWN) if gemm.has_slow_order else slowdown
-
-
-def marlin_layer(rank: Rank, tokens: int, share: float) -> column_slices.LayerShape:
-    return column_slices.LayerShape(
-        *(tokens, rank.top_k, rank.hidden, rank.intermediate),
-        weight_bytes=3 * rank.hidden * _column_bytes(rank),
-        local_row_fraction=share,
-    )
-
-
-def marlin_slowdown(rank: Rank, tokens: int, slices: int, share: float) -> float:
-    """The same of Marlin."""
-    layer, gemm = marlin_layer(rank, tokens, share), column_slices.MarlinGemm(_column_bytes(rank))
-    return gemm.slicing_us(layer, slices) / layer.layer_us(column_slices.MARLIN_OPERATIONS_PER_US)
-
-
-def _in_dead_input(rank: Rank, tokens: int, *, scratch: bool) -> bool:
+def _in_dead_input(rank: Rank, *, scratch: bool) -> bool:
     return scratch and rank.top_k * rank.intermediate <= rank.hidden
 
 
@@ -331,25 +328,6 @@ def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: b
         return rows * (2 * inner + max(4 * inner, 2 * size)) + 2 * tokens * size
     output = 0 if output_elsewhere else 2 * tokens * size
     return max(6 * inner * rows, 2 * inner * rows + output + width * (2 * rows + _column_bytes(rank)))
-
-
-def marlin_width(
-    rank: Rank,
-    tokens: int,
-    *,
-    output_elsewhere: bool,
-    share: float = 1.0,
-    max_slowdown_fraction: float | None = None,
-    max_bytes: int | None = None,
-) -> int:
-    """Columns of a slice as moe-workspace decides; the hidden size where the tensor is not cut."""
-    if rank.hidden % column_slices.MARLIN_TILE_COLUMNS:
-        return rank.hidden
-    return column_slices.packed_slice_width(
-        marlin_layer(rank, tokens, share),
-        column_slices.MarlinGemm(_column_bytes(rank), output_elsewhere, max_slowdown_fraction),
-        column_slices.read_max_bytes() if max_bytes is None else max_bytes,
-    )
 
 
 def _column_bytes(rank: Rank) -> int:

@@ -23,7 +23,7 @@ from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
-from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
+from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
 from sglang_moe_patches.memory.kv_sizing import sizing
 from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, record_path
@@ -67,11 +67,6 @@ class Server:
     tiles: Mapping[str, int] | None = None
     all_to_all: str = ""
 
-    @property
-    def gathered_tokens(self) -> int:
-        """Of the largest chunk, in a MoE layer: data-parallel ranks bring one each."""
-        return self.tokens * self.layout.dp
-
 
 def derive_acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
     """What acts in a stock server, and in a patched one.
@@ -99,34 +94,62 @@ def derive_acting(server: Server, shared_experts: bool, statuses: Mapping[str, s
     return stock, patched
 
 
-def describe_changes(server: Server, model: Model, answers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each change with what it does here, or why it does nothing.
+def describe_change(server: Server, model: Model, change: Change, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a change does here, or why it does nothing.
 
-    :param answers: status and reason of each change.
+    :param answer: its status and reason.
     """
-    changes = {change.name: change for change in CHANGES}
-    # An answer that was kept from before a change had another name is left out.
-    return [_row(server, model, changes[answer["name"]], answer) for answer in answers if answer["name"] in changes]
-
-
-def _row(server: Server, model: Model, change: Change, answer: Mapping[str, Any]) -> dict[str, Any]:
-    does, reason = "", answer["reason"]
+    does, idle, advice = "", "", None
     if answer["status"] in ACTIVE:
         does = _effects(server, model, change, answer["status"])
         if not does:
             own = "" if model.shared_experts else " without shared experts of their own"
-            reason = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
-    advice = None
-    if change.name == "moe-workspace" and does and server.all_to_all:
-        does, reason = "", f"columns are not reached: all-to-all by {server.all_to_all}"
-    if change.name == "moe-workspace" and does:
-        advice = advise_workspace(server, model)
-        if whole := _whole_reason(server, model, advice):
-            does, reason = "", whole
-    if change.name == "nvfp4-weights" and does and server.format not in ("NVFP4", UNKNOWN_FORMAT):
-        does, reason = "", f"the experts' weights are {server.format}"
+            idle = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
+    if does and change.name == "moe-workspace":
+        idle, advice = _why_whole(server, model)
+    if does and change.name == "nvfp4-weights" and server.format not in ("NVFP4", UNKNOWN_FORMAT):
+        idle = f"the experts' weights are {server.format}"
+    does = "" if idle else does
+    reason = idle or answer["reason"]
     row = {"name": change.name, "status": answer["status"], "acts": bool(does), "does": does, "reason": reason}
-    return row | {"advice": asdict(advice) | {"variable": MOE_WORKSPACE_MB.name}} if advice else row
+    return row | {"advice": advice} if advice else row
+
+
+def _why_whole(server: Server, model: Model) -> tuple[str, dict[str, Any] | None]:
+    """Why the runner's tensor is not cut; "": it is, or that is not known.
+
+    :returns: that, and what to set where it is whole for what cutting it costs: ``megabytes``, a value of ``variable``,
+        with what that saves, and its part of the layer's time by the formula that the change decides by.
+    """
+    if server.all_to_all:
+        return f"columns are not reached: all-to-all by {server.all_to_all}", None
+    if server.quantization not in forward.TILES:
+        return "", None
+    offered = bool(server.family) and (server.runner == "marlin" or not model.shared_experts)
+    columns = forward.Columns(
+        forward.Runner(server.runner or "", server.quantization, server.tiles),
+        model.per_rank(server.layout),
+        server.tokens * server.layout.dp,
+        1 / server.layout.ep,
+        offered,
+    )
+    if columns.width() < model.hidden:
+        return "", None
+    if model.top_k <= 2 and server.runner == "triton":
+        return f"a top-k of {model.top_k} has no sum to cut", None
+    size = f"[tokens, top-k, hidden] is {2 * columns.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
+    megabytes = math.ceil(columns.held(columns.width(at_any_cost=True)) / 1e6)
+    width = columns.width(max_bytes=megabytes * 10**6)
+    saved = columns.held(model.hidden) - columns.held(width)
+    if width >= model.hidden or saved <= 0:
+        return f"{size}, too small to cut", None
+    slowdown = columns.slowdown(-(-model.hidden // width))
+    reason = (
+        f"{size}, and cutting it costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}={megabytes} asks for "
+        f"it: {saved / 1e6:,.0f} MB less, about {1 + slowdown:.2f} of the layer's time"
+    )
+    advice = {"megabytes": megabytes, "saved_bytes": saved, "slowdown": slowdown}
+    return reason, advice | {"variable": MOE_WORKSPACE_MB.name}
 
 
 def _effects(server: Server, model: Model, change: Change, status: str) -> str:
@@ -162,110 +185,6 @@ def describe_kv_sizing(answer: Mapping[str, str], arguments: Iterable[str]) -> d
     return row | {"acts": True, "does": does}
 
 
-@dataclass(frozen=True)
-class WorkspaceAdvice:
-    """What to set where the tensor is not cut for what cutting it costs.
-
-    :param megabytes: a value of ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``.
-    :param saved_bytes: of what the runner holds.
-    :param slowdown: of the layer's time, by the formula that the change decides by.
-    """
-
-    megabytes: int
-    saved_bytes: int
-    slowdown: float
-
-    def __str__(self) -> str:
-        return (
-            f"{MOE_WORKSPACE_MB.name}={self.megabytes} asks for it: {self.saved_bytes / 1e6:,.0f} MB less, about "
-            f"{1 + self.slowdown:.2f} of the layer's time"
-        )
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """How the server's runner cuts its tensor."""
-
-    server: Server
-    model: Model
-
-    @property
-    def _common(self) -> tuple[Rank, int]:
-        return self.model.per_rank(self.server.layout), self.server.gathered_tokens
-
-    @property
-    def _share(self) -> float:
-        return 1 / self.server.layout.ep
-
-    @property
-    def _scratch(self) -> bool:
-        return bool(self.server.family) and not self.model.shared_experts
-
-    @property
-    def tiles(self) -> Mapping[str, int]:
-        return self.server.tiles or forward.TILES[self.server.quantization]
-
-    def width(self, *, at_any_cost: bool = False, max_bytes: int | None = None) -> int:
-        if self.server.runner == "marlin":
-            return forward.marlin_width(
-                *self._common,
-                output_elsewhere=bool(self.server.family),
-                share=self._share,
-                max_slowdown_fraction=math.inf if at_any_cost else None,
-                max_bytes=max_bytes,
-            )
-        return forward.columns_width(
-            *self._common,
-            scratch=self._scratch,
-            quantization=self.server.quantization,
-            share=self._share,
-            tiles=None if at_any_cost else self.tiles,
-            max_bytes=max_bytes,
-        )
-
-    def held(self, width: int) -> int:
-        if self.server.runner == "marlin":
-            return forward.marlin_workspace(*self._common, width=width, output_elsewhere=bool(self.server.family))
-        return forward.triton_workspace(
-            *self._common, width=width, scratch=self._scratch, quantization=self.server.quantization
-        )
-
-    def slowdown(self, slices: int) -> float:
-        if self.server.runner == "marlin":
-            return forward.marlin_slowdown(*self._common, slices, self._share)
-        layer = forward.triton_layer(*self._common, self.server.quantization, self._share)
-        return forward.triton_slowdown(layer, slices, self.tiles, quantized=bool(self.server.quantization))
-
-
-def advise_workspace(server: Server, model: Model) -> WorkspaceAdvice | None:
-    """``None``: the tensor is cut, or nothing is saved at any cost."""
-    columns = _Columns(server, model)
-    if server.quantization not in forward.TILES or columns.width() < model.hidden:
-        return None
-    megabytes = math.ceil(columns.held(columns.width(at_any_cost=True)) / 1e6)
-    width = columns.width(max_bytes=megabytes * 10**6)
-    saved = columns.held(model.hidden) - columns.held(width)
-    if width >= model.hidden or saved <= 0:
-        return None
-    return WorkspaceAdvice(megabytes, saved, columns.slowdown(-(-model.hidden // width)))
-
-
-def _whole_reason(server: Server, model: Model, advice: WorkspaceAdvice | None) -> str:
-    """Why the runner's tensor is not cut; "": it does not.
-
-    :param advice: what :func:`advise_workspace` returned.
-    """
-    if server.quantization not in forward.TILES or _Columns(server, model).width() < model.hidden:
-        return ""
-    if model.top_k <= 2 and server.runner == "triton":
-        return f"a top-k of {model.top_k} has no sum to cut"
-    tensor_mb = 2 * server.gathered_tokens * model.top_k * model.hidden / 1e6
-    size = f"[tokens, top-k, hidden] is {tensor_mb:,.0f} MB here"
-    if advice:
-        return f"{size}, and cutting it costs more than 2 % of the layer's time; {advice}"
-    return f"{size}, too small to cut"
-
-
 def predict(
     sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
@@ -273,7 +192,6 @@ def predict(
 
     ``None`` where the runner has no formula, or the layers are not what the formulas are of.
     """
-    unknown = []
     model = sizes.model
     if server.runner not in forward.RUNNERS:
         why = f"what {server.runner} holds while it works" if server.runner else "the runner"
@@ -290,20 +208,18 @@ def predict(
         both = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
     except ValueError as error:
         return None, [f"not predicted: {error}"]
+    unknown = []
     if server.runner in runners.TRTLLM:
         unknown.append(f"{OWN_WORKSPACE} comes on top of the routed experts' sum")
     if sizes.attention:
         unknown.append(f"attention, which {sizes.attention}: the peak is {AT_LEAST}")
-        both = [replace(one, elsewhere=_without_attention(one.elsewhere)) for one in both]
+        for one in both:
+            del one.elsewhere["attention"]
     if not model.family:
         unknown.append(f"{UNMEASURED}: the formulas are those of the families that were")
     if server.quantization == "rows":
         unknown.append("experts with a scale a row were not measured")
     return (both[0], both[1]), unknown
-
-
-def _without_attention(places: dict[str, int]) -> dict[str, int]:
-    return {place: size for place, size in places.items() if place != "attention"}
 
 
 AT_LEAST = "at least what is shown"
@@ -501,19 +417,23 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
     sizes = replace(sizes, model=model)
     if server.all_to_all:
         both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
-        acts = (Acting.stock(), Acting.stock())
+        acts = (Acting(), Acting())
     else:
         acts = derive_acting(
             server, bool(model.shared_experts), {answer["name"]: answer["status"] for answer in answers}
         )
         both, why = predict(sizes, server, acts)
     sizing = (asked or {}).get("kv_sizing")
+    changes = {change.name: change for change in CHANGES}
     return {
         "sizes": asdict(model),
         "server": asdict(server),
         "changes": [
-            describe_kv_sizing(sizing, arguments) if sizing and row["name"] == "kv-sizing" else row
-            for row in describe_changes(server, model, answers)
+            describe_kv_sizing(sizing, arguments)
+            if sizing and answer["name"] == "kv-sizing"
+            else describe_change(server, model, changes[answer["name"]], answer)
+            for answer in answers
+            if answer["name"] in changes  # not so of one that was kept from before a change had another name
         ],
         "stock": _to_plain(both[0]) if both else None,
         "patched": _to_plain(both[1]) if both else None,

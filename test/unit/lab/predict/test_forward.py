@@ -175,8 +175,7 @@ def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
 def test_expert_parallel_ranks_share_attention_and_not_their_experts():
     model = MODELS["kimi-k2.5"]
     tensor, expert = (
-        forward.predict(model, layout, Runner("triton"), 16384, Acting.stock())
-        for layout in (Layout(8), Layout(8, ep=8))
+        forward.predict(model, layout, Runner("triton"), 16384, Acting()) for layout in (Layout(8), Layout(8, ep=8))
     )
     assert expert.elsewhere == tensor.elsewhere
     assert expert.parts["workspace"] > tensor.parts["workspace"]
@@ -185,7 +184,7 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
     """Qwen3-235B at TP=4: a byte for each element, and a float32 scale for every 128 of them; or one for a row."""
     plain, blocks, by_rows = (
-        forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting.stock())
+        forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, Acting())
         for quantization in (None, forward.BLOCKS, "rows")
     )
     assert blocks.peak - plain.peak == 16384 * 8 * (384 + 4 * 3)
@@ -207,7 +206,7 @@ def test_the_table_of_a_prediction_has_every_part_and_every_place():
     model = MODELS["glm-4.5"].fused()
     both = {
         name: forward.predict(model, Layout(tp=4), Runner("triton"), 16384, acting)
-        for name, acting in (("stock", Acting.stock()), ("patched", Acting.patched(model)))
+        for name, acting in (("stock", Acting()), ("patched", Acting.patched(model)))
     }
     table = peak_memory.prediction_table({name: json.loads(json.dumps(vars(one))) for name, one in both.items()})
     assert all(f"| {text} |" in table for text in forward.PARTS.values())

@@ -64,8 +64,13 @@ LAYER, NO_LAYER = {"layer": {"runner": "triton"}}, {"layer": None, "unknown": "T
         pytest.param([NO_LAYER, NO_LAYER], NO_LAYER, id="and then believed"),
         pytest.param([None, LAYER], LAYER, id="so is a query that failed"),
         pytest.param([{"model_refused": "no class"}, LAYER], LAYER, id="and one that refused the model"),
+        pytest.param([None, None], engine_query.CannotAsk, id="unless both did"),
         pytest.param([{"refused": "--tp 0"}], engine_query.Refused, id="what refuses the arguments is believed"),
-        pytest.param([{"model_refused": "x"}, {"model_refused": "x"}], engine_query.ModelRefused, id="or both do"),
+        pytest.param(
+            [{"model_refused": "x"}, {"model_refused": "x"}],
+            engine_query.ModelRefused,
+            id="or both do",
+        ),
     ],
 )
 def test_what_may_have_used_a_package_is_asked_again(answers, expected, monkeypatch):
@@ -78,8 +83,9 @@ def test_what_may_have_used_a_package_is_asked_again(answers, expected, monkeypa
 
     monkeypatch.setattr(engine_query, "run_query", run_query)
     if isinstance(expected, type):
-        with pytest.raises(expected):
+        with pytest.raises(expected) as caught:
             engine_query.ask("m", [], "h200", {})
+        assert type(caught.value) is expected
     else:
         assert engine_query.ask("m", [], "h200", {}) == expected
     assert asked == [True, False][: len(answers)]
