@@ -261,15 +261,14 @@ def generated(name: str) -> str:
     return makers[name]()
 
 
-def render(page: str, make: Callable[[str], str] = generated) -> str:
+def render(page: str) -> str:
     """A page with everything generated in its place.
 
-    :param make: gives the text of a name.
     :raises ValueError: a name is unknown, or a mark within a line starts it.
     """
 
     def replace(mark: re.Match[str]) -> str:
-        text, block = make(mark["name"]), "\n" in mark["old"]
+        text, block = generated(mark["name"]), "\n" in mark["old"]
         if not block and not mark["start"]:
             raise ValueError(f"generated:{mark['name']} starts a line, which Markdown would take for HTML; move it on")
         text = f"\n{text}\n" if block else text

@@ -42,17 +42,14 @@ def check(stated: Mapping[str, Any]) -> Releases:
     return Releases(stated["default"], tuple(stated["every_time"]), known, overrides)
 
 
-def read(file: Path = FILE) -> Releases:
-    """The releases of a file like releases.toml.
-
-    :raises ValueError: it cannot be read, or what it says makes no sense.
-    """
+def read() -> Releases:
+    """:raises ValueError: the file cannot be read, or what it says makes no sense."""
     import tomllib
 
     try:
-        return check(tomllib.loads(file.read_text()))
+        return check(tomllib.loads(FILE.read_text()))
     except KeyError as missing:
-        raise ValueError(f"{file.name}: {missing} is not there") from missing
+        raise ValueError(f"{FILE.name}: {missing} is not there") from missing
 
 
 def answer(question: str, release: str = "") -> str:

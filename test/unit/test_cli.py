@@ -9,16 +9,13 @@ import socket
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from sglang_moe_patches import cli, plugin
+from sglang_moe_patches import __version__, cli, plugin
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.core import patch
-from sglang_moe_patches.lab import doctor, extras
-from sglang_moe_patches.lab.predict import model_report
+from sglang_moe_patches.lab import extras
 from sglang_moe_patches.lab.reference.model import tokenizer_json
 from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.servers import refusals
@@ -30,6 +27,10 @@ GOOD_LINE = json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"})
 
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+def test_version():
+    assert run("--version").stdout.strip() == __version__
 
 
 def test_help_imports_neither_torch_nor_the_engine():
@@ -416,30 +417,3 @@ def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_sea
 
 def test_arguments_of_a_server_without_a_model_are_refused():
     refused(run("doctor", "--", "--tp", "2"), "SERVER_ARGS need --model")
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "words"),
-    [
-        (doctor, (), "probing what each change wraps"),
-        (model_report, ("--model", "m"), "resolves the arguments"),
-    ],
-    ids=["doctor", "doctor --model"],
-)
-def test_doctor_says_what_it_does_while_it_does_it(module, arguments, words, monkeypatch):
-    shown: list[str] = []
-
-    @contextmanager
-    def status(console, text):
-        shown.append(text)
-        yield
-        shown.clear()
-
-    def examine(*asked):
-        assert words in shown[0]
-        raise ValueError("examined")
-
-    monkeypatch.setattr(Console, "status", status)
-    monkeypatch.setattr(module, "examine", examine)
-    result = run("doctor", *arguments)
-    assert result.stderr == "sglang-moe-patches: examined\n"

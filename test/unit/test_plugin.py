@@ -45,20 +45,12 @@ def test_registering_imports_neither_torch_nor_the_engine():
         ("SGLANG_MOE_PATCHES_STRICT", "maybe", "SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'maybe'"),
     ],
 )
-def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(variable, value, message):
-    code = """
-from sglang_moe_patches import plugin
-try:
-    plugin.register()
-except Exception:
-    print("swallowed")
-print("went on")
-"""
-    done = python(code, **{variable: value})
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert message in done.stderr
+def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(variable, value, message, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:  # which is no Exception
+        plugin.register()
+    assert message in str(ended.value)
+    assert "\n" not in str(ended.value)
 
 
 def test_an_engine_without_a_model_runner_is_named(tmp_path):

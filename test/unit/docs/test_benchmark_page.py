@@ -34,12 +34,16 @@ def test_every_result_is_on_the_page_and_every_image_on_some_page():
 
 @pytest.fixture
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The results, the pages and their plots where a test may write."""
+    """The results, a page and two plots where a test may write."""
+    docs, page = tmp_path / "docs", "benchmarks/mori-rows.md"
     shutil.copytree(output.RESULTS, tmp_path / "results")
-    shutil.copytree(render.DOCS, tmp_path / "docs")
-    shutil.copy(render.ROOT / "README.md", tmp_path)
+    shutil.copytree(render.IMAGES, docs / "images")
+    (docs / page).parent.mkdir()
+    shutil.copy(render.DOCS / page, docs / page)
+    (tmp_path / "README.md").touch()
+    plots = {name: render.PLOTS[name] for name in ("mori-kernel.svg", "weight-shuffle.svg")}
     monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
-    docs = tmp_path / "docs"
+    monkeypatch.setattr(render, "PLOTS", plots)
     for name, path in (("ROOT", tmp_path), ("DOCS", docs), ("IMAGES", docs / "images")):
         monkeypatch.setattr(render, name, path)
     return tmp_path
