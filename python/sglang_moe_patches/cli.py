@@ -15,10 +15,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from sglang_moe_patches import __version__
+from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.lab import extras
+from sglang_moe_patches.lab import extras, kv_records
+from sglang_moe_patches.lab.predict import engine_query, model_report
 from sglang_moe_patches.lab.predict.engine_query import GPUS
-from sglang_moe_patches.lab.reference.families import FAMILIES
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab.reference.families import FAMILIES, OF_FAMILY, ModelSpec
+from sglang_moe_patches.registry import CHANGES
 
 app = typer.Typer(
     help="""Memory and correctness patches for SGLang's mixture-of-experts layers.
@@ -55,8 +59,6 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def require_engine() -> None:
-    from sglang_moe_patches.core import engine
-
     version = engine.version()
     if version is None:
         fail("SGLang is not installed in this environment; pip install sglang")
@@ -84,8 +86,6 @@ def require_extra(command: str) -> None:
 
 def child_environment(reference_kernels: bool) -> dict[str, str]:
     """This process's environment, completed for an engine process."""
-    from sglang_moe_patches.lab.reference import environment
-
     require_engine()
     if not reference_kernels:
         return dict(os.environ)
@@ -116,9 +116,9 @@ def exec(
     Without a GPU this puts a stub CUDA driver ("no device") on LD_LIBRARY_PATH, built once into a cache folder, and
     sets the variables that make the engine run on the CPU. The engine itself is not modified.
     """
-    environment = child_environment(reference_kernels)
+    variables = child_environment(reference_kernels)
     try:
-        os.execvpe(command[0], command, environment)
+        os.execvpe(command[0], command, variables)
     except FileNotFoundError:
         fail(f"no such command: {command[0]}", 127)
 
@@ -137,8 +137,6 @@ def serve(
 
     Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
     """
-    from sglang_moe_patches.lab.reference import environment
-
     arguments = environment.server_arguments(server_args) if reference_kernels else server_args
     os.execve(
         sys.executable,
@@ -190,8 +188,6 @@ def doctor(
     if server_args:
         fail("SERVER_ARGS need --model: give --model before the `--`")
     if kv or forget:
-        from sglang_moe_patches.lab import kv_records
-
         try:
             if forget:
                 typer.echo(kv_records.forget(forget))
@@ -216,15 +212,11 @@ def doctor(
         typer.echo(json_module.dumps(report, indent=2))
     else:
         doctor.show(report)
-    raise typer.Exit(1 if doctor.unsupported(report) else 0)
+    raise typer.Exit(any(change["status"] == patch.Status.UNSUPPORTED for change in report["changes"]))
 
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """``doctor --model``."""
-    from sglang_moe_patches.core import engine, patch
-    from sglang_moe_patches.lab.predict import engine_query, model_report
-    from sglang_moe_patches.registry import CHANGES
-
     doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
@@ -264,7 +256,6 @@ def make_model(
     """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
     unless --bf16 is given."""
     require_extra("make-model")
-    from sglang_moe_patches.lab.reference.families import OF_FAMILY, ModelSpec
     from sglang_moe_patches.lab.reference.model import make_model as write
 
     try:
@@ -363,7 +354,6 @@ def regress(
     require_extra("regress")
     from rich.console import Console
 
-    from sglang_moe_patches.lab.reference import environment
     from sglang_moe_patches.lab.regress import regress as regression
     from sglang_moe_patches.lab.regress import report
     from sglang_moe_patches.lab.servers.spec import ServerSpec

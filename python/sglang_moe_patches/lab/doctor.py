@@ -13,6 +13,8 @@ from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.variables import STRICT
+from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.registry import CHANGES
 
 
 class EngineUnusable(RuntimeError):
@@ -28,9 +30,6 @@ def examine() -> dict[str, Any]:
     :raises ValueError: a variable has a value with which no server starts; in the words that the server would use.
     :raises EngineUnusable: the engine cannot be imported.
     """
-    from sglang_moe_patches.lab.reference import environment
-    from sglang_moe_patches.registry import CHANGES
-
     patch.check_environment(CHANGES)
 
     child = dict(os.environ)
@@ -52,33 +51,23 @@ def examine() -> dict[str, Any]:
 def _examine_here() -> dict[str, Any]:
     import torch
 
-    from sglang_moe_patches.registry import CHANGES
-
     names = patch.selected(CHANGES)
     ours = [variable.name for _, variable in patch.variables(CHANGES)]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    changes = []
-    for change in CHANGES:
-        plan = patch.plan_for(change, names)
-        changes.append(
-            {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
-        )
+    plans = [(change, patch.plan_for(change, names)) for change in CHANGES]
     return {
         "package": __version__,
         "engine": engine.version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "strict": STRICT.read(),
-        "changes": changes,
+        "changes": [
+            {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
+            for change, plan in plans
+        ],
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),
     }
-
-
-def unsupported(report: dict[str, Any]) -> list[str]:
-    """The selected changes that cannot be applied."""
-    return [change["name"] for change in report["changes"] if change["status"] == patch.Status.UNSUPPORTED]
 
 
 def show(report: dict[str, Any]) -> None:

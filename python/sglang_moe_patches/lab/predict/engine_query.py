@@ -30,11 +30,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_moe_patches.core import engine
+from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.lab.predict import unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
+from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
+from sglang_moe_patches.registry import CHANGES
 
 
 @dataclass(frozen=True)
@@ -447,7 +449,6 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
     """The first layer that has experts; ``None``: there is none."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    from sglang_moe_patches.core import runners
     from sglang_moe_patches.core.dead_input import probe
 
     modules = dict(model.named_modules())
@@ -507,8 +508,6 @@ def _has_float_logits() -> bool:
 
 def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
     """What the server would decide: why kv-sizing leaves it alone ("": it does not), and why it only monitors it."""
-    from sglang_moe_patches.memory.kv_sizing import eligibility
-
     mode = eligibility.KV_SIZING.read()
     return {
         "mode": mode,
@@ -519,9 +518,6 @@ def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
 
 def _plan_changes(server_args: Any) -> list[dict[str, Any]]:
     """What becomes of each change on this server: status, reason, and whether it installs anything."""
-    from sglang_moe_patches.core import patch
-    from sglang_moe_patches.registry import CHANGES
-
     selected = patch.selected(CHANGES)
     plans = [(change.name, patch.plan_for(change, selected, server_args)) for change in CHANGES]
     return [{"name": name, "status": str(plan.status), "reason": plan.reason} for name, plan in plans]

@@ -239,11 +239,29 @@ class Columns:
         return column_slices.slice_width(self._layer, gemm, limit)
 
     def held(self, width: int) -> int:
-        """Bytes that the runner holds with slices of so many columns."""
+        """Bytes that the runner holds, at the most.
+
+        Triton (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``): in columns the second GEMM runs for a
+        range of columns at a time, and quantizes its input before that, which it then gives up.
+
+        Marlin (``fused_marlin_moe``): both GEMMs' outputs share one tensor, and its output is never its input's memory.
+        In columns each is by itself, the second one as wide as a range, whose weights are there twice.
+
+        :param width: columns of a range; the hidden size: the tensor is whole.
+        """
+        size, inner, tokens = self.rank.hidden, self.rank.intermediate, self.tokens
+        rows = tokens * self.rank.top_k
+        activation = 2 * inner * rows
         if self.runner.name == "marlin":
-            return marlin_workspace(self.rank, self.tokens, width=width, output_elsewhere=self.dead_input)
-        quantization = self.runner.quantization
-        return triton_workspace(self.rank, self.tokens, width=width, scratch=self.dead_input, quantization=quantization)
+            if width >= size:
+                return activation + max(2 * activation, 2 * size * rows) + 2 * tokens * size
+            output = 0 if self.dead_input else 2 * tokens * size
+            return max(3 * activation, activation + output + width * (2 * rows + _column_bytes(self.rank)))
+        first, given = 2 * activation + self._quantized(tokens, size), self._quantized(rows, inner)
+        if width >= size:
+            return max(first, 3 * activation, activation + given + 2 * size * rows)
+        own = 0 if self._has_scratch else activation
+        return max(first, 2 * activation + own, given + (0 if self.runner.quantization else own) + 2 * width * rows)
 
     def slowdown(self, slices: int) -> float:
         """What so many slices cost of the layer's time, by what moe-workspace was fitted to."""
@@ -254,6 +272,17 @@ class Columns:
         gemm = self._triton_gemm
         slowdown = gemm.slicing_us(layer, slices) / layer.layer_us(gemm.operations_per_us)
         return max(slowdown, SLOW_ORDER_SLOWDOWN) if gemm.has_slow_order else slowdown
+
+    def _quantized(self, rows: int, size: int) -> int:
+        """A GEMM's input in one byte an element, with a float32 scale for every so many columns (:data:`SCALED`)."""
+        if self.runner.quantization is None:
+            return 0
+        return rows * (size + 4 * -(-size // (SCALED[self.runner.quantization] or size)))
+
+    @property
+    def _has_scratch(self) -> bool:
+        """Whether the activation's output lies in the dead input."""
+        return self.dead_input and self.rank.top_k * self.rank.intermediate <= self.rank.hidden
 
     @property
     def _layer(self) -> column_slices.LayerShape:
@@ -278,56 +307,10 @@ class Columns:
         return column_slices.TritonGemm(
             self.runner.tiles or TILES[quantization],
             quantized=bool(quantization),
-            activation_in_dead_input=_in_dead_input(self.rank, scratch=self.dead_input),
+            activation_in_dead_input=self._has_scratch,
             columns_per_scale=FP8_GROUP if in_blocks else 1,
             scale_stride_bytes=4 * groups if in_blocks else column_slices.OPERAND_ALIGNMENT_BYTES,
         )
-
-
-def triton_workspace(rank: Rank, tokens: int, *, width: int, scratch: bool, quantization: str | None) -> int:
-    """What the Triton runner holds, at the most (``_fused_moe_kernel_sequence`` of the engine's ``fused_moe.py``).
-
-    In columns the second GEMM runs for a range of columns at a time, and quantizes its input before that, which it then
-    gives up.
-
-    :param width: columns of a range; the hidden size: the tensor is whole.
-    :param scratch: in columns, the activation's output lies in the layer's dead input, if that is large enough.
-    """
-    rows, size, inner = tokens * rank.top_k, rank.hidden, rank.intermediate
-    activation = 2 * inner * rows
-    first = 2 * activation + quantized(tokens, size, quantization)
-    given = quantized(rows, inner, quantization)
-    if width >= size:
-        return max(first, 3 * activation, activation + given + 2 * size * rows)
-    own = 0 if _in_dead_input(rank, scratch=scratch) else activation
-    return max(first, 2 * activation + own, given + (0 if quantization else own) + 2 * width * rows)
-
-
-def quantized(rows: int, size: int, quantization: str | None) -> int:
-    """A GEMM's input in one byte an element, with a float32 scale for every ``SCALED[quantization]`` columns."""
-    if quantization is None:
-        return 0
-    return rows * (size + 4 * -(-size // (SCALED[quantization] or size)))
-
-
-def _in_dead_input(rank: Rank, *, scratch: bool) -> bool:
-    return scratch and rank.top_k * rank.intermediate <= rank.hidden
-
-
-def marlin_workspace(rank: Rank, tokens: int, *, width: int, output_elsewhere: bool) -> int:
-    """What Marlin holds: both GEMMs' outputs share one tensor (``fused_marlin_moe``), and its output is never its
-    input's memory.
-
-    In columns each is by itself, the second one as wide as a range, whose weights are there twice.
-
-    :param width: columns of a range; the hidden size: the tensor is whole.
-    :param output_elsewhere: in columns, the output lies in the layer's dead input.
-    """
-    rows, size, inner = tokens * rank.top_k, rank.hidden, rank.intermediate
-    if width >= size:
-        return rows * (2 * inner + max(4 * inner, 2 * size)) + 2 * tokens * size
-    output = 0 if output_elsewhere else 2 * tokens * size
-    return max(6 * inner * rows, 2 * inner * rows + output + width * (2 * rows + _column_bytes(rank)))
 
 
 def _column_bytes(rank: Rank) -> int:

@@ -24,6 +24,7 @@ from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
+from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
 from sglang_moe_patches.memory.kv_sizing import sizing
 from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, record_path
@@ -360,8 +361,6 @@ def query_environment() -> dict[str, str]:
 
     :raises CannotAsk: there can be none.
     """
-    from sglang_moe_patches.lab.reference import environment
-
     environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU}
     environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
     try:

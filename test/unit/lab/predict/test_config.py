@@ -53,10 +53,6 @@ def test_attention_that_is_not_as_the_formulas_have_it_is_named(source, attentio
     assert read(source).attention == attention
 
 
-def test_a_residual_of_several_streams_is_named():
-    assert "hc_mult" in read("deepseek-ai/DeepSeek-V4-Flash").residual
-
-
 def test_a_model_whose_layers_alternate_has_a_dense_one_first():
     model = read("meta-llama/Llama-4-Maverick-17B-128E-Instruct").model
     assert (model.dense_layers, model.intermediate, model.moe_intermediate) == (1, 16384, 8192)
@@ -121,7 +117,9 @@ def test_the_first_layers_without_experts_are_counted(keys, dense):
     assert config.read(PLAIN | keys, "this").model.dense_layers == dense
 
 
-@pytest.mark.parametrize("key", ["zero_expert_num", "moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"])
+@pytest.mark.parametrize(
+    "key", ["hc_mult", "zero_expert_num", "moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"]
+)
 def test_layers_of_another_kind_are_named_by_their_key(key):
     assert config.read(PLAIN | {key: 64}, "this").residual.endswith(f"({key})")
 

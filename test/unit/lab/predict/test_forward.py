@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 
@@ -108,40 +107,26 @@ def cells_of(benchmark):
     return [name for name in results(benchmark) if "cells" in output.load(name)["figures"]]
 
 
-@pytest.mark.parametrize("name", cells_of("moe-workspace-marlin"))
-def test_what_marlin_held_was_as_its_sizes_say(name, monkeypatch):
-    """By itself, with the output given or not; scales for as many weights as each checkpoint has them."""
+@pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
+def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
+    """By itself, in the ranges that it ran in: Triton with nothing on offer, Marlin with its output given or not, and
+    scales for as many weights as each checkpoint has them. Not of DeepSeek-V3 at TP=8 in FP8 on an H200, where a tuned
+    configuration pads rows: there up to 45 MB more."""
+    runner = "marlin" if name.startswith("moe-workspace-marlin/") else "triton"
     for cell in output.load(name)["figures"]["cells"]:
-        rank = MODELS[cell["model"]].per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
-        given = cell.get("offered", False)
-        for width, measured, elsewhere in (
-            (rank.hidden, cell["stock_peak"], False),
-            (cell["width"], cell["peak"], given),
-        ):
+        kind = (cell["model"], cell["layout"], cell.get("weights"))
+        if name.startswith("moe-workspace/h200") and kind == ("deepseek-v3-fused", "tp8", "fp8"):
+            continue
+        model = forward.as_the_engine_runs(MODELS[cell["model"]], runner)
+        rank = model.per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
+        if runner == "marlin":
             packed = cell["w2_bytes"] / (rank.experts * rank.hidden * rank.intermediate)
             monkeypatch.setattr(forward, "PACKED_BYTES", packed)
-            predicted = forward.marlin_workspace(rank, cell["tokens"], width=width, output_elsewhere=elsewhere)
-            assert predicted == near(measured, SMALL), cell
-
-
-@pytest.mark.parametrize("name", cells_of("moe-workspace"))
-def test_what_the_triton_runner_held_was_as_its_sizes_say(name):
-    """The runner alone, nothing on offer, in the ranges that it ran in; not of DeepSeek-V3 at TP=8 in FP8 on an H200,
-    where a tuned configuration pads rows: there up to 45 MB more."""
-    cells = output.load(name)["figures"]["cells"]
-    for cell in cells:
-        if name.startswith("moe-workspace/h200") and [cell[key] for key in ("model", "layout", "weights")] == [
-            *("deepseek-v3-fused", "tp8", "fp8")
-        ]:
-            continue
-        model = forward.as_the_engine_runs(MODELS[cell["model"]], "triton")
-        rank = model.per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
-        quantization = forward.BLOCKS if cell["weights"] == "fp8" else None
-        for width, measured in ((rank.hidden, cell["stock_peak"]), (cell["width"] or rank.hidden, cell["peak"])):
-            predicted = forward.triton_workspace(
-                rank, cell["tokens"], width=width, scratch=False, quantization=quantization
-            )
-            assert predicted == near(measured, SMALL), cell
+        quantization = forward.BLOCKS if cell.get("weights") == "fp8" else None
+        stock = forward.Columns(Runner(runner, quantization), rank, cell["tokens"], 1, dead_input=False)
+        patched = replace(stock, dead_input=runner == "marlin" and cell.get("offered", False))
+        assert stock.held(rank.hidden) == near(cell["stock_peak"], SMALL), cell
+        assert patched.held(cell["width"] or rank.hidden) == near(cell["peak"], SMALL), cell
 
 
 @pytest.mark.parametrize(
@@ -200,20 +185,3 @@ def test_an_output_of_its_own_is_one_more_where_shared_experts_run_last_without_
         for acting in (last, replace(last, dead_input=True))
     )
     assert alone.hidden_tensors == both.hidden_tensors + 1
-
-
-def test_the_table_of_a_prediction_has_every_part_and_every_place():
-    model = MODELS["glm-4.5"].fused()
-    both = {
-        name: forward.predict(model, Layout(tp=4), Runner("triton"), 16384, acting)
-        for name, acting in (("stock", Acting()), ("patched", Acting.patched(model)))
-    }
-    table = peak_memory.prediction_table({name: json.loads(json.dumps(vars(one))) for name, one in both.items()})
-    assert all(f"| {text} |" in table for text in forward.PARTS.values())
-
-    def cells(place):
-        return " | ".join(peak_memory.in_mb(one.places[place]) for one in both.values())
-
-    assert f"| **sum** | **{cells(forward.MOE).replace(' | ', '** | **')}** |" in table
-    for place in ("attention", "the router", "the first layer's MLP"):
-        assert f"| at another place: {place} | {cells(place)} |" in table

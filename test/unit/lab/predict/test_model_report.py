@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from common.shapes import MODELS
 from releases import ROOT
-from sglang_moe_patches import cli, registry
+from sglang_moe_patches import cli
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.patch import Change, Off
@@ -394,7 +394,7 @@ def test_programs_are_told_all_that_is_known(monkeypatch):
 
 def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
     left_out = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off(f"{server_args.variable} is unset"))
-    monkeypatch.setattr(registry, "CHANGES", (left_out,))
+    monkeypatch.setattr(engine_query, "CHANGES", (left_out,))
     found = engine_query._plan_changes(SimpleNamespace(variable="A"))
     assert found == [{"name": "a", "status": "off", "reason": "A is unset"}]
 
