@@ -80,6 +80,10 @@ def exists(name: str) -> bool:
         if path := source(".".join(parts[:end])):
             return end == len(parts) or has(tree(path).body, parts[end:])
     owner, _, attribute = name.rpartition(".")
+    home = importlib.util.find_spec(parts[0])
+    places = [Path(folder, *parts[1:]) for folder in (home and home.submodule_search_locations) or ()]
+    if any(place.is_dir() or place.with_suffix(".py").is_file() for place in places):
+        return True  # without the import of the packages above it, which is the engine's minute
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # not a package: a module, perhaps, that has something of that name
