@@ -77,7 +77,7 @@ def main() -> None:
         }.items():
             print(f"{name}: starting", flush=True)
             with Server(name, arguments, {**os.environ, **variables}, work / f"{name}.log", timeout=600) as server:
-                (runs[name],) = regress.evaluate_urls({"stock": server.url}, dict(os.environ), evaluation)
+                runs[name] = regress.evaluate_url("stock", server.url, dict(os.environ), evaluation)
     wanted = [answer.tokens for answer in runs["without"].answers]
     servers = {
         name: {

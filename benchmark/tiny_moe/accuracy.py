@@ -52,7 +52,7 @@ def main() -> None:
             print(f"{name}: starting SGLang {engine.version()}, then {options.questions} questions", flush=True)
             arguments = environment.server_arguments(["--model-path", str(model), *more])
             with Server(name, arguments, variables, work / f"{name}.log", timeout=600) as server:
-                (run,) = regress.evaluate_urls({name: server.url}, variables, evaluation)
+                run = regress.evaluate_url(name, server.url, variables, evaluation)
             right[name] = run.correct
     result = output.result("accuracy", {"questions": options.questions, "right": right})
     output.finish(options, result, tables(result))

@@ -233,7 +233,7 @@ def main() -> None:
             elif name != "patched":
                 variables["PYTHONPATH"] = mutation_path(work / "plugin", name)
             with Server(name, arguments, variables, work / "server.log", timeout=600) as server:
-                (run,) = regress.evaluate_urls({name: server.url}, base, evaluation)
+                run = regress.evaluate_url(name, server.url, base, evaluation)
             if stock is None:
                 stock = run
                 print(f"stock: {100 * run.accuracy:.1f} %", flush=True)

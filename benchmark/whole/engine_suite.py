@@ -118,7 +118,7 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
     command = [sys.executable, "-m", "common.everywhere", side, str(path), str(result)]
     begun = time.monotonic()
     with (work / f"{name}.log").open("wb") as log:
-        process = Supervised(command, own, log, join_error=True, cwd=str(path.parent))
+        process = Supervised(command, own, log, cwd=str(path.parent))
         try:
             while process.exit_code() is None and time.monotonic() < begun + limit_s:
                 time.sleep(0.2)

@@ -24,10 +24,7 @@ LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "run_moe_co
 
 
 def declared(changes: Iterable[ChangeStatus]) -> dict[str, tuple[Count, ...]]:
-    """What is counted of each change that is active here; what several share, of the first of them.
-
-    :param changes: what became of each in a process.
-    """
+    """What is counted of each change that is active here; what several share, of the first of them."""
     statuses = {said.change: said.status for said in changes}
     found: dict[str, tuple[Count, ...]] = {}
     for change in CHANGES:
@@ -53,7 +50,6 @@ def owner(count: Count) -> tuple[Any, str] | None:
 class Tally:
     """Counts what changes do in this process, from :meth:`install` on.
 
-    :param counts: what is counted.
     :param attempt: runs a step of counting; what goes wrong with it must end no server.
     """
 
@@ -151,12 +147,10 @@ def input_of(dispatched: Any) -> MoeInput | None:
 
     :param dispatched: the engine's dispatch output.
     """
-    hidden_states = getattr(dispatched, "hidden_states", None)
-    routed = getattr(getattr(dispatched, "topk_output", dispatched), "topk_ids", None)
+    hidden_states: Any = getattr(dispatched, "hidden_states", None)
+    routed: Any = getattr(getattr(dispatched, "topk_output", dispatched), "topk_ids", None)
     if getattr(hidden_states, "ndim", 0) != 2 or getattr(routed, "ndim", 0) != 2:
         return None
-    assert hidden_states is not None
-    assert routed is not None
     tokens, hidden = hidden_states.shape
     return MoeInput(int(tokens), int(routed.shape[1]), int(hidden), int(hidden_states.itemsize))
 
@@ -165,10 +159,7 @@ def input_of(dispatched: Any) -> MoeInput | None:
 
 
 def sentences(changes: Sequence[ChangeStatus], acted: Acted) -> list[str]:
-    """What each active change did, a line each; nothing where nothing was observed.
-
-    :param changes: what became of each in the process.
-    """
+    """What each active change did, a line each; nothing where nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_said(counts, acted)}" for name, counts in declared(changes).items() if counts]

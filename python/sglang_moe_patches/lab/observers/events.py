@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 R = TypeVar("R")
 
@@ -166,13 +166,10 @@ def record(kind: type[R], text: str) -> R:
 
 def made(kind: type[R], value: Any) -> R:
     """The record of this kind that was made a part of a JSON document."""
-    found: R = _made(kind, value)
-    return found
+    return cast(R, _made(kind, value))
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = functools.cache(get_type_hints)
 
 
 def _made(kind: Any, value: Any) -> Any:

@@ -96,24 +96,19 @@ class Observer:
             alive = torch.cuda.memory_allocated() if self.memory.device == "cuda" else _live_bytes()
             self.live = max(self.live, alive - self.before)
 
-    def _acted(self, now: events.Acted) -> bool:
-        """Whether anything was done that is not only once more."""
-        before, self.process.acted = self.process.acted, now
-        return bool(_kinds(before) != _kinds(now))
-
     def layer_starts(self, layer: Any) -> None:
         """:param layer: the engine's ``FusedMoE``. Where its kernel is not looked into, its runner counts as one."""
         if runners.runner_of(layer) not in (*runners.TRTLLM, runners.CUTEDSL):
             self.kernel_starts()
             self.kernel_returned(None)
 
-    def kernel_returned(self, output: Any) -> None:
-        """:param output: the tensor that a kernel without an ``output`` of its own has returned; ``None``: it left the
-        sum over the top-k, and with it the layer's output, to somebody else."""
-        if output is None:
+    def kernel_returned(self, result: Any) -> None:
+        """:param result: the tensor, alone or first in a list, that a kernel without an ``output`` of its own has
+        returned; ``None``: it left the sum over the top-k, and with it the layer's output, to somebody else."""
+        if result is None:
             self.unseen += 1
         else:
-            self.output_seen(output)
+            self.output_seen(result[0] if isinstance(result, list | tuple) else result)
 
     def output_seen(self, output: Any) -> None:
         # An address may be used again within a forward; the storage object is what tells allocations apart.
@@ -146,7 +141,10 @@ class Observer:
                 memory.output_buffers = max(self.buffers, memory.output_buffers or 0)
             if self.wrappers and (held := _held_bytes(self.wrappers)):
                 memory.kernel_buffer_bytes = held
-        news = self.tally is not None and self._acted(self.tally.acted)
+        before = self.process.acted
+        if self.tally is not None:
+            self.process.acted = self.tally.acted
+        news = _kinds(before) != _kinds(self.process.acted)
         if news or memory != replace(kept, forwards=memory.forwards) or memory.forwards % 100 == 1:
             self.write()
 
@@ -166,8 +164,7 @@ def _held_bytes(wrappers: Iterable[Any]) -> int:
 
     storages = {}
     for wrapper in wrappers:
-        held = [value for value in vars(wrapper).values() if isinstance(value, torch.Tensor | dict)]
-        for value in held:
+        for value in vars(wrapper).values():
             for tensor in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -246,41 +243,28 @@ def _observe_kernels(observer: Observer) -> None:
     for module in (flashinfer, flashinfer.fused_moe):  # both give them away
         for name in KERNELS:
             if hasattr(module, name):
-                setattr(module, name, _observed_kernel(observer, getattr(module, name)))
+                kernel = getattr(module, name)
+                setattr(module, name, _observed(observer, kernel, lambda *args, output=None, **kwargs: output))
+
+    def held_by(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.attempt(observer.wrappers.add, wrapper)
+        return getattr(wrapper, "_moe_output", None)  # FlashInfer kept its output in the wrapper up to 0.6.13
+
     wrapper = getattr(flashinfer.fused_moe, "CuteDslMoEWrapper", None)
     if wrapper is not None:
-        wrapper.run = _observed_wrapper(observer, wrapper.run)
+        wrapper.run = _observed(observer, wrapper.run, held_by)
 
 
-def _observed_kernel(observer: Observer, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(kernel)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("output")
-        observer.attempt(observer.kernel_starts, given)
-        result = kernel(*args, **kwargs)
-        if given is None:
-            whole = kwargs.get("do_finalize", True)
-            observer.attempt(lambda: observer.kernel_returned(_first(result) if whole else None))
-        return result
+def _observed(observer: Observer, original: Callable[..., Any], given_of: Callable[..., Any]) -> Callable[..., Any]:
+    """:param given_of: the tensor that it will write, from its arguments; ``None``: one that it makes."""
 
-    return run
-
-
-def _observed_wrapper(observer: Observer, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer.attempt(observer.wrappers.add, self)
-        # FlashInfer kept its output in the wrapper up to 0.6.13.
-        given = getattr(self, "_moe_output", None)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = given_of(*args, **kwargs)
         observer.attempt(observer.kernel_starts, given)
-        result = original(self, *args, **kwargs)
+        result = original(*args, **kwargs)
         if given is None:
-            observer.attempt(lambda: observer.kernel_returned(_first(result)))
+            observer.attempt(observer.kernel_returned, result if kwargs.get("do_finalize", True) else None)
         return result
 
     return run
-
-
-def _first(result: Any) -> Any:
-    """The tensor that a kernel returned, alone or first in a list."""
-    return result[0] if isinstance(result, list | tuple) else result

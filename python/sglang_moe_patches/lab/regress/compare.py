@@ -78,7 +78,6 @@ class Run:
 
     @property
     def correct(self) -> int:
-        """Questions answered correctly."""
         return sum(answer.correct for answer in self.answers)
 
     @property
@@ -130,7 +129,6 @@ class Comparison:
 
     @property
     def token_identical(self) -> bool:
-        """Whether every answer is the same token for token."""
         return self.tokens_differ == 0
 
     @property
@@ -174,7 +172,6 @@ class Comparison:
 
     @property
     def detectable_drop_points(self) -> float | None:
-        """``detectable_drop`` in percentage points of accuracy."""
         return None if self.detectable_drop is None else 100 * self.detectable_drop / self.questions
 
     @property
@@ -188,11 +185,7 @@ class Comparison:
         """JSON-ready: the settings, the runs and the results."""
         return {
             "schema": SCHEMA,
-            "settings": {
-                "require_identical": self.require_identical,
-                "alpha": self.alpha,
-                "max_drop": self.max_drop,
-            },
+            "settings": {name: getattr(self, name) for name in ("require_identical", "alpha", "max_drop")},
             "runs": {"stock": asdict(self.stock), "patched": asdict(self.patched)},
             "results": {
                 "worse": self.worse,
@@ -238,15 +231,6 @@ def mcnemar(losses: int, gains: int) -> tuple[float, float]:
     )
 
 
-def smallest_detectable_drop(questions: int, alpha: float) -> int | None:
-    """The least k such that k losses and no gains are called a drop, or None if even all questions are too few.
-
-    One-sided p of k losses among k discordant pairs is 2 ** -k.
-    """
-    drop = smallest_sample(alpha)
-    return drop if drop <= questions else None
-
-
 def smallest_sample(alpha: float) -> int:
     """The fewest questions that can show a drop: all of them lost has p = 2 ** -k, which must be below ``alpha``."""
     return next(k for k in count(1) if 0.5**k < alpha)
@@ -261,9 +245,6 @@ def compare(
     when identical answers are required and one is not, in its text or its tokens. Else it is no worse by more than
     ``max_drop`` when chance explains with less than ``alpha`` that it lost no more, had it lost so much.
 
-    :param stock: the unmodified engine.
-    :param patched: the engine with the changes.
-    :param require_identical: whether any differing answer makes patched worse.
     :param alpha: significance level of the one-sided tests, between 0 and 1.
     :param max_drop: percentage points of accuracy, between 0 and 100.
     :raises ValueError: no questions, not the same questions in the same order, or alpha or max_drop out of range.
@@ -286,7 +267,7 @@ def compare(
     gains = sum(b.correct and not a.correct for a, b in pairs)
     p_two_sided, p_worse = mcnemar(losses, gains)
     differing = tuple((i, a, b) for i, (a, b) in enumerate(pairs) if a.text != b.text or a.tokens != b.tokens)
-
+    fewest = smallest_sample(alpha)
     reasons = []
     if losses > gains and p_worse < alpha:
         reasons.append(
@@ -308,7 +289,7 @@ def compare(
         p_worse=p_worse,
         texts_differ=sum(a.text != b.text for a, b in pairs),
         tokens_differ=sum(a.tokens != b.tokens for a, b in pairs),
-        detectable_drop=smallest_detectable_drop(len(pairs), alpha),
+        detectable_drop=fewest if fewest <= len(pairs) else None,
         differing=differing,
         reasons=tuple(reasons),
     )

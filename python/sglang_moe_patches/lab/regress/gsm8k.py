@@ -5,7 +5,6 @@ Runs as a process of its own (``python -m sglang_moe_patches.lab.regress.gsm8k``
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -13,16 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 GSM8K = 1319
 """Questions of GSM8K's test set, which the engine downloads."""
-
-
-class DataError(ValueError):
-    """The questions cannot be used; the message names the file, the line and what is wrong."""
 
 
 class EvaluationFailed(RuntimeError):
@@ -50,14 +46,14 @@ class Evaluation:
 def count_questions(path: Path) -> int:
     """How many questions ``path`` has: GSM8K's JSON lines, ``question`` and ``answer``, which ends in ``#### NUMBER``.
 
-    :raises DataError: the file is missing or malformed.
+    :raises ValueError: the file is missing or malformed.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; --data-path takes GSM8K's test.jsonl") from None
+        raise ValueError(f"{path}: no such file; --data-path takes GSM8K's test.jsonl") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     for number, line in enumerate(lines, 1):
         try:
             item = json.loads(line)
@@ -66,15 +62,15 @@ def count_questions(path: Path) -> int:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             good = False
         if not good:
-            raise DataError(f'{path}:{number}: not a GSM8K line: {{"question": "...", "answer": "... #### NUMBER"}}')
+            raise ValueError(f'{path}:{number}: not a GSM8K line: {{"question": "...", "answer": "... #### NUMBER"}}')
     return len(lines)
 
 
 def check_questions(path: Path, count: int, shots: int) -> None:
-    """:raises DataError: the file is missing, malformed, or has fewer than ``count`` questions."""
+    """:raises ValueError: the file is missing, malformed, or has fewer than ``count`` questions."""
     there = count_questions(path)
     if there < max(count, shots):
-        raise DataError(f"{path}: has {there} questions, {max(count, shots)} are asked for (--num-questions)")
+        raise ValueError(f"{path}: has {there} questions, {max(count, shots)} are asked for (--num-questions)")
 
 
 def evaluate(
@@ -99,10 +95,10 @@ def evaluate(
         path.unlink(missing_ok=True)
     data = None if evaluation.data_path is None else str(evaluation.data_path.resolve())
     asked = json.dumps({**asdict(evaluation), "data_path": data})
-    command = [sys.executable, "-W", "ignore", "-m", __name__, "--url", url, "--result", str(result.resolve())]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, url, str(result.resolve()), asked]
     started = time.monotonic()
     with log_path.open("wb") as log:
-        client = Supervised([*command, "--evaluation", asked], environment, log, join_error=True, cwd=str(work))
+        client = Supervised(command, environment, log, cwd=str(work))
     try:
         ended = False
         while not ended:
@@ -117,18 +113,10 @@ def evaluate(
     return found
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--result", required=True, type=Path)
-    parser.add_argument("--evaluation", required=True, type=json.loads, help="the fields of Evaluation, as JSON")
-    options = parser.parse_args()
-    evaluation = Evaluation(**options.evaluation)
-    work = options.result.parent
-
+def _main(url: str, result: Path, evaluation: Evaluation) -> None:
     from sglang.test import few_shot_gsm8k
 
-    host, port = options.url.rsplit(":", 1)
+    host, port = url.rsplit(":", 1)
     lines: list[Any] = []
     states: list[Any] = []
     # The engine's evaluation returns its totals alone. It reads the questions with the first of these functions and
@@ -141,7 +129,7 @@ def _main() -> None:
 
     few_shot_gsm8k.read_jsonl = keep_lines
     if hasattr(few_shot_gsm8k, "normalize_base_url"):  # takes "http://host" for a host name in newer releases
-        few_shot_gsm8k.normalize_base_url = lambda host, port: options.url
+        few_shot_gsm8k.normalize_base_url = lambda host, port: url
     few_shot_gsm8k.dump_state_text = lambda name, all_states: states.extend(all_states)
     endpoint = few_shot_gsm8k.RuntimeEndpoint
 
@@ -150,13 +138,13 @@ def _main() -> None:
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().generate(*args, **kwargs)
-            with (work / "answered").open("ab") as file:
+            with result.with_name("answered").open("ab") as file:
                 file.write(b".")
             return answer
 
     few_shot_gsm8k.RuntimeEndpoint = Counted
     totals = few_shot_gsm8k.run_eval(
-        argparse.Namespace(
+        SimpleNamespace(
             host=host,
             port=int(port),
             data_path=evaluation.data_path,
@@ -185,18 +173,10 @@ def _main() -> None:
                 "tokens": [token for _, token, *_ in meta["output_token_logprobs"]],
             }
         )
-    options.result.write_text(
-        json.dumps(
-            {
-                "answers": answers,
-                "latency_s": totals["latency"],
-                "input_tokens": input_tokens,
-                "output_tokens": output_tokens,
-            }
-        ),
-        encoding="utf-8",
-    )
+    found = {"answers": answers, "latency_s": totals["latency"]}
+    found |= {"input_tokens": input_tokens, "output_tokens": output_tokens}
+    result.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1], Path(sys.argv[2]), Evaluation(**json.loads(sys.argv[3])))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
@@ -16,15 +17,11 @@ from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.regress import bound, gsm8k, report
 from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison, Run, compare, smallest_sample
 from sglang_moe_patches.lab.regress.gsm8k import Evaluation
-from sglang_moe_patches.lab.servers import gpu, refusals
+from sglang_moe_patches.lab.servers import gpu, interrupts, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
-from sglang_moe_patches.lab.servers.interrupts import Interrupts
-from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting
+from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting, told
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["Addresses", "CannotRun", "Criterion", "Evaluation", "PatchedFailed", "ServerSpec", "check", "enough", "run"]
 
@@ -136,12 +133,10 @@ def run(
     """
     check(subject, evaluation, criterion, environment, output)
     runs: list[Run] = []
-    with Interrupts() as interrupts, scratch(keep_in=output) as logs:
-        ask = _Asking(evaluation, environment, interrupts.check, console, _beforehand(evaluation, criterion))
+    with interrupts.noted() as interrupt, scratch(keep_in=output) as logs:
+        ask = _Asking(evaluation, environment, interrupt, console, _beforehand(evaluation, criterion))
         try:
-            for each in (
-                ask.servers(subject, logs, console) if isinstance(subject, ServerSpec) else ask.addresses(subject)
-            ):
+            for each in ask.servers(subject, logs) if isinstance(subject, ServerSpec) else ask.addresses(subject):
                 runs.append(each)
                 # Where we are killed, the next server's keeper puts it into `output`.
                 (logs / f"{each.name}.json").write_bytes(_answers(each))
@@ -176,14 +171,15 @@ def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
     )
 
 
-def evaluate_urls(urls: dict[str, str], environment: dict[str, str], evaluation: Evaluation) -> list[Run]:
-    """Evaluate servers that run already.
+def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: Evaluation) -> Run:
+    """Evaluate a server that runs already.
 
-    :param urls: by the name of the run.
-    :raises CannotRun: no engine answers at one of them; nobody was asked anything.
-    :raises gsm8k.EvaluationFailed: one did not answer everything.
+    :param name: of the run.
+    :raises CannotRun: no engine answers at ``url``; nobody was asked anything.
+    :raises gsm8k.EvaluationFailed: it did not answer everything.
     """
-    return list(_Asking(evaluation, environment).urls(urls))
+    ask = _Asking(evaluation, environment, lambda: None, Console(quiet=True))
+    return ask.at(name, url, _release(url))
 
 
 @dataclass(frozen=True)
@@ -192,37 +188,34 @@ class _Asking:
 
     :param environment: of servers that are started; the client's is made from it.
     :param interrupt: called a few times a second while waiting; raises when it is time to end.
+    :param console: where it is said how long it takes.
+    :param beforehand: said there once nothing is found to be wrong with what was given.
     """
 
     evaluation: Evaluation
     environment: dict[str, str]
-    interrupt: Callable[[], None] = lambda: None
-    console: Console | None = None
-    """Where it is said how long it takes; ``None``: nobody wants to know."""
+    interrupt: Callable[[], None]
+    console: Console
     beforehand: str = ""
-    """Said there once nothing is found to be wrong with what was given."""
 
     def addresses(self, subject: Addresses) -> Iterator[Run]:
         """Stock, then patched; see :func:`run`."""
-        name = STOCK
-        try:
-            for found in self.urls({STOCK: subject.stock, PATCHED: subject.patched}):
-                yield found
-                name = PATCHED
-        except gsm8k.EvaluationFailed as error:
-            raise _failure(name)(str(error)) from error
+        urls = {STOCK: subject.stock.rstrip("/"), PATCHED: subject.patched.rstrip("/")}
+        releases = {name: _release(url) for name, url in urls.items()}
+        self.console.print(self.beforehand, highlight=False)
+        for name, url in urls.items():
+            try:
+                found = self.at(name, url, releases[name])
+            except gsm8k.EvaluationFailed as error:
+                raise _failure(name)(str(error)) from error
+            yield found
 
-    def urls(self, urls: dict[str, str]) -> Iterator[Run]:
-        """See :func:`evaluate_urls`."""
-        bare = {name: url.rstrip("/") for name, url in urls.items()}
-        releases = {name: _release(url) for name, url in bare.items()}
-        if self.console is not None:
-            self.console.print(self.beforehand, highlight=False)
-        for name, url in bare.items():
-            with scratch() as work:
-                yield self._evaluate(name, url, work, command=(url,), release=releases[name])
+    def at(self, name: str, url: str, release: str) -> Run:
+        """See :func:`evaluate_url`."""
+        with scratch() as work:
+            return self._evaluate(name, url, work, (url,), release)
 
-    def servers(self, subject: ServerSpec, logs: Path, console: Console) -> Iterator[Run]:
+    def servers(self, subject: ServerSpec, logs: Path) -> Iterator[Run]:
         """Start the stock server, evaluate it, end it; then the same for the patched one; see :func:`run`.
 
         One after the other: on a GPU they would not fit side by side, and on any machine they would slow each other
@@ -230,16 +223,16 @@ class _Asking:
 
         :param logs: folder for the servers' logs.
         """
-        console.print(self.beforehand, highlight=False)
+        self.console.print(self.beforehand, highlight=False)
         before = gpu.used_mib()
         try:
-            yield from self._server(STOCK, subject, logs, console)
+            yield from self._server(STOCK, subject, logs)
             gpu.wait_until_free(before, self.interrupt)
-            yield from self._server(PATCHED, subject, logs, console)
+            yield from self._server(PATCHED, subject, logs)
         except (StillRunning, gpu.MemoryHeld, PortInUse) as error:
             raise CannotRun(str(error)) from error
 
-    def _server(self, name: str, subject: ServerSpec, logs: Path, console: Console) -> Iterator[Run]:
+    def _server(self, name: str, subject: ServerSpec, logs: Path) -> Iterator[Run]:
         with scratch() as work:
             observed = work / "observed"
             observed.mkdir()
@@ -247,7 +240,7 @@ class _Asking:
             server = subject.server(name, child, logs / f"{name}.log")
             try:
                 with ExitStack() as stack:
-                    with shown_starting(server, console, self.interrupt):
+                    with shown_starting(server, self.console, self.interrupt):
                         stack.enter_context(server)
                     if events.collect(observed) is None:
                         raise CannotRun(
@@ -255,9 +248,8 @@ class _Asking:
                             f"{child.get('SGLANG_PLUGINS', '')!r} in SGLANG_PLUGINS right? {server.log_tail()}"
                         )
                     ready = f"{name}: ready after {server.startup_s:.0f} s"
-                    console.print(f"{ready}; asking {self.evaluation.questions} questions")
-                    release = engine.version() or "unknown"
-                    found = self._evaluate(name, server.url, work, command=tuple(server.command), release=release)
+                    self.console.print(f"{ready}; asking {self.evaluation.questions} questions")
+                    found = self._evaluate(name, server.url, work, tuple(server.command), engine.version() or "unknown")
                     server.check()
                     figures = events.collect(observed)
                     # Before the server is ended: whatever happens then, this run is made.
@@ -267,11 +259,23 @@ class _Asking:
             except gsm8k.EvaluationFailed as error:
                 raise _failure(name)(f"{error}\n{server.log_tail()}") from error
 
-    def _evaluate(self, name: str, url: str, work: Path, *, command: tuple[str, ...], release: str) -> Run:
+    def _evaluate(self, name: str, url: str, work: Path, command: tuple[str, ...], release: str) -> Run:
         # The client is no engine process: it must not observe or patch anything.
         ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        with self._shown(name) as watch:
+        with told(self.console, f"{name}: asking") as tell:
+
+            def watch(answered: int, seconds: float) -> None:
+                """Say how far it is, and how long it still takes."""
+                self.interrupt()
+                line = f"{name}: {answered:,} of {self.evaluation.questions:,} answered"
+                if answered:
+                    left = seconds / answered * (self.evaluation.questions - answered)
+                    line += f", about {spoken(left)} left"
+                    if name == STOCK:
+                        line += f"; then patched, about {spoken(seconds + left)}"
+                tell(seconds, line)
+
             found = gsm8k.evaluate(url, client, self.evaluation, work, watch)
         return Run(
             name=name,
@@ -285,36 +289,6 @@ class _Asking:
             memory=None,
             changes=(),
         )
-
-    @contextmanager
-    def _shown(self, name: str) -> Iterator[Callable[[int, float], None]]:
-        """What to call a few times a second within the block, with the questions answered and the seconds since the
-        start: it says how far the evaluation is, and how long it still takes."""
-        if self.console is None:
-            yield lambda answered, seconds: self.interrupt()
-            return
-        console, said = self.console, 0.0
-        with console.status(f"{name}: asking", refresh_per_second=4) as status:
-
-            def watch(answered: int, seconds: float) -> None:
-                nonlocal said
-                self.interrupt()
-                line = f"{name}: {answered:,} of {self.evaluation.questions:,} answered"
-                if answered:
-                    left = seconds / answered * (self.evaluation.questions - answered)
-                    line += f", about {spoken(left)} left"
-                    if name == STOCK:
-                        line += f"; then patched, about {spoken(seconds + left)}"
-                status.update(line)
-                if not console.is_terminal and seconds - said >= SAID_EVERY_S:
-                    said = seconds
-                    console.print(line, highlight=False)
-
-            yield watch
-
-
-SAID_EVERY_S = 30.0
-"""Seconds between two lines about how far an evaluation is, where there is no terminal."""
 
 
 def spoken(seconds: float) -> str:

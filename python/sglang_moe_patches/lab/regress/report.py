@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_moe_patches.lab.observers import acted
 from sglang_moe_patches.lab.regress import bound, pages
@@ -18,15 +17,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOT_MEASURED = "not measured"
-STOCK_COLOR, PATCHED_COLOR = "#8a94a6", "#2f6fde"
 STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
 """Of a verdict, on the terminal and on the page."""
-OPEN_DIFFERENCES = 3
-"""Differing answers that report.html shows unfolded; the others are a click away."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the table; ``patched`` is empty where a figure is about both servers."""
 
     label: str
@@ -46,10 +41,8 @@ def points(number: float) -> str:
     return "1 point" if number == 1 else f"{number:g} points"
 
 
-def _bytes(value: int | None) -> str:
+def _bytes(value: int) -> str:
     """Decimal units, as GPU vendors and this project's documents use them."""
-    if value is None:
-        return NOT_MEASURED
     if value < 10_000:
         return f"{value:,} B"
     # Only from 10,000 on the next unit, so that the two sides of a comparison mostly have the same one.
@@ -83,8 +76,9 @@ def verdict(comparison: Comparison) -> str:
     if comparison.worse:
         return "Patched is WORSE than stock"
     if comparison.conclusive and not comparison.differing:
-        saved = _find_saving(comparison)
-        less = "" if saved is None else f", {saved.percent:.0f} % less activation memory"
+        less = ""
+        if saved := _find_saving(comparison):
+            less = f", {100 * (1 - saved[2] / saved[1]):.0f} % less activation memory"
         return f"All {_count(comparison.questions, 'answer')} are identical{less}"
     if comparison.within:
         return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
@@ -143,33 +137,27 @@ def summary(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Saving:
-    """Activation memory of the largest forward, in bytes, where patched needs less.
-
-    :param what: at which moment of the forward it was measured.
-    """
-
-    what: str
-    stock: int
-    patched: int
-
-    @property
-    def percent(self) -> float:
-        return 100 * (1 - self.patched / self.stock)
-
-
-def _find_saving(comparison: Comparison) -> Saving | None:
-    """What patched saves; ``None``: less than half a per cent, or not measured, or forwards of different tokens."""
+def _of_same_tokens(comparison: Comparison, name: str) -> tuple[int, int] | None:
+    """A figure of stock's and of patched's memory; ``None``: not measured, or in forwards of different tokens."""
     stock, patched = comparison.stock.memory, comparison.patched.memory
     if stock is None or patched is None or stock.tokens != patched.tokens:
         return None
-    for what, before, after in (
-        ("at the peak of one forward", stock.peak_forward_bytes, patched.peak_forward_bytes),
-        ("live when the MoE kernel starts", stock.live_at_kernel_bytes, patched.live_at_kernel_bytes),
+    before, after = getattr(stock, name), getattr(patched, name)
+    return None if before is None or after is None else (before, after)
+
+
+def _find_saving(comparison: Comparison) -> tuple[str, int, int] | None:
+    """Activation memory of the largest forward: at which moment of it, and stock's and patched's in bytes.
+
+    ``None``: patched saves less than half a per cent.
+    """
+    for what, name in (
+        ("at the peak of one forward", "peak_forward_bytes"),
+        ("live when the MoE kernel starts", "live_at_kernel_bytes"),
     ):
-        if before and after is not None and 200 * (before - after) >= before:
-            return Saving(what, before, after)
+        before, after = _of_same_tokens(comparison, name) or (0, 0)
+        if before and 200 * (before - after) >= before:
+            return what, before, after
     return None
 
 
@@ -184,30 +172,24 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
     else:
         machine = "CPU: its speed says nothing of a GPU's" if memory.device == "cpu" else memory.gpu or "GPU"
     releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
-    saved = _find_saving(comparison)
+    saved = f"{NOT_MEASURED}, or no less"
+    if found := _find_saving(comparison):
+        what, before, after = found
+        saved = f"{_bytes(before)} stock, {_bytes(after)} patched, {what}"
     differing = len(comparison.differing)
-    answers = f"{differing} differ" if differing else "all identical"
+    answers = f"{_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
     return [
         ("Model", model or f"that of {stock.command[0]} and {patched.command[0]}"),
         ("Machine", f"{machine}; SGLang {releases}"),
-        (
-            "Memory",
-            NOT_MEASURED + ", or no less"
-            if saved is None
-            else f"{_bytes(saved.stock)} stock, {_bytes(saved.patched)} patched, {saved.what}",
-        ),
-        (
-            "Answers",
-            f"{_count(comparison.questions, 'question')}, {answers}; right: {stock.correct} stock, "
-            f"{patched.correct} patched",
-        ),
+        ("Memory", saved),
+        ("Answers", f"{answers}; right: {stock.correct} stock, {patched.correct} patched"),
     ]
 
 
 def rows(comparison: Comparison) -> list[Row]:
     """The figures side by side, as text."""
     stock, patched = comparison.stock, comparison.patched
-    count = comparison.questions
+    count, bought = comparison.questions, kv_tokens(comparison)
     identical = "yes" if comparison.token_identical else f"no, {comparison.tokens_differ} of {count} differ"
 
     def both(label: str, figure: Callable[[Run], str]) -> Row:
@@ -233,11 +215,7 @@ def rows(comparison: Comparison) -> list[Row]:
         *memory("Peak memory of one forward", "peak_forward_bytes", _bytes),
         *memory("Live when the MoE kernel starts", "live_at_kernel_bytes", _bytes),
         *memory("Tokens in the largest forward", "tokens", "{:,}".format),
-        *(
-            [Row("KV tokens that the difference could hold", f"{bought:,}")]
-            if (bought := kv_tokens(comparison))
-            else []
-        ),
+        *([Row("KV tokens that the difference could hold", f"{bought:,}")] if bought else []),
         *memory("MoE output buffers per forward", "output_buffers", str),
         *memory("Held by the MoE kernels between forwards", "kernel_buffer_bytes", _bytes),
         *memory("Taken by PyTorch's allocator", "reserved_bytes", _bytes),
@@ -250,19 +228,12 @@ def rows(comparison: Comparison) -> list[Row]:
 def kv_tokens(comparison: Comparison) -> int | None:
     """How many tokens of KV cache each GPU could have for what the largest forward needs less when patched.
 
-    ``None``: none, or it cannot be told: not measured, or the two largest forwards differ in their tokens.
+    ``None``: none, or it cannot be told.
     """
-    stock, patched = comparison.stock.memory, comparison.patched.memory
-    if stock is None or patched is None or stock.tokens != patched.tokens or not patched.cache_token_bytes:
+    memory, peaks = comparison.patched.memory, _of_same_tokens(comparison, "peak_forward_bytes")
+    if memory is None or peaks is None or not memory.cache_token_bytes:
         return None
-    if stock.peak_forward_bytes is None or patched.peak_forward_bytes is None:
-        return None
-    return max(0, int((stock.peak_forward_bytes - patched.peak_forward_bytes) / patched.cache_token_bytes)) or None
-
-
-def did(comparison: Comparison) -> list[str]:
-    """What each change did in the patched server."""
-    return acted.sentences(comparison.patched.changes, comparison.patched.acted)
+    return max(0, int((peaks[0] - peaks[1]) / memory.cache_token_bytes)) or None
 
 
 def _incomplete(comparison: Comparison) -> list[str]:
@@ -367,7 +338,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for change, status, reason in comparison.patched.changes:
         console.print(Text(f"{change}: {status}" + (f" ({reason})" if reason else "")))
-    for sentence in did(comparison):
+    for sentence in acted.sentences(comparison.patched.changes, comparison.patched.acted):
         console.print(Text(sentence))
     style, _ = STYLES[comparison.exit_code]
     console.print(Text(f"{verdict(comparison)}.", style=style))
@@ -378,8 +349,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """:param width: per cent of the figure's; the longest leaves room for its text."""
 
     width: float
@@ -398,24 +368,17 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
         text = f"{100 * run.accuracy:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f})"
         accuracies.append(Bar(35 * run.accuracy, text))
 
-    def pairs(*figures: tuple[str, str, Callable[[int], str]]) -> list[tuple[str, list[Bar]]]:
-        measured: list[tuple[str, Callable[[int], str], list[Any]]] = [
-            (label, text, [getattr(run.memory, name, None) for run in runs]) for label, name, text in figures
-        ]
-        both = [figure for figure in measured if None not in figure[2]]
-        most = max((max(values) for _, _, values in both), default=0) or 1
-        return [(label, [Bar(70 * value / most, text(value)) for value in values]) for label, text, values in both]
+    def pairs(text: Callable[[int], str], **labels: str) -> list[tuple[str, list[Bar]]]:
+        values = {label: [getattr(run.memory, name, None) for run in runs] for name, label in labels.items()}
+        both: dict[str, list[Any]] = {label: each for label, each in values.items() if None not in each}
+        most = max((max(each) for each in both.values()), default=0) or 1
+        return [(label, [Bar(70 * value / most, text(value)) for value in each]) for label, each in both.items()]
 
+    activations = {"peak_forward_bytes": "peak of one forward", "live_at_kernel_bytes": "live when the kernel starts"}
     found = [
         ("Accuracy", [("", accuracies)]),
-        (
-            "Activation memory",
-            pairs(
-                ("peak of one forward", "peak_forward_bytes", _bytes),
-                ("live when the kernel starts", "live_at_kernel_bytes", _bytes),
-            ),
-        ),
-        ("MoE output buffers per forward", pairs(("", "output_buffers", str))),
+        ("Activation memory", pairs(_bytes, **activations)),
+        ("MoE output buffers per forward", pairs(str, output_buffers="")),
     ]
     return [(title, bars) for title, bars in found if bars]
 
@@ -458,23 +421,18 @@ def render_html(comparison: Comparison) -> str:
         comparison=comparison,
         overview=overview(comparison),
         rows=rows(comparison),
-        did=did(comparison),
+        did=acted.sentences(comparison.patched.changes, comparison.patched.acted),
         notes=notes(comparison),
         bars=_bars(comparison),
         differences=[_difference(*difference) for difference in comparison.differing],
-        open_differences=OPEN_DIFFERENCES,
         commands=[(run, shlex.join(run.command)) for run in (comparison.stock, comparison.patched)],
-        stock_color=STOCK_COLOR,
-        patched_color=PATCHED_COLOR,
     )
 
 
 def write(comparison: Comparison, directory: Path) -> Path:
-    """Write report.json and report.html, each whole or not at all.
+    """Write report.json and report.html; see :func:`pages.replace`.
 
-    :param directory: created if need be; an earlier report there is replaced.
     :returns: the path of report.html.
-    :raises OSError: the directory cannot be written.
     """
     contents = {
         "report.json": json.dumps(comparison.to_dict(), indent=2) + "\n",

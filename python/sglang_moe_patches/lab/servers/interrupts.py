@@ -7,37 +7,26 @@ server outlives its command. Here a signal is only noted, and acted on between t
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupts:
-    """Within the ``with`` block, ``SIGNALS`` do nothing but make :meth:`check` raise."""
+@contextmanager
+def noted() -> Iterator[Callable[[], None]]:
+    """Within the block, ``SIGNALS`` do nothing but make what this yields raise :class:`KeyboardInterrupt`."""
+    arrived: list[int] = []
 
-    def __init__(self) -> None:
-        self._arrived = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        # SIGINT too: a shell starts background commands with it ignored.
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._arrived:  # the command is about to end: nobody needs a traceback of a third Ctrl-C
-            return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._arrived = True
-
-    def check(self) -> None:
-        """:raises KeyboardInterrupt: a signal has come."""
-        if self._arrived:
+    def check() -> None:
+        if arrived:
             raise KeyboardInterrupt
+
+    # SIGINT too: a shell starts background commands with it ignored.
+    before = {number: signal.signal(number, lambda signum, frame: arrived.append(signum)) for number in SIGNALS}
+    try:
+        yield check
+    finally:
+        if not arrived:  # else the command is about to end: nobody needs a traceback of a third Ctrl-C
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -54,8 +54,7 @@ REFUSED: dict[str, Refusal] = {
     "--delete-ckpt-after-loading": Refusal("the second server needs the checkpoint, too", "leave it out"),
     "--skip-tokenizer-init": Refusal("the questions are text", "leave it out"),
 }
-"""Server arguments that ``regress`` cannot serve, by name: it starts servers on this machine, one after the other, and
-asks them over HTTP."""
+"""Server arguments that ``regress`` cannot serve, by name."""
 
 
 def check_server_arguments(arguments: list[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
@@ -126,9 +125,7 @@ def check_address(option: str, url: str) -> None:
 
 def check_output(folder: Path) -> None:
     """:raises ValueError: ``folder`` is no folder, or cannot be written."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = next((each for each in (folder, *folder.parents) if each.exists()), Path())
     if not there.is_dir():
         raise ValueError(f"--output {folder}: {there} is a file; give a folder for the report and the logs")
     if not os.access(there, os.W_OK | os.X_OK):

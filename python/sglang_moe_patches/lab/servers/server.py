@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sglang_moe_patches.lab.servers import folders
@@ -20,9 +19,6 @@ from sglang_moe_patches.lab.servers.supervisor import Supervised
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-TAIL_LINES = 30
-
 
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 """As PyTorch's store, ZeroMQ and uvicorn say it."""
@@ -110,17 +106,13 @@ class Server:
     def _start(self) -> Server:
         started = time.monotonic()
         with self.log.open("wb") as output:
-            self._process = Supervised(
-                self.command, self.environment, output, join_error=True, scratch=tuple(folders.in_use)
-            )
+            self._process = Supervised(self.command, self.environment, output, scratch=folders.in_use)
         try:
             while not self._healthy():
                 waited = time.monotonic() - started
                 self.check("at start-up")
                 if waited > self.timeout:
-                    raise ServerFailed(
-                        self._message(f"was not ready after {self.timeout:.0f} s (--startup-timeout gives it longer)")
-                    )
+                    raise self._failed(f"was not ready after {self.timeout:.0f} s (--startup-timeout gives it longer)")
                 self.progress(waited, self.last_line())
                 time.sleep(0.5)
         except BaseException:
@@ -129,21 +121,19 @@ class Server:
         self.startup_s = time.monotonic() - started
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def check(self, when: str = "") -> None:
         """:raises ServerFailed: the server has ended."""
         code = None if self._process is None else self._process.exit_code()
         if self._process is None or code is not None:
-            raise ServerFailed(self._message(f"ended with exit code {code} {when}".rstrip()))
+            raise self._failed(f"ended with exit code {code} {when}".rstrip())
 
     def stop(self) -> None:
         """End every process that the server started. Nothing is left running when this returns.
 
-        :raises keeper.StillRunning: some cannot be ended; the message names them.
+        :raises StillRunning: some cannot be ended; the message names them.
         """
         if self._process is not None:
             self._process.end()
@@ -152,15 +142,14 @@ class Server:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def log_tail(self) -> str:
-        tail = "\n".join(self.log_text().splitlines()[-TAIL_LINES:])
+        tail = "\n".join(self.log_text().splitlines()[-30:])
         return f"The end of {self.log.name}:\n{tail}"
 
     def last_line(self) -> str:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            text = log.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+            lines = log.read().decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "")
 
     def _healthy(self) -> bool:
         # Asked twice a second, for minutes: plain HTTP to this machine, without the TLS context and the look for
@@ -172,8 +161,31 @@ class Server:
             except (OSError, http.client.HTTPException):
                 return False
 
-    def _message(self, what: str) -> str:
-        return f"the {self.name} server {what}. {self.log_tail()}"
+    def _failed(self, what: str) -> ServerFailed:
+        return ServerFailed(f"the {self.name} server {what}. {self.log_tail()}")
+
+
+SAID_EVERY_S = 30.0
+"""Seconds between two lines about how far something is, where there is no terminal."""
+
+
+@contextmanager
+def told(console: Console, doing: str) -> Iterator[Callable[..., None]]:
+    """Say within the block how far something is.
+
+    :returns: takes the seconds since the start, a line, and what only a terminal shows beside it.
+    """
+    said = 0.0
+    with console.status(doing, refresh_per_second=4) as status:
+
+        def tell(seconds: float, line: str, more: str = "") -> None:
+            nonlocal said
+            status.update(line + more)
+            if not console.is_terminal and seconds - said >= SAID_EVERY_S:
+                said = seconds
+                console.print(line, highlight=False)
+
+        yield tell
 
 
 @contextmanager
@@ -182,16 +194,11 @@ def shown_starting(server: Server, console: Console, interrupt: Callable[[], Non
 
     :param interrupt: called about twice a second; raises when it is time to end.
     """
-    said = 0.0
-    with console.status(f"{server.name}: starting", refresh_per_second=4) as status:
+    with told(console, f"{server.name}: starting") as tell:
 
         def show(seconds: float, line: str) -> None:
-            nonlocal said
             interrupt()
-            status.update(f"{server.name}: starting, {seconds:.0f} s  [dim]{line[:100].replace('[', '(')}[/]")
-            if not console.is_terminal and seconds - said >= 30:
-                said = seconds
-                console.print(f"{server.name}: starting, {seconds:.0f} s")
+            tell(seconds, f"{server.name}: starting, {seconds:.0f} s", f"  [dim]{line[:100].replace('[', '(')}[/]")
 
         server.progress = show
         yield

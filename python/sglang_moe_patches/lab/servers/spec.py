@@ -22,7 +22,6 @@ class PortInUse(ValueError):
 class ServerSpec:
     """A model to serve, on a stock and a patched server that are alike in all else.
 
-    :param model: a folder, a name on the hub, or an address that the engine can load from.
     :param arguments: of the servers, without model, host and port.
     :param startup_timeout: seconds until a server must answer.
     :param port: of every server, one after the other; ``None`` for free ones.
@@ -45,11 +44,7 @@ class ServerSpec:
         return not {"--device", "--config"}.isdisjoint(argument.partition("=")[0] for argument in self.arguments)
 
     def check(self, environment: Mapping[str, str]) -> None:
-        """Find out what is wrong before a minute is spent on starting a server.
-
-        :param environment: of the servers.
-        :raises ValueError: one line that names what is wrong and what to give instead.
-        """
+        """:raises ValueError: one line that names what is wrong and what to give instead."""
         refusals.check_server_arguments(list(self.arguments))
         refusals.check_model(self.model)
         refusals.check_plugins(environment)
@@ -64,7 +59,6 @@ class ServerSpec:
         """``STOCK`` or ``PATCHED``, not started yet.
 
         :param environment: the whole environment of its process, but for what makes it stock.
-        :param log: file that takes its output.
         :raises PortInUse: it could not listen on its port.
         """
         self._check_port()

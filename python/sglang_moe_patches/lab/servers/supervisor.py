@@ -43,6 +43,8 @@ CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 CLEANING_S = 5.0
 OURS_S = 20.0
 """How long a keeper may take for all that before we do it ourselves."""
+ON_PURPOSE = b"."
+"""What a keeper reads before the end of its pipe, unless we were killed."""
 PATIENCE_S = 120.0
 """How long killed processes may take to go: a GPU's driver frees their memory first."""
 
@@ -55,7 +57,7 @@ class Supervised:
     """``command``, running under a keeper of its own.
 
     :param environment: the whole environment of the process.
-    :param output: file that takes its standard output, and standard error with ``join_error``.
+    :param output: file that takes its standard output and standard error.
     :param scratch: our folders, which the keeper clears if we are killed.
     """
 
@@ -65,7 +67,6 @@ class Supervised:
         environment: dict[str, str],
         output: IO[bytes],
         *,
-        join_error: bool,
         cwd: str = ".",
         scratch: Sequence[Scratch] = (),
     ) -> None:
@@ -79,7 +80,7 @@ class Supervised:
             cwd=cwd,
             stdin=subprocess.PIPE,
             stdout=output,
-            stderr=subprocess.STDOUT if join_error else None,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         self._root = psutil.Process(self._keeper.pid)
@@ -112,8 +113,6 @@ class Supervised:
         self._ended = True
 
 
-ON_PURPOSE = b"."
-"""What a keeper reads before the end of its pipe, unless we were killed."""
 LONGEST_SOCKET = 107 - len("/pymp-12345678/listener-12345678")
 """Characters of a folder in which whatever makes sockets there still can: their paths have 107 at most."""
 
@@ -149,26 +148,22 @@ def family(root: psutil.Process) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             found = {process.pid: process for process in [root, *root.children(recursive=True)]}
     for process in psutil.process_iter():
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == root.pid:
                 found[process.pid] = process
-        except (ProcessLookupError, PermissionError):
-            continue
     return [process for pid, process in found.items() if pid != os.getpid() and _alive(process)]
 
 
 def _alive(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _described(process: psutil.Process) -> str:
-    try:
+    with suppress(psutil.Error):
         return f"{process.pid} ({' '.join(process.cmdline())[:80] or process.name()})"
-    except psutil.Error:
-        return str(process.pid)
+    return str(process.pid)
 
 
 def end_family(root: psutil.Process, patience_s: float) -> list[psutil.Process]:
@@ -192,10 +187,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """End the family of ``root``, with time to clean up: see the module.
-
-    :param command: its first process.
-    """
+    """End the family of ``root``, whose first process is ``command``, with time to clean up: see the module."""
     if command.poll() is None:
         with suppress(ProcessLookupError):
             command.terminate()
@@ -213,11 +205,10 @@ def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
 
 
 def _cleans_up(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.Error):
         line = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    return any(name in line for name in CLEANERS)
+        return any(name in line for name in CLEANERS)
+    return False
 
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import pytest
 from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.lab.regress import regress, report
-from sglang_moe_patches.lab.servers import gpu, supervisor
+from sglang_moe_patches.lab.servers import gpu, server, supervisor
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 from sglang_moe_patches.lab.servers.server import Server
 
@@ -174,7 +174,7 @@ def test_what_it_can_show_is_said_before(whole):
 
 
 def test_how_far_it_is_and_how_long_it_takes_is_said_while_it_runs(given, monkeypatch, capsys):
-    monkeypatch.setattr(regress, "SAID_EVERY_S", -1.0)
+    monkeypatch.setattr(server, "SAID_EVERY_S", -1.0)
     assert given.here(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s", shown)
@@ -302,7 +302,7 @@ def test_shared_memory_that_somebody_else_has_stays(tmp_path):
     script += "; print(flush=True); time.sleep(3600)"
     command = [sys.executable, "-c", script]
     with (tmp_path / "log").open("wb") as log:
-        kept = supervisor.Supervised(command, dict(os.environ), log, join_error=True)
+        kept = supervisor.Supervised(command, dict(os.environ), log)
     wait_until(lambda: (tmp_path / "log").read_bytes())
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         try:
