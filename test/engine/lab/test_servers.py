@@ -50,6 +50,18 @@ def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
         yield running
 
 
+WORSE = ("Patched is WORSE than stock", "of 6 answers differ")
+FAILED = "worse: the patched server failed where the stock one answered"
+
+
+def compare(code: int, said: tuple[str, ...], stock: Server, patched: Server, output: Path, *more: str) -> None:
+    """By ``regress``, which ends with this code and says that."""
+    urls = ["--baseline-url", stock.url, "--patched-url", patched.url]
+    done = regress(*urls, *EVALUATION, *more, "--output", str(output))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert [words for words in said if words not in done.stdout + done.stderr] == []
+
+
 @DEFAULT_ENGINE_ONLY
 def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
     stock, patched = answers(*pair)
@@ -73,11 +85,8 @@ def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_
     variables = {"PYTHONPATH": on_path(off), "SGLANG_MOE_PATCHES": "none"}
     without = server("off", checkpoint(dense_layers=0), tmp_path, *RANKS, backend=TRTLLM, **variables)
     with started(without):
-        for other, wrong in zip(pair, (True, False), strict=True):
-            urls = ["--baseline-url", without.url, "--patched-url", other.url, "--require-identical"]
-            done = regress(*urls, *EVALUATION, "--output", str(tmp_path / f"report-{other.name}"))
-            assert done.returncode == (1 if wrong else 0), done.stdout + done.stderr
-            assert ("of 6 answers differ" in done.stdout) == wrong
+        for other, code, said in zip(pair, (1, 0), (WORSE, ("answers are identical",)), strict=True):
+            compare(code, said, without, other, tmp_path / f"report-{other.name}", "--require-identical")
 
 
 def update_weights(server: Server, path: Path) -> None:
@@ -93,12 +102,15 @@ def update_weights(server: Server, path: Path) -> None:
 def test_weights_updated_by_request_answer_as_on_the_stock_server(pair, checkpoint):
     first, second = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=1)
 
+    def ask(server):
+        return [generate(server.url, text, 16) for text in ("How many apples?", "2 + 2 =")]
+
     def answers_while_updating(server):
-        answers = []
-        for path in (first, second, first):
+        found = [ask(server)]
+        for path in (second, first):
             update_weights(server, path)
-            answers.append([generate(server.url, text, 16) for text in ("How many apples?", "2 + 2 =")])
-        return answers
+            found.append(ask(server))
+        return found
 
     with ThreadPoolExecutor() as pool:
         stock, patched = pool.map(answers_while_updating, pair)
@@ -145,15 +157,11 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
 def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, tmp_path):
     """Here because its weights are others; that a broken guard gives other answers is in ``test_tiny_moe.py``."""
     stock, other = pair
-    urls = ["--baseline-url", stock.url, "--patched-url", other.url]
     update_weights(other, checkpoint(dense_layers=0, seed=1))
     try:
-        done = regress(*urls, *EVALUATION, "--max-new-tokens", "8", "--output", str(tmp_path / "report"))
+        compare(1, WORSE, stock, other, tmp_path / "report", "--max-new-tokens", "8")
     finally:
         update_weights(other, checkpoint(dense_layers=0))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Patched is WORSE than stock" in done.stdout
-    assert "of 6 answers differ" in done.stdout
 
 
 # --- Mutations -------------------------------------------------------------------------------------------------------
@@ -206,29 +214,17 @@ change.make_layer_forward = make_layer_forward
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize(
-    "mutation",
-    [OFFER_THE_RESIDUAL, SHARED_EXPERTS_ON_A_MUTATED_INPUT],
-    ids=["offer the residual", "shared experts on a mutated input"],
+    ("mutation", "said", "logged"),
+    [
+        pytest.param(OFFER_THE_RESIDUAL, WORSE, "", id="offer the residual"),
+        pytest.param(SHARED_EXPERTS_ON_A_MUTATED_INPUT, WORSE, "", id="shared experts on a mutated input"),
+        # The kernel's own complaint about its output.
+        pytest.param(NO_SHAPE_CHECK, (FAILED,), "got torch.bfloat16", id="no shape check"),
+    ],
 )
-def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation):
+def test_regress_calls_a_broken_guard_worse(pair, checkpoint, tmp_path, mutation, said, logged):
     path = on_path(plugin(tmp_path, mutation))
     model = checkpoint(dense_layers=0)
     with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
-        urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
-        done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Patched is WORSE than stock" in done.stdout
-    assert "of 6 answers differ" in done.stdout
-
-
-@pytest.mark.product
-@DEFAULT_ENGINE_ONLY
-def test_regress_calls_a_patched_server_worse_that_fails_without_the_shape_check(pair, checkpoint, tmp_path):
-    path = on_path(plugin(tmp_path, NO_SHAPE_CHECK))
-    model = checkpoint(dense_layers=0)
-    with started(server("mutated", model, tmp_path, *RANKS, backend=TRTLLM, PYTHONPATH=path)) as (mutated,):
-        urls = ["--baseline-url", pair[0].url, "--patched-url", mutated.url]
-        done = regress(*urls, *EVALUATION, "--output", str(tmp_path / "report"))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "worse: the patched server failed where the stock one answered" in done.stderr
-    assert "got torch.bfloat16" in mutated.log_text()  # the kernel's own complaint about its output
+        compare(1, said, pair[0], mutated, tmp_path / "report")
+    assert logged in mutated.log_text()

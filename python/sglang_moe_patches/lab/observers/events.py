@@ -155,7 +155,6 @@ def of_all(found: Sequence[Acted]) -> Acted:
 
 
 def to_json(record: Any) -> str:
-    """One line."""
     return json.dumps(asdict(record))
 
 

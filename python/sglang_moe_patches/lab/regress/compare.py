@@ -33,17 +33,12 @@ NO_WORSE, WORSE, INCONCLUSIVE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Answer:
-    """One question asked of one server."""
-
     question: str
     text: str
-    """What the server answered."""
     label: int
-    """The right number."""
     predicted: int | None
     """The number read from the text; None if there is none."""
     tokens: tuple[int, ...]
-    """Token ids of the answer."""
 
     @property
     def correct(self) -> bool:
@@ -56,7 +51,6 @@ class Run:
 
     name: str
     engine: str
-    """Release of the engine."""
     command: tuple[str, ...]
     """The server's command, or its address if it was running already."""
     answers: tuple[Answer, ...]
@@ -70,9 +64,7 @@ class Run:
     memory: Memory | None
     """As the server observed it; ``None``: it did not."""
     changes: tuple[ChangeStatus, ...]
-    """As the server reported them."""
     acted: Acted = field(default_factory=Acted)
-    """What the changes did, as the server observed it."""
     not_observed: str = ""
     """Why ``memory`` has not all its figures, where something went wrong."""
 
@@ -165,7 +157,6 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """Of ``regress``."""
         if self.worse:
             return WORSE
         return NO_WORSE if self.conclusive else INCONCLUSIVE
@@ -182,7 +173,6 @@ class Comparison:
         return not few and 100 * self.stock.accuracy > self.max_drop
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the settings, the runs and the results."""
         return {
             "schema": SCHEMA,
             "settings": {name: getattr(self, name) for name in ("require_identical", "alpha", "max_drop")},
@@ -215,20 +205,17 @@ class Comparison:
 
 
 def mcnemar(losses: int, gains: int) -> tuple[float, float]:
-    """McNemar's exact test.
+    """McNemar's exact test of pairs in which only the first was right, and of those in which only the second was.
 
-    :param losses: pairs in which only the first was right.
-    :param gains: pairs in which only the second was right.
     :returns: (two-sided p, one-sided p for the second being worse); both 1 without discordant pairs.
     """
     from scipy.stats import binomtest
 
     if losses + gains == 0:
         return 1.0, 1.0
-    return (
-        float(binomtest(losses, losses + gains, 0.5).pvalue),
-        float(binomtest(losses, losses + gains, 0.5, alternative="greater").pvalue),
-    )
+    sides = ("two-sided", "greater")
+    two_sided, worse = (float(binomtest(losses, losses + gains, 0.5, side).pvalue) for side in sides)
+    return two_sided, worse
 
 
 def smallest_sample(alpha: float) -> int:

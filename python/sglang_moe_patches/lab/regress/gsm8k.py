@@ -32,8 +32,6 @@ class Evaluation:
     :param data_path: GSM8K's test.jsonl; ``None`` lets the engine download it.
     :param questions: how many of the first questions.
     :param shots: worked examples in front of each.
-    :param max_new_tokens: longest answer, in tokens.
-    :param parallel: requests in flight at once.
     """
 
     data_path: Path | None

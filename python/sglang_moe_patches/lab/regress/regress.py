@@ -36,8 +36,6 @@ class PatchedFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Addresses:
-    """Two servers that run already."""
-
     stock: str
     patched: str
 
@@ -159,7 +157,6 @@ def _answers(found: Run) -> bytes:
 
 
 def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
-    """What will be asked, and what that can show."""
     asked = f"{evaluation.questions:,} questions to each server, one server after the other"
     if criterion.require_identical:
         return f"{asked}; any answer that differs is worse."
@@ -174,7 +171,6 @@ def _beforehand(evaluation: Evaluation, criterion: Criterion) -> str:
 def evaluate_url(name: str, url: str, environment: dict[str, str], evaluation: Evaluation) -> Run:
     """Evaluate a server that runs already.
 
-    :param name: of the run.
     :raises CannotRun: no engine answers at ``url``; nobody was asked anything.
     :raises gsm8k.EvaluationFailed: it did not answer everything.
     """
@@ -211,7 +207,6 @@ class _Asking:
             yield found
 
     def at(self, name: str, url: str, release: str) -> Run:
-        """See :func:`evaluate_url`."""
         with scratch() as work:
             return self._evaluate(name, url, work, (url,), release)
 
@@ -251,9 +246,17 @@ class _Asking:
                     self.console.print(f"{ready}; asking {self.evaluation.questions} questions")
                     found = self._evaluate(name, server.url, work, tuple(server.command), engine.version() or "unknown")
                     server.check()
-                    figures = events.collect(observed)
+                    process = events.collect(observed)
+                    assert process is not None  # it was there before
                     # Before the server is ended: whatever happens then, this run is made.
-                    yield _with_figures(replace(found, startup_s=server.startup_s), figures)
+                    yield replace(
+                        found,
+                        startup_s=server.startup_s,
+                        memory=process.memory if process.memory.forwards else None,
+                        acted=process.acted,
+                        not_observed=process.failure,
+                        changes=process.changes,
+                    )
             except ServerFailed as error:
                 raise _failure(name)(str(error)) from error
             except gsm8k.EvaluationFailed as error:
@@ -266,7 +269,6 @@ class _Asking:
         with told(self.console, f"{name}: asking") as tell:
 
             def watch(answered: int, seconds: float) -> None:
-                """Say how far it is, and how long it still takes."""
                 self.interrupt()
                 line = f"{name}: {answered:,} of {self.evaluation.questions:,} answered"
                 if answered:
@@ -300,14 +302,6 @@ def spoken(seconds: float) -> str:
 
 def _failure(name: str) -> type[CannotRun | PatchedFailed]:
     return CannotRun if name == STOCK else PatchedFailed
-
-
-def _with_figures(found: Run, process: events.Process | None) -> Run:
-    """``found`` with what its server observed of itself."""
-    if process is None:
-        return found
-    memory = process.memory if process.memory.forwards else None
-    return replace(found, memory=memory, acted=process.acted, not_observed=process.failure, changes=process.changes)
 
 
 def _release(url: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,7 +188,6 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """The figures side by side, as text."""
     stock, patched = comparison.stock, comparison.patched
     count, bought = comparison.questions, kv_tokens(comparison)
     identical = "yes" if comparison.token_identical else f"no, {comparison.tokens_differ} of {count} differ"
@@ -237,7 +237,6 @@ def kv_tokens(comparison: Comparison) -> int | None:
 
 
 def _incomplete(comparison: Comparison) -> list[str]:
-    """Which server's figures are not whole, and why."""
     return [
         f"The {run.name} server's figures are incomplete: {run.not_observed}."
         for run in (comparison.stock, comparison.patched)
@@ -322,12 +321,11 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """Print the figures side by side and the verdict."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}")
-    table.title = Text(str(table.title))  # nothing here is console markup
+    # Nothing here is console markup.
+    table = Table(title=Text(f"{_count(comparison.questions, 'question')}, SGLang {comparison.stock.engine}"))
     table.add_column("")
     for run in (comparison.stock, comparison.patched):
         table.add_column(Text(run.name), justify="right")
@@ -385,12 +383,10 @@ def _bars(comparison: Comparison) -> list[tuple[str, list[tuple[str, list[Bar]]]
 
 def _same_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items from the start on are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    """What the page shows of one differing question."""
     same = _same_start(stock.text, patched.text)
     token = _same_start(stock.tokens, patched.tokens)
     return {

@@ -51,10 +51,8 @@ class Server:
     The engine chooses more ports, and listens on them many seconds later. Where one is taken by then, it is started
     once more: other servers that start meanwhile choose from the same.
 
-    :param name: for messages.
     :param arguments: server arguments, without host and port.
     :param environment: the whole environment of the process.
-    :param log: file that takes the server's output.
     :param timeout: seconds until the server must answer.
     :param port: ``None``: a free one.
     :param progress: called about twice a second while waiting, with the seconds waited and the log's last line. What it

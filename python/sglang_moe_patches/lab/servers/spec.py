@@ -34,7 +34,6 @@ class ServerSpec:
 
     @property
     def given(self) -> list[str]:
-        """Server arguments with the model."""
         path = Path(self.model).expanduser()
         return ["--model-path", str(path) if path.exists() else self.model, *self.arguments]
 

@@ -13,7 +13,7 @@ from sglang_moe_patches.changes.moe_workspace import COLUMNS, column_slices
 from sglang_moe_patches.core.dead_input import channel, counts
 from sglang_moe_patches.core.patch import Count, Patcher
 from sglang_moe_patches.lab.observers import acted
-from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput, of_all
+from sglang_moe_patches.lab.observers.events import Act, Acted, ChangeStatus, MoeInput
 from sglang_moe_patches.registry import CHANGES
 
 WORKSPACE = (ChangeStatus("moe-workspace", "applied", ""),)
@@ -164,13 +164,12 @@ def test_a_change_says_in_how_many_layers_it_acted() -> None:
 
 
 def test_a_change_that_did_nothing_says_why_where_it_can() -> None:
-    small = MoeInput(512, 8, 7168, 2)
-    assert acted.sentences(WORKSPACE, Acted((1,), (), small)) == [
+    small, large = (Acted((1,), (), MoeInput(tokens, 8, 7168, 2)) for tokens in (512, 16384))
+    assert acted.sentences(WORKSPACE, small) == [
         "moe-workspace: did nothing: no forward was large enough: the largest [tokens, top-k, hidden] was 58.7 MB, "
         "slices start at 201.3 MB"
     ]
-    large = MoeInput(16384, 8, 7168, 2)
-    assert acted.sentences(WORKSPACE, Acted((1,), (), large)) == [
+    assert acted.sentences(WORKSPACE, large) == [
         "moe-workspace: did nothing: the largest [tokens, top-k, hidden] was 1,879.0 MB, but no layer gained by a "
         "second slice, or none can be cut"
     ]
@@ -204,11 +203,3 @@ def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> No
         "deferred-shared-experts: had the shared experts of layers run last 2 times",
     ]
     assert acted.sentences(changes, Acted()) == []
-
-
-def test_the_layers_of_all_pipeline_stages_are_told_of() -> None:
-    one = Acted((1, 2), (Act("columns", 1, False, 5, 3, 9),), MoeInput(5, 8, 64, 2))
-    other = Acted((3,), (Act("columns", 1, False, 6, 2, 8), Act("columns", 3, False, 1, 2, 2)), MoeInput(9, 8, 64, 2))
-    assert of_all([one, other]) == Acted(
-        (1, 2, 3), (Act("columns", 1, False, 6, 3, 9), Act("columns", 3, False, 1, 2, 2)), MoeInput(9, 8, 64, 2)
-    )

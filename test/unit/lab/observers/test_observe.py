@@ -79,15 +79,10 @@ def test_what_kernels_hold_between_forwards_counts_shared_storages_once(tmp_path
 
 
 def test_the_rank_that_used_most_is_reported_and_idle_processes_are_not(tmp_path):
-    for pid, live, count in ((1, 10, 3), (2, 30, 3), (3, 99, 0)):
-        used = Memory("cpu", live_at_kernel_bytes=live, forwards=count)
-        write(Process((), used), tmp_path / f"{pid}.json")
-    assert collect(tmp_path).memory.live_at_kernel_bytes == 30
-    (tmp_path / "1.json").unlink()
-    (tmp_path / "2.json").unlink()
-    assert collect(tmp_path).memory.forwards == 0  # observed, but it ran nothing
-    (tmp_path / "3.json").unlink()
     assert collect(tmp_path) is None
+    for pid, live, count in ((3, 99, 0), (1, 10, 3), (2, 30, 3)):
+        write(Process((), Memory("cpu", live_at_kernel_bytes=live, forwards=count)), tmp_path / f"{pid}.json")
+        assert collect(tmp_path).memory.live_at_kernel_bytes == live  # 99: observed, but it ran nothing
 
 
 # --- In a process of the engine ---------------------------------------------------------------------------------------
@@ -143,22 +138,30 @@ class ModelProcess:
         return collect(self.folder)
 
 
-@pytest.fixture
-def process(monkeypatch, tmp_path):
-    return ModelProcess(monkeypatch, tmp_path)
-
-
 def install(process: ModelProcess) -> None:
     forwards.install(str(process.folder), {"output-buffer": SimpleNamespace(status="applied", reason="")})
 
 
+@pytest.fixture
+def unobserved(monkeypatch, tmp_path):
+    return ModelProcess(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def process(unobserved):
+    install(unobserved)
+    return unobserved
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
-    install(process)
     given = torch.empty(3, 4)
+    call = getattr(process.kernels, name)
+    process.layers = lambda x: call(hidden_states=x, do_finalize=False)  # leaves the sum to another
+    found = process.forward()
+    assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (1, None, "")
 
     def layers(hidden_states):
-        call = getattr(process.kernels, name)
         for _ in range(3):
             assert call(hidden_states=hidden_states, output=given)[0] is given
         call(hidden_states=hidden_states)  # allocates its output
@@ -166,23 +169,10 @@ def test_every_form_in_which_the_engine_calls_a_kernel(process, name):
 
     process.layers = layers
     found = process.forward()
-    figures = found.memory
-    assert (figures.moe_layers, figures.output_buffers, found.failure) == (5, 3, "")
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_that_leaves_the_sum_to_another_has_no_output_buffer_to_count(process, name):
-    install(process)
-    process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, do_finalize=False)
-    found = process.forward()
-    figures = found.memory
-    assert (figures.moe_layers, figures.output_buffers, found.failure) == (1, None, "")
-    process.layers = lambda x: getattr(process.kernels, name)(hidden_states=x, output=torch.empty(3, 4))
-    assert process.forward().memory.output_buffers == 1  # another forward, which says
+    assert (found.memory.moe_layers, found.memory.output_buffers, found.failure) == (5, 3, "")
 
 
 def test_a_captured_graph_is_no_forward(process):
-    install(process)
     process.forward()
     for _ in range(9):  # the engine calls the model, not the runner
         process.kernels.trtllm_fp4_block_scale_moe(hidden_states=torch.empty(3, 4), do_finalize=False)
@@ -191,7 +181,6 @@ def test_a_captured_graph_is_no_forward(process):
 
 
 def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(process):
-    install(process)
     process.runner.token_to_kv_pool, process.runner.max_total_num_tokens = SimpleNamespace(mem_usage=2.0), 1 << 20
     assert process.forward().memory.cache_token_bytes == 2048
     process.runner.is_draft_worker = True
@@ -207,7 +196,6 @@ def test_a_token_of_the_kv_cache_is_counted_where_there_is_one_kind_of_cache(pro
 
 @pytest.mark.parametrize(("runner", "seen"), [("triton", 2), ("marlin", 2), ("flashinfer_trtllm", None)])
 def test_a_runner_that_is_not_looked_into_counts_as_a_kernel_without_a_known_output(process, runner, seen):
-    install(process)
     process.layer.runner = runner
 
     def layers(hidden_states):
@@ -223,7 +211,6 @@ def test_a_runner_that_is_not_looked_into_counts_as_a_kernel_without_a_known_out
 
 def test_what_the_changes_did_is_written_when_it_is_something_new(process, monkeypatch):
     """Not each time: a server may run a million forwards."""
-    install(process)
     process.forward(9)
     writes = []
     monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
@@ -245,7 +232,6 @@ def test_what_the_changes_did_is_written_when_it_is_something_new(process, monke
 
 @pytest.mark.parametrize("kept", [True, False], ids=["up to FlashInfer 0.6.13", "from 0.6.14"])
 def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
-    install(process)
     wrapper = process.kernels.CuteDslMoEWrapper()
     if kept:
         wrapper._moe_output = torch.empty(3, 4)
@@ -257,24 +243,18 @@ def test_cutedsl_with_its_output_in_the_wrapper_or_not(process, kept):
     process.layers = layers
     found = process.forward()
     figures = found.memory
-    assert (figures.moe_layers, found.failure) == (2, "")
-    assert figures.output_buffers == (1 if kept else 2)
+    assert (figures.moe_layers, figures.output_buffers, found.failure) == (2, 1 if kept else 2, "")
     assert figures.kernel_buffer_bytes == (3 * 4 * 4 if kept else None)
 
 
-def test_a_process_without_flashinfer_is_observed(process, monkeypatch):
+def test_a_process_without_flashinfer_is_observed(unobserved, monkeypatch):
     for name in ("flashinfer", "flashinfer.fused_moe"):
         monkeypatch.setitem(sys.modules, name, None)
-    install(process)
-    found = process.forward(5)
+    install(unobserved)
+    found = unobserved.forward(5)
     figures = found.memory
     assert (figures.forwards, figures.tokens, found.failure) == (1, 5, "")
     assert figures.moe_layers is figures.output_buffers is figures.live_at_kernel_bytes is None
-
-
-def test_the_changes_are_told_before_any_forward(process):
-    install(process)
-    assert collect(process.folder).changes == (APPLIED,)
 
 
 @pytest.mark.parametrize("step", ["forward_starts", "kernel_starts", "kernel_returned", "forward_ends", "write"])
@@ -282,7 +262,6 @@ def test_whatever_goes_wrong_with_observing_the_server_goes_on(process, monkeypa
     def broken(self, *args):
         raise AttributeError("not here any more")
 
-    install(process)
     monkeypatch.setattr(Observer, step, broken)
     ran = []
     process.layers = lambda x: ran.append(process.kernels.trtllm_fp4_block_scale_moe(hidden_states=x))
@@ -295,10 +274,12 @@ def test_whatever_goes_wrong_with_observing_the_server_goes_on(process, monkeypa
     assert found.changes == (APPLIED,)
 
 
-def test_an_engine_that_cannot_be_observed_starts(process, monkeypatch):
+def test_an_engine_that_cannot_be_observed_starts(unobserved, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.model_runner", SimpleNamespace())
-    install(process)
-    assert "ImportError" in collect(process.folder).failure
+    install(unobserved)
+    found = collect(unobserved.folder)
+    assert "ImportError" in found.failure
+    assert found.changes == (APPLIED,)
 
 
 @pytest.fixture
@@ -314,7 +295,6 @@ def on_gpu(process, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved.pop(0) if len(reserved) > 1 else reserved[0])
     process.runner.device = "cuda"
-    install(process)
 
     def forwards(of_each, kept=()):
         peaks.extend(of_each)
@@ -335,12 +315,8 @@ def test_on_a_gpu_any_runner_has_the_peak_of_its_largest_forward(process, on_gpu
     """Triton's, say: none of the kernels that are watched."""
     on_gpu([700, 500, 900, 100])
     seen = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
-    assert [(figures.tokens, figures.peak_forward_bytes) for figures in seen] == [
-        (10, 650),
-        (10, 450),  # of several the least
-        (20, 850),
-        (20, 850),
-    ]
+    # Of several with as many tokens the least.
+    assert [(each.tokens, each.peak_forward_bytes) for each in seen] == [(10, 650), (10, 450), (20, 850), (20, 850)]
 
 
 def test_where_a_watched_kernel_runs_a_replayed_graph_does_not_count(process, on_gpu):

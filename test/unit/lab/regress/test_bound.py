@@ -1,15 +1,14 @@
-"""The interval of the drop: against all tables, and against simulated runs."""
+"""The interval of the drop, against all tables."""
 
 from __future__ import annotations
 
 import functools
-import random
 from math import comb, log
 
 import pytest
 from scipy.optimize import minimize_scalar
 from sglang_moe_patches.lab.regress import bound
-from sglang_moe_patches.lab.regress.compare import MAX_DROP, mcnemar
+from sglang_moe_patches.lab.regress.compare import MAX_DROP
 from sglang_moe_patches.lab.regress.gsm8k import GSM8K
 
 ALPHA = 0.05
@@ -63,34 +62,12 @@ def test_no_worse_is_said_of_a_server_that_is_worse_with_less_than_alpha(n, drop
         assert 0 < wrong <= ALPHA, gain
 
 
-def test_simulated_runs_are_judged_as_is_claimed():
-    n, runs = bound.questions_for(THREE, ALPHA), 1000
-    found = {}
-    for drop in (0.0, THREE, 0.05):
-        draw = random.Random(25)
-        judged = {"no worse": 0, "worse": 0}
-        for _ in range(runs):
-            numbers = [draw.randrange(2000) for _ in range(n)]
-            losses = sum(number < 30 + 2000 * drop for number in numbers)  # 1.5 %, and the drop
-            gains = sum(number >= 1970 for number in numbers)  # 1.5 %
-            worse = losses > gains and mcnemar(losses, gains)[1] < ALPHA
-            judged["worse" if worse else "no worse"] += worse or no_worse(n, losses, gains)
-        found[drop] = {verdict: count / runs for verdict, count in judged.items()}
-    assert found[0.0]["no worse"] == pytest.approx(bound.POWER, abs=0.03)
-    assert found[0.0]["worse"] <= ALPHA
-    assert found[THREE]["no worse"] <= ALPHA + 0.01
-    assert found[0.05]["no worse"] <= 0.01
-    assert found[0.05]["worse"] >= 0.7
-
-
 @pytest.mark.parametrize(("drop", "questions"), [(0.03, 282), (0.02, 558), (0.01, 1971), (0.1, 46)])
 def test_how_many_questions_it_takes(drop, questions):
     assert bound.questions_for(drop, ALPHA) == questions
     assert (questions > GSM8K) == (drop == 0.01)
     power = bound.shown(questions, drop, ALPHA, bound.CHURN / 2, bound.CHURN / 2)
     assert bound.POWER - 0.02 <= power <= bound.POWER + 0.1  # a table more or less is a jump
-    # So many are enough for an interval of 1.64 standard errors, which is wrong more often than it says.
-    assert bound.shown(206, THREE, ALPHA, bound.CHURN / 2, bound.CHURN / 2) < 0.7
 
 
 def test_where_nothing_differs_the_bound_is_that_of_a_binomial():
@@ -108,9 +85,3 @@ def test_the_bound_lies_on_the_side_that_the_verdict_says(losses, gains):
     assert drop >= max(0.0, (losses - gains) / 282)
     if drop:
         assert bound.p_value(282, losses, gains, drop + 3e-4) <= ALPHA
-
-
-def test_a_true_drop_takes_more_questions_and_one_as_large_no_number():
-    assert bound.questions_for(THREE, ALPHA, losses=0.02, gains=0.01) > bound.questions_for(THREE, ALPHA)
-    assert bound.questions_for(THREE, ALPHA, losses=0.04, gains=0.01) is None
-    assert bound.questions_for(THREE, ALPHA, losses=0.0, gains=0.0) == 99

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from releases import ROOT
 from sglang_moe_patches import cli
 from sglang_moe_patches.lab.regress import regress, report
-from sglang_moe_patches.lab.servers import gpu, server, supervisor
+from sglang_moe_patches.lab.servers import folders, gpu, server, supervisor
 from sglang_moe_patches.lab.servers.interrupts import SIGNALS
 from sglang_moe_patches.lab.servers.server import Server
 
@@ -94,6 +92,12 @@ class Given:
         """What its servers had in shared memory and of temporary files."""
         return [Path(line) for name in self.folder.glob("has-*") for line in name.read_text().splitlines()]
 
+    def has_left_nothing(self, servers: int) -> None:
+        assert self.processes() == []
+        assert len(self.had()) == 3 * servers
+        assert [path for path in self.had() if path.exists()] == []
+        assert list(self.temporary.iterdir()) == []
+
     def start(self, *wrong: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "sglang_moe_patches.cli", *self.command()],
@@ -138,48 +142,27 @@ def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
 # --- A whole run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run as a user makes it, and what it showed."""
-    given = Given(tmp_path_factory.mktemp("whole"))
-    with given.nothing_left():
-        process = given.start()
-        shown, errors = process.communicate()
-        yield SimpleNamespace(given=given, code=process.returncode, shown=shown, errors=errors)
-    shutil.rmtree(given.temporary)
-
-
-def test_a_run_ends_with_a_report_and_no_process(whole):
-    given, shown = whole.given, whole.shown
-    assert whole.code == 0, shown + whole.errors
-    assert "All 100 answers are identical" in shown
-    assert sorted(path.name for path in given.output.iterdir()) == [
-        "patched.log",
-        "report.html",
-        "report.json",
-        "stock.log",
-    ]
-    runs = json.loads((given.output / "report.json").read_text())["runs"]
-    assert [answer["predicted"] for answer in runs["patched"]["answers"]] == list(range(QUESTIONS))
-    assert runs["patched"]["changes"] == [["output-buffer", "applied", ""]]
-    assert given.processes() == []
-    # Not compared: stock, which starts first, warms the caches for patched.
-    assert "tart-up" not in shown + (given.output / "report.html").read_text()
-
-
-def test_what_it_can_show_is_said_before(whole):
-    lines = " ".join(whole.shown.split())
-    first = "100 questions to each server, one server after the other. If both are equally good"
-    assert lines.index(first) < lines.index("stock: ready after")
-
-
-def test_how_far_it_is_and_how_long_it_takes_is_said_while_it_runs(given, monkeypatch, capsys):
+def test_a_run_ends_with_a_report_and_leaves_nothing_else(given, monkeypatch, capsys):
+    """Though a server ends its own resource tracker with SIGKILL, as the engine does."""
     monkeypatch.setattr(server, "SAID_EVERY_S", -1.0)
     assert given.here(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "All 100 answers are identical" in shown
+    assert {path.name for path in given.output.iterdir()} == {"patched.log", "report.html", "report.json", "stock.log"}
+    runs = json.loads((given.output / "report.json").read_text())["runs"]
+    assert [answer["predicted"] for answer in runs["patched"]["answers"]] == list(range(QUESTIONS))
+    assert runs["patched"]["changes"] == [["output-buffer", "applied", ""]]
+    # Not compared: stock, which starts first, warms the caches for patched.
+    assert "tart-up" not in shown + (given.output / "report.html").read_text()
+    # What it can show is said before, and how long it takes while it runs.
+    first = "100 questions to each server, one server after the other. If both are equally good"
+    assert shown.index(first) < shown.index("stock: ready after")
     assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s", shown)
     assert "patched: 100 of 100 answered, about 0 s left" in shown
     assert "left; then patched" not in shown.partition("patched: ")[2]
+    assert given.happened("asked-to-end-stock")
+    assert given.happened("asked-to-end-patched")
+    given.has_left_nothing(servers=2)
 
 
 @pytest.mark.parametrize(
@@ -187,17 +170,6 @@ def test_how_far_it_is_and_how_long_it_takes_is_said_while_it_runs(given, monkey
 )
 def test_times_for_people(seconds, said):
     assert regress.spoken(seconds) == said
-
-
-def test_waiting_for_a_server_makes_no_tls_context(tmp_path, monkeypatch):
-    """It takes longer than all the rest of a look, twice a second for minutes."""
-
-    def made(*args, **kwargs):
-        raise AssertionError("a TLS context for plain HTTP")
-
-    for name in ("SSLContext", "create_default_context"):
-        monkeypatch.setattr(ssl, name, made)
-    assert not Server("x", [], {}, tmp_path / "log")._healthy()
 
 
 # --- Signals ----------------------------------------------------------------------------------------------------------
@@ -247,16 +219,6 @@ def test_two_signals_leave_no_process_and_no_report(given, stage, number):
     assert not given.output.exists()
 
 
-def test_a_server_is_asked_to_end_and_leaves_nothing(whole):
-    """Though it ends its own resource tracker with SIGKILL, as the engine does."""
-    given = whole.given
-    assert given.happened("asked-to-end-stock"), whole.errors
-    assert given.happened("asked-to-end-patched")
-    assert len(given.had()) == 6
-    assert [path for path in given.had() if path.exists()] == []
-    assert list(given.temporary.iterdir()) == []
-
-
 def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(given, tmp_path):
     environment = {**os.environ, **given.environment("deaf"), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
     with Server("x", [], environment, tmp_path / "log"):
@@ -265,34 +227,25 @@ def test_a_server_that_does_not_listen_is_ended_all_the_same_and_leaves_nothing(
         assert len({os.getsid(process.pid) for process in given.processes()}) == 2
         assert len(given.processes()) == FAMILY - 1
     assert not given.happened("asked-to-end-patched")
-    assert given.processes() == []
-    assert len(given.had()) == 3
-    assert [path for path in given.had() if path.exists()] == []
-    assert list(given.temporary.iterdir()) == []
+    given.has_left_nothing(servers=1)
 
 
 @pytest.mark.parametrize("stage", ["starting", pytest.param("evaluating", marks=pytest.mark.product), "of patched"])
 def test_a_killed_regress_leaves_no_file_and_loses_none(given, stage):
     if stage == "of patched":
         process = given.start("slow patched answers")
-        wait_until(lambda: given.happened("started-patched") and len(asked(given)) == 2, process)
+        asked = given.folder / "evaluating"  # a line each time
+        wait_until(lambda: given.happened("started-patched") and asked.read_text().count("\n") == 2, process)
     else:
         process = at(stage, given)
     process.kill()
     process.communicate()
     wait_until(lambda: given.processes() == [])
-    assert len(given.had()) == (6 if stage == "of patched" else 3)
-    assert [path for path in given.had() if path.exists()] == []
-    assert list(given.temporary.iterdir()) == []
+    given.has_left_nothing(servers=2 if stage == "of patched" else 1)
     names = {path.name for path in given.output.iterdir()}
     assert names == {"stock.log", *({"stock.json", "patched.log"} if stage == "of patched" else ())}
     if stage == "of patched":
         assert len(json.loads((given.output / "stock.json").read_text())["answers"]) == QUESTIONS
-
-
-def asked(given: Given) -> list[str]:
-    """How many questions, each time."""
-    return (given.folder / "evaluating").read_text().split()
 
 
 def test_shared_memory_that_somebody_else_has_stays(tmp_path):
@@ -388,15 +341,11 @@ def test_what_was_answered_is_kept_when_the_report_fails(given, monkeypatch, cap
         assert len(json.loads((given.output / f"{name}.json").read_text())["answers"]) == QUESTIONS
 
 
-def test_what_was_answered_is_kept_elsewhere_when_the_folder_is_gone(given, monkeypatch, capsys):
-    def gone(*args):
-        given.output.write_text("a file by now")
-        raise OSError(20, "Not a directory")
-
-    monkeypatch.setattr(report, "write", gone)
-    assert given.here(monkeypatch) == 2
-    (kept,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("stock.json")]
-    assert len(json.loads(Path(kept.removeprefix("Kept: ")).read_text())["answers"]) == QUESTIONS
+def test_what_must_not_be_lost_is_kept_elsewhere_when_the_folder_is_gone(tmp_path):
+    (tmp_path / "file").touch()
+    kept = folders.keep({"stock.json": b"[]"}, tmp_path / "file")
+    assert (kept / "stock.json").read_bytes() == b"[]"
+    shutil.rmtree(kept)
 
 
 # --- GPU memory -------------------------------------------------------------------------------------------------------

@@ -85,6 +85,10 @@ def line(table: str, label: str) -> str:
     return next(text for text in table.splitlines() if label in text)
 
 
+GPU = Memory("cuda", 3_027_700_000, None, 16384, 40, reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)
+"""The Triton runner: nobody saw a kernel start, or an output buffer."""
+
+
 def test_the_table_has_every_figure():
     table = terminal(same())
     for label, stock, patched in (
@@ -100,20 +104,15 @@ def test_the_table_has_every_figure():
         ("Token for token identical", "yes", ""),
     ):
         text = line(table, label)
-        assert stock in text, label
-        assert patched in text.replace(stock, "", 1) or stock == patched, label
+        assert stock in text
+        assert patched in text.replace(stock, "", 1)
+
+
+def test_below_the_table_it_says_what_came_out():
+    table = terminal(same())
     assert "All 20 answers are identical, 40 % less activation memory." in table
     assert "Every answer of the patched server is that of the stock one, token for token." in table
     assert "deferred-shared-experts: native (the engine has it)" in table
-
-
-def test_the_table_says_what_the_allocator_took_and_what_of_it_was_never_a_tensor():
-    table = terminal(same(memory=Memory("cuda", reserved_bytes=5_000_000_000, slack_bytes=2_000_000_000)))
-    assert "5,000.0 MB" in line(table, "Taken by PyTorch's allocator")
-    assert "2,000.0 MB" in line(table, "Of that, never a tensor (slack)")
-
-
-def test_the_table_of_a_worse_run():
     table = terminal(different())
     assert "Patched is WORSE than stock." in table
     assert "1 of 20 answers differs although identical answers were required." in table
@@ -157,15 +156,11 @@ def test_an_inconclusive_run_says_how_many_questions_it_takes():
     assert report.verdict(found) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
     said = report.inconclusive(found)
     assert said.startswith("5 lost and 4 gained of 200 questions may be a drop of up to 3.")
-    assert (
-        f"more than --max-drop 3; ask some {found.questions_needed} (--num-questions), which show it in 80 of" in said
-    )
+    needed = f"more than --max-drop 3; ask some {found.questions_needed} (--num-questions), which show it in 80 of"
+    assert needed in said
     assert "more than the 1,319 of GSM8K" in report.inconclusive(lost(4, 4, 400, max_drop=1.0))
     assert "will show no less if they go like these" in report.inconclusive(lost(4, 0, 120))
-    table = terminal(found)
-    assert "INCONCLUSIVE" in table
-    assert "no worse" not in table
-    assert f"{found.largest_drop:.1f} points" in line(table, "Largest drop")
+    assert f"{found.largest_drop:.1f} points" in line(terminal(found), "Largest drop")
     assert report.verdict(lost(1, 1, 600, max_drop=2.0)) == "Patched is no worse than stock by more than 2 points"
 
 
@@ -178,31 +173,32 @@ def memories(**changes) -> Comparison:
     return compare(*runs, require_identical=True)
 
 
+NO_LESS = "not measured, or no less"
+
+
 @pytest.mark.parametrize(
-    ("found", "headline", "memory"),
+    ("found", "less", "memory"),
     [
-        (
+        pytest.param(
             same(right=0),
-            "All 20 answers are identical, 40 % less activation memory",
+            ", 40 % less activation memory",
             "1,358.4 MB stock, 819.5 MB patched, live when the MoE kernel starts",
+            id="live",
         ),
-        (same(memory=None), "All 20 answers are identical", "not measured, or no less"),
-        (
+        pytest.param(
             memories(peak_forward_bytes=(10**9, 4 * 10**8)),
-            "All 20 answers are identical, 60 % less activation memory",
+            ", 60 % less activation memory",
             "1,000.0 MB stock, 400.0 MB patched, at the peak of one forward",
+            id="peak",
         ),
-        (memories(peak_forward_bytes=(1000, 996)), "All 20 answers are identical", "not measured, or no less"),
-        (memories(peak_forward_bytes=(1000, 2000)), "All 20 answers are identical", "not measured, or no less"),
-        # Not of forwards with as many tokens.
-        (
-            memories(peak_forward_bytes=(1000, 500), tokens=(9, 8)),
-            "All 20 answers are identical",
-            "not measured, or no less",
-        ),
+        pytest.param(same(memory=None), "", NO_LESS, id="not measured"),
+        pytest.param(memories(peak_forward_bytes=(1000, 996)), "", NO_LESS, id="less than half a per cent"),
+        pytest.param(memories(peak_forward_bytes=(1000, 2000)), "", NO_LESS, id="more"),
+        pytest.param(memories(peak_forward_bytes=(1000, 500), tokens=(9, 8)), "", NO_LESS, id="of other tokens"),
     ],
 )
-def test_the_first_screen_says_what_was_compared_and_the_most_that_is_true(found, headline, memory):
+def test_the_first_screen_says_what_was_compared_and_the_most_that_is_true(found, less, memory):
+    headline = f"All 20 answers are identical{less}"
     assert report.verdict(found) == headline
     told = dict(report.overview(found))
     assert list(told) == ["Model", "Machine", "Memory", "Answers"]
@@ -211,8 +207,6 @@ def test_the_first_screen_says_what_was_compared_and_the_most_that_is_true(found
     assert told["Answers"].startswith("20 questions, all identical; right: ")
     page = Page(report.render_html(found))
     assert page.text.index(headline) < page.text.index(told["Answers"]) < page.text.index("At a glance")
-    assert "GSM8K" not in page.text
-    assert [title for title, _ in report._bars(found) if "throughput" in title.lower()] == []
 
 
 def test_what_was_not_measured_is_left_out_or_said():
@@ -223,26 +217,26 @@ def test_what_was_not_measured_is_left_out_or_said():
     assert "Activation memory" not in report.render_html(one_sided)
 
 
-def test_a_gpu_without_the_observed_kernels_shows_peak_and_tokens_alone():
-    """The Triton runner: nobody saw a kernel start, or an output buffer."""
-    comparison = same(memory=Memory("cuda", 3_027_700_000, None, 16384, 40, None, None))
-    table, page = terminal(comparison), report.render_html(comparison)
-    assert line(table, "Peak memory of one forward").count("3,027.7 MB") == 2
-    assert line(table, "Tokens in the largest forward").count("16,384") == 2
+def test_a_gpu_without_the_observed_kernels_shows_what_its_allocator_says_alone():
+    table, page = terminal(same(memory=GPU)), report.render_html(same(memory=GPU))
+    for label, figure in (
+        ("Peak memory of one forward", "3,027.7 MB"),
+        ("Tokens in the largest forward", "16,384"),
+        ("Taken by PyTorch's allocator", "5,000.0 MB"),
+        ("Of that, never a tensor (slack)", "2,000.0 MB"),
+    ):
+        assert line(table, label).count(figure) == 2
     for label in ("MoE output buffers", "Live when", "MoE layers", "Held by"):
         assert label not in table
     assert "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran" in page
-    assert "MoE output buffers" not in page
-    assert [title for title, _ in report._bars(comparison)] == ["Accuracy", "Activation memory"]
+    assert [title for title, _ in report._bars(same(memory=GPU))] == ["Accuracy", "Activation memory"]
 
 
 def test_bars_are_as_long_as_their_figures():
     bars = dict(report._bars(memories(peak_forward_bytes=(10**9, 4 * 10**8), output_buffers=(3, 1))))
-    ((label, (stock, patched)),) = bars["Activation memory"]
-    assert (label, stock.text, patched.text) == ("peak of one forward", "1,000.0 MB", "400.0 MB")
-    assert patched.width == pytest.approx(0.4 * stock.width)
-    ((_, (stock, patched)),) = bars["MoE output buffers per forward"]
-    assert (stock.text, patched.text, patched.width) == ("3", "1", pytest.approx(stock.width / 3))
+    assert list(bars) == ["Accuracy", "Activation memory", "MoE output buffers per forward"]
+    assert bars["Activation memory"] == [("peak of one forward", [(70.0, "1,000.0 MB"), (28.0, "400.0 MB")])]
+    assert bars["MoE output buffers per forward"] == [("", [(70.0, "3"), (pytest.approx(70 / 3), "1")])]
     assert bars["Accuracy"][0][1][0].text == "90.0 % (95 % interval 69.9 to 97.2)"
     page = report.render_html(memories(peak_forward_bytes=(10**9, 4 * 10**8)))
     assert '<span style="width: 28.0%; background: var(--patched)"></span>400.0 MB' in page
@@ -277,20 +271,13 @@ def test_an_observer_that_failed_is_reported():
     assert sentence in report.notes(comparison)
 
 
-def test_console_markup_in_names_is_text():
-    assert "[bold]reason[/oops]" in terminal(same(changes=(("x", "unsupported", "[bold]reason[/oops]"),)))
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0 B"),
         (9_999, "9,999 B"),
         (10_000, "10.0 kB"),
         (9_999_940, "9,999.9 kB"),
         (9_999_960, "10.0 MB"),
-        (234_900_000, "234.9 MB"),
-        (17_200_000_000, "17.2 GB"),
         (20_000_000_000_000_000, "20,000.0 TB"),
     ],
 )
@@ -302,17 +289,11 @@ def test_human_units(value, text):
 def test_the_page_is_whole_and_loads_nothing(comparison):
     html = report.render_html(comparison)
     page = Page(html)
-    names = {tag for tag, _ in page.tags}
-    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base"}
-    for tag, attributes in page.tags:
-        for name in ("src", "href", "xlink:href", "data", "action", "srcset"):
-            assert not (attributes.get(name) or "").startswith(("http", "//", "file", "data")), (tag, attributes)
-        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
-    style = "".join(re.findall(r"<style.*?</style>", html, re.S))
-    assert "@import" not in style
-    assert not re.search(r"url\((?!#)", html)
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))  # clip paths of one plot must not cut another
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert not names & {"src", "href", "xlink:href", "data", "action", "srcset"}
+    assert not [name for name in names if name.startswith("on")]
+    assert not re.search(r"@import|url\(", html)
 
 
 def test_a_written_report_can_be_added_to(tmp_path):
@@ -326,19 +307,24 @@ def test_a_written_report_can_be_added_to(tmp_path):
 
 
 def test_hostile_text_is_shown_and_not_run():
-    comparison = different(text=HOSTILE, question=HOSTILE)
-    html = report.render_html(comparison)
+    html = report.render_html(different(text=HOSTILE, question=HOSTILE))
     assert "<script" not in html
     assert "<img" not in html
     assert HOSTILE in Page(html).text
-    changes = ((HOSTILE, HOSTILE, HOSTILE),)
-    assert "<script" not in report.render_html(same(changes=changes, command=(HOSTILE,), engine=HOSTILE))
+    hostile = same(changes=((HOSTILE, HOSTILE, HOSTILE),), command=(HOSTILE,), engine=HOSTILE)
+    assert "<script" not in report.render_html(hostile)
+    assert "[bold]reason[/oops]" in terminal(same(changes=(("x", "unsupported", "[bold]reason[/oops]"),)))
 
 
 def test_the_page_shows_differences_commands_and_statuses():
     text = Page(report.render_html(different(text="so, 43"))).text
-    assert "Question 4, from token 2 on" in text
-    for part in ("so 3", "so, 43", "token ids from there: 99", "token ids from there: 4"):
+    for part in (
+        "Question 4, from token 2 on",
+        "so 3",
+        "so, 43",
+        "token ids from there: 99",
+        "token ids from there: 4",
+    ):
         assert part in text
     assert text.count("--model-path 'a b'") == 2
     assert text.count("the engine has it") == 2
@@ -360,20 +346,24 @@ def test_every_difference_is_there_and_only_the_first_are_unfolded():
     assert sum("open" in attributes for attributes in folds) == 3
 
 
-def test_notes_say_what_the_run_cannot_show():
-    def notes(comparison: Comparison) -> str:
-        return " ".join(report.notes(comparison))
+CUDA = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
 
-    assert "5 questions lost and none gained: 25.0 percentage points" in notes(same())
-    assert "says nothing" not in notes(same())
-    assert "accuracy says nothing" in notes(same(right=2))
-    assert "interval of the drop in accuracy ends below" in notes(same())
-    assert "no GPU was used" in notes(same())
-    cuda = Memory("cuda", 3_000_000_000, 1_000_000, 10, 1, 3, 1)
-    assert "no GPU was used" not in notes(same(memory=cuda))
-    assert "Peak memory of one forward: the largest" in notes(same(memory=cuda))
-    assert "Neither" not in notes(same(memory=cuda))
-    assert "Memory was not measured" in notes(same(memory=None))
+
+@pytest.mark.parametrize(
+    ("comparison", "said", "not_said"),
+    [
+        (same(), "5 questions lost and none gained: 25.0 percentage points", "says nothing"),
+        (same(), "interval of the drop in accuracy ends below", "Memory was not measured"),
+        (same(right=2), "accuracy says nothing", "percentage points"),
+        (same(), "no GPU was used", "Neither"),
+        (same(memory=CUDA), "Peak memory of one forward: the largest", "no GPU was used"),
+        (same(memory=None), "Memory was not measured", "Neither"),
+    ],
+)
+def test_notes_say_what_the_run_cannot_show(comparison, said, not_said):
+    notes = " ".join(report.notes(comparison))
+    assert said in notes
+    assert not_said not in notes
 
 
 def test_what_is_written_is_the_comparison(tmp_path):
