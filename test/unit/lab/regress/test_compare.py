@@ -82,6 +82,7 @@ def test_a_pass_is_given_only_where_a_drop_could_have_been_called_one(questions,
     nothing = compare(run("stock", stock), run("patched", [False] * questions), **given)
     told = nothing.worse and 100 * right / questions > max_drop
     within = bound.p_value(questions, lost, 0, max_drop / 100) <= alpha
+    assert found.accuracy_can_tell == told
     assert found.within == (told and within)
     assert found.exit_code == (1 if found.worse else 0 if told and within else 2)
 
