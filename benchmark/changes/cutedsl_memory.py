@@ -204,7 +204,3 @@ def main() -> None:
     rows = [row(name, layout, *asked) for name in options.models for layout in LAYOUTS]
     result = output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows})
     output.finish(options, result, tables(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -444,7 +444,3 @@ def main() -> None:
     }[options.runner]
     result = output.result(name, figures)
     output.finish(options, result, tables(result))
-
-
-if __name__ == "__main__":
-    main()

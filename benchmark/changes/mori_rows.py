@@ -214,7 +214,3 @@ def main() -> None:
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK}
     result = output.result("mori_rows", {**sizes, "limit_batch": options.limit_batch, "cases": cases})
     output.finish(options, result, tables(result), plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -160,7 +160,3 @@ def main() -> None:
         figures = measure(options, work)
     result = output.result("nvfp4_hopper", figures)
     output.finish(options, result, tables(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -349,7 +349,3 @@ def main() -> int:
         print(f"overhead.py: answers differ: {figures['differing']}: no figures", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

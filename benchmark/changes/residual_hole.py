@@ -90,7 +90,3 @@ def main() -> None:
     result = output.result("residual_hole", {"questions": len(wanted), "servers": servers})
     output.finish(options, result, tables(result))
     sys.exit(1 if servers["patched"]["differing"] else 0)
-
-
-if __name__ == "__main__":
-    main()

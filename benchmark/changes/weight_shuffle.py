@@ -338,7 +338,3 @@ def main() -> None:
         }
     result = output.result("weight_shuffle", figures)
     output.finish(options, result, tables(result), plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -310,7 +310,3 @@ def main() -> None:
         raise SystemExit("segments: no server was measured")
     result = output.result("segments", figures)
     output.finish(options, result, tables([result]))
-
-
-if __name__ == "__main__":
-    main()

@@ -453,7 +453,3 @@ def main() -> None:
         output.finish(options, result, tables([result]))
     if failed:
         raise SystemExit(f"serving: not measured, or did not survive: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()

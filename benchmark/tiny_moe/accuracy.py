@@ -59,7 +59,3 @@ def main() -> None:
     low = [name for name, correct in right.items() if correct < MIN_ACCURACY[name] * options.questions]
     if low and not options.quick:
         sys.exit(f"accuracy: below what is wanted: {', '.join(low)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,3 @@ def main() -> None:
     save_file(packed, str(options.folder / EXPERTS), metadata={"format": "pt"})
     lines = [problem.to_json() + "\n" for problem in islice(problems(0, test=True), options.questions)]
     (options.folder / QUESTIONS).write_text("".join(lines))
-
-
-if __name__ == "__main__":
-    main()

@@ -244,7 +244,3 @@ def main() -> None:
     figures = {"questions": options.questions, "shots": options.shots, "backend": options.backend}
     result = output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows})
     output.finish(options, result, tables(result))
-
-
-if __name__ == "__main__":
-    main()

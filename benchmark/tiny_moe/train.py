@@ -136,7 +136,3 @@ def main() -> None:
             clock = now
     save_file(to_checkpoint(model), str(options.output), metadata={"format": "pt"})
     print(f"{options.output}: after {time.monotonic() - started:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -267,7 +267,3 @@ def run_suite(files: Mapping[str, str], options: argparse.Namespace) -> dict[str
                 if options.json:
                     output.write(options.json, output.result("engine_suite", figures))
     return figures
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

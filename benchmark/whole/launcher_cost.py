@@ -228,7 +228,3 @@ def main() -> None:
     figures = (measure_servers if options.servers else measure)(options.runs)
     result = output.result("launcher_cost", figures)
     output.finish(options, result, (server_tables if options.servers else tables)(result))
-
-
-if __name__ == "__main__":
-    main()

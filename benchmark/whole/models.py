@@ -190,7 +190,3 @@ def main() -> None:
         if options.json:
             output.write(options.json, result)
     output.finish(options, result, tables(result))
-
-
-if __name__ == "__main__":
-    main()

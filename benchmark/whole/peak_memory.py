@@ -427,7 +427,3 @@ def main() -> int:
         return 1
     output.finish(options, result, tables(result), plot)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

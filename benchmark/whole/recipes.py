@@ -165,7 +165,3 @@ def main() -> None:
     conditions = {"machine": "no GPU", "engine": engine.version()}
     result = output.result("recipes", {"recipes": list(answer_recipes())}, conditions)
     output.finish(options, result, f"{counts([result])}\n{tables([result])}")
-
-
-if __name__ == "__main__":
-    main()

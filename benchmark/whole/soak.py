@@ -543,7 +543,3 @@ def main() -> int:
     result = output.result("soak", figures)
     output.finish(options, result, tables(result))
     return 1 if figures["reasons"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

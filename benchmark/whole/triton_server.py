@@ -254,7 +254,3 @@ def main() -> None:
         figures = measure(options, work)
     result = output.result("triton_server", figures)
     output.finish(options, result, tables([result]))
-
-
-if __name__ == "__main__":
-    main()
