@@ -1,8 +1,7 @@
 """Sizes of the models that figures are about: one table for all benchmarks.
 
-The figures are those of each model's public ``config.json``, named by its Hugging Face repository. They were compared
-with copies of these files and with the defaults of ``transformers``' configurations (DeepSeek-V3, MiniMax-M2, Mixtral);
-a test compares the latter again.
+The figures are those of each model's public ``config.json``, named by its Hugging Face repository; tests compare them
+with doctor's copies of these files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 from common import history
@@ -13,10 +12,6 @@ from sglang_moe_patches.lab.observers.forwards import Observer
 def event(action, addr, size, *lines, time_us=0):
     frames = [{"filename": f"/x/sglang/srt/{name}", "line": line, "name": "f"} for name, line in lines]
     return {"action": action, "addr": addr, "size": size, "time_us": time_us, "frames": frames}
-
-
-def sizes(moment):
-    return [block.bytes for block in moment.blocks]
 
 
 def test_replay_follows_bytes_in_use_and_knows_what_is_alive():
@@ -32,31 +27,24 @@ def test_replay_follows_bytes_in_use_and_knows_what_is_alive():
     line, moments = replay(events, [3, 6, 7])
     assert line == [(0, 1024), (2, 3072), (3, 2048), (4, 2560), (5, -1536)]
     assert [moment.bytes for moment in moments] == [3072, 2560, -1536, 3072]
-    assert [sizes(moment) for moment in moments] == [[2048, 1024], [2048, 512], [2048, 512], [2048, 1024]]
+    sizes = [[block.bytes for block in moment.blocks] for moment in moments]
+    assert sizes == [[2048, 1024], [2048, 512], [2048, 512], [2048, 1024]]
     assert [block.code[0].split()[0] for block in moments[1].blocks] == ["b.py:4", "c.py:5"]
     assert [block.after_mark for block in moments[1].blocks] == [0, 1]
-
-
-def test_an_empty_record():
     assert replay([], [0]) == ([], [Moment(0, ())] * 2)
 
 
 def test_describe_shows_the_engines_lines_innermost_first():
-    def frame(path, line=1):
-        return {"filename": path, "line": line, "name": "f"}
-
-    assert describe([frame("/torch/x.py"), frame("/p/sglang_moe_patches/changes/y.py")]) == ()
-    here = str(Path(__file__))
-    code = describe(
-        [
-            frame("/p/sglang/srt/plugins/hook_registry.py"),
-            frame("/p/sglang/srt/layers/linear.py", 7),
-            frame("/p/sglang/srt/model_executor/model_runner.py"),
-            frame("/p/sglang/srt/models/deepseek_v2.py", 8),
-            frame(here),
-        ]
-    )
-    assert code == ("linear.py:7 f: ", "deepseek_v2.py:8 f: ")
+    stack = [
+        ("/torch/x.py", 1),
+        ("/p/sglang_moe_patches/changes/y.py", 1),
+        ("/p/sglang/srt/plugins/hook_registry.py", 1),
+        ("/p/sglang/srt/layers/linear.py", 7),
+        ("/p/sglang/srt/model_executor/model_runner.py", 1),
+        ("/p/sglang/srt/models/deepseek_v2.py", 8),
+    ]
+    frames = [{"filename": path, "line": line, "name": "f"} for path, line in stack]
+    assert describe(frames) == ("linear.py:7 f: ", "deepseek_v2.py:8 f: ")
 
 
 def test_the_second_forward_with_so_many_tokens_is_recorded(tmp_path, monkeypatch):

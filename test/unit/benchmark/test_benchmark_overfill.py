@@ -13,10 +13,6 @@ from sglang_moe_patches.lab.servers.server import ServerFailed
 from sglang_moe_patches.memory.kv_sizing.phases import Limits
 
 
-def configured(**sizes: int) -> Limits:
-    return Limits(captured=64, vocabulary=5000, **sizes)
-
-
 @given(st.integers(1, 5000), st.integers(0, 10))
 def test_random_lengths_lie_between_one_and_the_most(most: int, seed: int) -> None:
     assert 1 <= overfill.random_length(random.Random(seed), most) <= most
@@ -39,14 +35,8 @@ def test_a_server_that_ends_under_the_load_is_an_error_and_what_it_answered_stay
 def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     requests: int, share: int, context: int
 ) -> None:
-    c = Limits(
-        captured=64,
-        vocabulary=5000,
-        requests=requests,
-        cache_tokens=requests * share,
-        input_tokens=(context + 1) * share,
-        chunk=4096,
-    )
+    sizes = {"requests": requests, "cache_tokens": requests * share, "input_tokens": (context + 1) * share}
+    c = Limits(captured=64, vocabulary=5000, chunk=4096, **sizes)
     count, prompt, new = overfill.filling(c)
     assert prompt + new <= c.input_tokens
     # The scheduler's admission: the newcomer wants all its new tokens, who is in counts with 70 % of them.
@@ -63,14 +53,8 @@ def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
 def test_what_fills_the_kv_cache_is_of_whole_chunks_where_each_prompt_is_longer(
     tokens: int, requests: int, whole: int
 ) -> None:
-    c = Limits(
-        captured=64,
-        vocabulary=5000,
-        cache_tokens=tokens,
-        chunk=8192,
-        requests=requests,
-        input_tokens=65_000,
-    )
+    sizes = {"requests": requests, "cache_tokens": tokens, "input_tokens": 65_000}
+    c = Limits(captured=64, vocabulary=5000, chunk=8192, **sizes)
     count, prompt, _ = overfill.filling(c)
     assert (prompt == whole * 8192) if whole else (prompt < 8192)
     assert 0.9 * tokens < count * prompt < tokens

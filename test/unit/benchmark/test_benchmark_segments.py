@@ -1,10 +1,9 @@
-"""benchmark/memory/segments.py: what is read from a server's lines."""
+"""benchmark/common/held.py: what is read from a server's lines."""
 
 from __future__ import annotations
 
 from common import held
 from common.held import Line
-from memory import segments
 
 
 def line(reserved: int, peak: int = 0, free: int = 100, allocated: int = 10) -> Line:
@@ -22,10 +21,3 @@ def test_growth_is_the_second_half_of_the_long_run_against_the_first():
     run = [line(reserved) for reserved in (30, 50, 40, 50)]
     assert held.slack([line(20)], run).grown == 0
     assert held.slack([line(20)], [*run[:3], line(57)]).grown == 7
-
-
-def test_only_the_sizes_that_were_predicted_have_a_prediction():
-    sizes = {"model": "kimi-k2.5", "shard": 4, "layers": 14, "chunk": 16384, "tp": 1}
-    assert segments.predicted_free(sizes, "stock") == 15_817
-    assert segments.predicted_free(sizes, "stock-again") is None
-    assert segments.predicted_free(sizes | {"layers": 12}, "stock") is None

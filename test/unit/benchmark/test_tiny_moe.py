@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from common import output
-from sglang_moe_patches.lab.reference.model import MARKER, ModelSpec, quantize_experts, tokenizer_json
+from sglang_moe_patches.lab.reference.model import ModelSpec, quantize_experts, tokenizer_json
 from sglang_moe_patches.lab.regress.compare import Answer, Run
 from sglang_moe_patches.lab.regress.gsm8k import check_questions
 from tiny_moe import export, mutations, network, problems, train
 
 SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
-STEP = re.compile(r"(\d+)([-+*/])(\d+)=<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
-WORDS = {
-    *(name for names in problems.NAMES.values() for name in names),
-    *problems.THINGS,
-    *problems.PLURALS,
-    *problems.PLURALS.values(),
-    *("he", "she", "He", "She"),
-}
+STEP = re.compile(r"(\d+)([-+*/])(\d+)=<<\1\2\3=(\d+)>>\4")
+WORDS = {*sum(problems.NAMES.values(), ()), *problems.THINGS, *sum(problems.PLURALS.items(), ())}
+WORDS |= {"he", "she", "He", "She"}
 
 
 def some(count: int, *, test: bool, seed: int = 3) -> list[problems.Problem]:
@@ -42,10 +37,8 @@ def test_every_step_is_right_and_the_last_one_is_the_answer():
         steps = [step for line in lines[:-1] for step in STEP.findall(line)]
         assert 2 <= len(steps) <= 4
         assert all(STEP.search(line) for line in lines[:-1])
-        for one, sign, other, *annotated, result, said in steps:
-            assert [one, sign, other] == annotated
+        for one, sign, other, result in steps:
             exact = {"+": int(one) + int(other), "-": int(one) - int(other), "*": int(one) * int(other)}
-            assert result == said
             assert int(one) == int(other) * int(result) if sign == "/" else exact[sign] == int(result)
             assert 1 <= int(result) <= 9999
         assert lines[-1] == f"#### {steps[-1][-1]}"
@@ -55,9 +48,11 @@ def test_every_step_is_right_and_the_last_one_is_the_answer():
 
 
 def test_no_test_problem_is_a_training_problem_with_other_names():
-    training = {without_words(problem.question) for problem in some(30_000, test=False)}
-    testing = [without_words(problem.question) for problem in some(1500, test=True)]
-    assert not training & set(testing)
+    training, testing = (
+        {without_words(problem.question) for problem in some(count, test=test)}
+        for count, test in ((6000, False), (300, True))
+    )
+    assert not training & testing
 
 
 def test_rows_are_the_prompts_of_the_engines_evaluation():
@@ -79,47 +74,14 @@ def test_rows_are_the_prompts_of_the_engines_evaluation():
     assert all(a == b for a, b in following)
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return network.Model(ModelSpec(layers=2, dense_layers=1, experts=8, top_k=2, heads=1, hidden=128))
-
-
-def test_weights_survive_the_way_to_a_checkpoint_and_back(model):
-    spec = ModelSpec(**model.settings[MARKER])
-    weights = network.to_checkpoint(model)
+def test_weights_survive_the_way_to_a_checkpoint_and_back():
+    spec = ModelSpec(layers=2, dense_layers=1, experts=8, top_k=2, heads=1, hidden=128)
+    weights = network.to_checkpoint(network.Model(spec))
     assert {name for name in weights if "experts.7." in name} == {
         f"model.layers.1.mlp.experts.7.{part}_proj.weight" for part in ("gate", "up", "down")
     }
     again = network.to_checkpoint(network.from_checkpoint(spec, weights))
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert set(again) == set(weights)
-
-
-def test_a_token_goes_to_the_best_experts_of_the_best_groups(model):
-    gate = model.moe_layers[0].gate
-    x = torch.randn(200, 128)
-    gate.e_score_correction_bias.copy_(torch.linspace(-0.05, 0.05, 8))
-    weights = gate(x)
-    scores = torch.sigmoid(x @ gate.weight.T)
-    for row in range(200):
-        choice = (scores[row] + gate.e_score_correction_bias).tolist()
-        groups = sorted(range(4), key=lambda g: -sum(choice[2 * g : 2 * g + 2]))[:2]
-        best = sorted((e for g in groups for e in (2 * g, 2 * g + 1)), key=lambda e: -choice[e])[:2]
-        assert sorted(weights[row].nonzero().flatten().tolist()) == sorted(best)
-        expected = scores[row, best] / scores[row, best].sum() * 2.5
-        torch.testing.assert_close(weights[row, best], expected)
-
-
-def test_experts_one_by_one(model):
-    experts = model.moe_layers[0].experts
-    x, weights = torch.randn(5, 128), torch.rand(5, 8)
-    expected = torch.zeros(5, 128)
-    for expert in range(8):
-        gate, up = experts.gate_up[expert].chunk(2)
-        inner = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
-        expected += weights[:, expert : expert + 1] * (inner @ experts.down[expert].T)
-    torch.testing.assert_close(experts(x, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again, weights, rtol=0, atol=0)
 
 
 def test_packed_experts_are_exact_and_close():
@@ -171,6 +133,7 @@ def test_what_is_said_of_broken_patches_is_what_regress_says():
     found = output.load(mutations.RESULT)["figures"]
     count = found["questions"]
     right = round(count * found["stock"])
+    stock = [True] * right + [False] * (count - right)
 
     def run(answered: list[bool]) -> Run:
         answers = tuple(Answer(str(i), "", 1, int(yes), ()) for i, yes in enumerate(answered))
@@ -178,10 +141,8 @@ def test_what_is_said_of_broken_patches_is_what_regress_says():
 
     for row in found["rows"]:
         lost, gained = row["lost"], row["gained"]
-        stock = [True] * right + [False] * (count - right)
         mutated = [*[False] * lost, *stock[lost : count - gained], *[True] * gained]
         said = mutations.row(row["server"], run(mutated), run(stock))
         assert said["by_accuracy"] == row["by_accuracy"], row["server"]
-        assert said["accuracy"] == pytest.approx(row["accuracy"])
         assert said["largest_drop"] == pytest.approx(row["largest_drop"], abs=0.05)
     assert {row["by_accuracy"] for row in found["rows"]} == {0, 1}
