@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 DATA = "../../benchmark/results"
+"""From a page of benchmarks."""
 Load = Callable[[str], output.Result]
-Draw = Callable[[list[output.Result], Path], None]
 MARKED = re.compile(r"(?<=<!-- figures:)(\S+) -->\n.*?(?=<!-- /figures -->)", re.DOTALL)
 
 
@@ -42,13 +42,11 @@ class Section:
     :param results: names of files in ``benchmark/results/``; none where the tables are computed.
     :param tables: makes the tables from all of these results.
     :param headlines: in place of both: says what it says of whatever results it loads, without commands.
-    :param data: the folder of the results, from the page.
     """
 
     results: tuple[str, ...] = ()
     tables: Callable[[list[output.Result]], str] = lambda results: ""
     headlines: Callable[[Load], str] | None = None
-    data: str = DATA
 
 
 def one(name: str, tables: Callable[[output.Result], str]) -> Section:
@@ -103,7 +101,7 @@ SECTIONS = {
     "residual-hole": one("residual-hole/h200", residual_hole.tables),
     "segments": Section(SEGMENTS, segments.tables),
     "segments-variable": Section(under("segments", "qwen3-30b-tp2-0.5.17", "qwen3-30b-tp2"), segments.tables),
-    "segments-long": one("segments/kimi-k2.5-long", lambda result: segments.tables([result])),
+    "segments-long": Section(("segments/kimi-k2.5-long",), segments.tables),
     "segments-times": Section(
         under("triton-server", "kimi-k2.5-segments", "kimi-k2.5-segments-decode", "kimi-k2.5-segments-common-pool"),
         triton_server.tables,
@@ -113,7 +111,7 @@ SECTIONS = {
     "peak-memory": Section(PEAKS, peak_memory.summary),
     "peak-memory-triton": Section(tuple(headlines.PEAKS.values()), peak_memory.against_sizes),
     "peak-memory-marlin": one("peak-memory/marlin-kimi-k2.5-shard8", peak_memory.with_knob),
-    "models": Section(("models/0.5.23",), lambda results: models.tables(results[0])),
+    "models": one("models/0.5.23", models.tables),
     "recipes": Section(RECIPES, recipes.tables),
     "recipes-kv-sizing": Section(RECIPES, recipes.counts),
     "predictions": Section((), lambda results: peak_memory.predictions()),
@@ -125,7 +123,7 @@ SECTIONS = {
     "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
     "serving": Section(SERVING, serving.tables),
     "serving-recipes": Section(SERVING_RECIPES, serving.tables),
-    "deepseek-r1": one("triton-server/deepseek-v3-fp8-shard8-32768", lambda result: triton_server.tables([result])),
+    "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
@@ -140,26 +138,18 @@ SECTIONS = {
 }
 
 
-def alone(plot: Callable[[output.Result, Path], None]) -> Draw:
-    return lambda results, path: plot(results[0], path)
-
-
-#: image: (results, what draws it)
-PLOTS: dict[str, tuple[tuple[str, ...], Draw]] = {
-    "weight-shuffle.svg": (("weight-shuffle/h200",), alone(weight_shuffle.plot)),
-    "peak-memory-tp4.svg": ((PEAKS[0],), alone(peak_memory.plot)),
-    "mori-rows.svg": (("mori-rows/rows",), alone(mori_rows.plot)),
-    "mori-kernel.svg": (("mori-rows/kernel-h200",), alone(mori_rows.kernel_plot)),
-    "moe-workspace.svg": (("moe-workspace/h200",), alone(moe_tables.plot)),
+#: image: (result, what draws it)
+PLOTS: dict[str, tuple[str, Callable[[output.Result, Path], None]]] = {
+    "weight-shuffle.svg": ("weight-shuffle/h200", weight_shuffle.plot),
+    "peak-memory-tp4.svg": (PEAKS[0], peak_memory.plot),
+    "mori-rows.svg": ("mori-rows/rows", mori_rows.plot),
+    "mori-kernel.svg": ("mori-rows/kernel-h200", mori_rows.kernel_plot),
+    "moe-workspace.svg": ("moe-workspace/h200", moe_tables.plot),
 }
 
 
 def section(name: str, load: Load = output.load) -> str:
-    """What the page has between the comments.
-
-    :param load: gives a result by its name.
-    :raises KeyError: no section has this name.
-    """
+    """What the page has between the comments."""
     names, tables, headlines_of = SECTIONS[name].results, SECTIONS[name].tables, SECTIONS[name].headlines
     if headlines_of is not None:
         return f"{headlines_of(load)}\n"
@@ -173,11 +163,11 @@ def section(name: str, load: Load = output.load) -> str:
     lines = [command_lines(command, releases if several else []) for command, releases in commands.items()]
     lines[1:] = [f"# and {len(lines) - 1} like it"] if len(lines) > 1 else []
     typed = [" (typed in)" if result.get("transcribed") else "" for result in results]
-    folder, data = names[0].split("/")[0], SECTIONS[name].data
+    folder = names[0].split("/")[0]
     if len(names) > 2:
-        files = f"[{folder}]({data}/{folder}){max(typed)}"
+        files = f"[{folder}]({DATA}/{folder}){max(typed)}"
     else:
-        links = (f"[{result.split('/')[1]}.json]({data}/{result}.json)" for result in names)
+        links = (f"[{result.split('/')[1]}.json]({DATA}/{result}.json)" for result in names)
         files = ", ".join(map("".join, zip(links, typed, strict=True)))
     console = "\n".join(("```console", *lines, "```\n\n")) if lines else ""
     return f"\n{console}{conditions(results)}. Data: {files}.\n\n{tables(results)}\n"
@@ -200,7 +190,6 @@ def conditions(results: list[output.Result]) -> str:
 
 
 def pages() -> list[Path]:
-    """Every page that may show figures."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -217,9 +206,9 @@ def page(text: str, load: Load = output.load) -> str:
 
 def draw(image: str, load: Load = output.load) -> str:
     """A plot, as SVG."""
-    names, plot = PLOTS[image]
+    name, plot = PLOTS[image]
     with tempfile.TemporaryDirectory() as scratch:
-        plot([load(name) for name in names], Path(scratch) / image)
+        plot(load(name), Path(scratch) / image)
         return (Path(scratch) / image).read_text(encoding="utf-8")
 
 

@@ -202,5 +202,4 @@ def main() -> None:
     without_streams()
     asked = (options.tokens, options.chunked_prefill_size, options.cuda_graph_max_bs)
     rows = [row(name, layout, *asked) for name in options.models for layout in LAYOUTS]
-    result = output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows})
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("cutedsl_memory", {"tokens": options.tokens, "rows": rows}), tables)

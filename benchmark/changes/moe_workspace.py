@@ -433,8 +433,7 @@ def main() -> None:
             names = ",".join(map(":".join, options.layers))
             worker = [str(Path(__file__).parents[1]), "changes/moe_workspace", "--layers", names, "--compile"]
             tuned = moe_tiles.tune(runner, options.layers, options.tokens, options.tune, worker, options.processes)
-            result = output.result("moe_workspace", {"tuned": tuned})
-            output.finish(options, result, moe_tables.tuned(result))
+            output.finish(options, output.result("moe_workspace", {"tuned": tuned}), moe_tables.tuned)
             return
         figures = measure(runner, options.layers, options)
     # In a folder of its own: tests and the models' table read each cell beside it as the Triton runner's.
@@ -442,5 +441,4 @@ def main() -> None:
         "triton": ("moe_workspace", moe_tables.triton),
         "marlin": ("moe_workspace_marlin", moe_tables.marlin),
     }[options.runner]
-    result = output.result(name, figures)
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result(name, figures), tables)

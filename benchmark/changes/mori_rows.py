@@ -208,9 +208,9 @@ def main() -> None:
     if options.what == "kernel":
         machine.require_gpu("mori_rows.py kernel", "`mori_rows.py rows` runs without one")
         result = output.result("mori_kernel", time_kernel(options.kernel_rows))
-        output.finish(options, result, kernel_tables(result), kernel_plot)
+        output.finish(options, result, kernel_tables, kernel_plot)
         return
     cases = [asdict(case) for case in count(options.eps, options.batches, options.limit_batch)]
     sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK}
-    result = output.result("mori_rows", {**sizes, "limit_batch": options.limit_batch, "cases": cases})
-    output.finish(options, result, tables(result), plot)
+    figures = {**sizes, "limit_batch": options.limit_batch, "cases": cases}
+    output.finish(options, output.result("mori_rows", figures), tables, plot)

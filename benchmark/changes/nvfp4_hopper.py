@@ -158,5 +158,4 @@ def main() -> None:
     machine.require_gpu("nvfp4_hopper")
     with output.work_folder(options) as work:
         figures = measure(options, work)
-    result = output.result("nvfp4_hopper", figures)
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("nvfp4_hopper", figures), tables)

@@ -341,10 +341,10 @@ def main() -> int:
     options = output.parse(parser)
     if options.what == "servers":
         machine.require_gpu("overhead.py servers", "`overhead.py host` runs on any machine")
+    measure, tables = (compare_servers, server_tables) if options.what == "servers" else (host_time, host_tables)
     with output.work_folder(options) as work:
-        figures = (compare_servers if options.what == "servers" else host_time)(options, work)
-    result = output.result("overhead", figures)
-    output.finish(options, result, (server_tables if options.what == "servers" else host_tables)([result]))
+        figures = measure(options, work)
+    output.finish(options, output.result("overhead", figures), lambda result: tables([result]))
     if figures.get("differing"):
         print(f"overhead.py: answers differ: {figures['differing']}: no figures", file=sys.stderr)
         return 1

@@ -87,6 +87,5 @@ def main() -> None:
         }
         for name, run in runs.items()
     }
-    result = output.result("residual_hole", {"questions": len(wanted), "servers": servers})
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("residual_hole", {"questions": len(wanted), "servers": servers}), tables)
     sys.exit(1 if servers["patched"]["differing"] else 0)

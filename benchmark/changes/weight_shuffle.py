@@ -336,5 +336,4 @@ def main() -> None:
             "cases": rows,
             "fragmentation": fragmentation(pool_case, engine, options.layers) if options.layers else None,
         }
-    result = output.result("weight_shuffle", figures)
-    output.finish(options, result, tables(result), plot)
+    output.finish(options, output.result("weight_shuffle", figures), tables, plot)

@@ -98,15 +98,8 @@ def processor_files(vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path, config_json: dict[str, Any]) -> Path:
-    """Write the folder that a server is given: ``config.json`` and a tokenizer of few tokens."""
-    folder.mkdir(parents=True)
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": model.SPECIAL_TOKENS[model.EOS_ID],
-    }
-    (folder / "config.json").write_text(json.dumps(config_json))
-    (folder / "tokenizer.json").write_text(model.tokenizer_json())
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    """Write the folder that a server is given, with what one that takes images needs besides."""
+    weights.write_folder(folder, config_json)
     if vision := config_json.get("vision_config"):
         for name, content in processor_files(vision).items():
             (folder / name).write_text(json.dumps(content))

@@ -104,16 +104,10 @@ def by_rule(result: output.Result, tokens: int = 16384, settings: tuple[int, ...
             lines.append((name, mb(peak), *(show(one[key], peak) for one in by_setting)))
     header = (f"{tokens:,} tokens", "stock, MB", "default", *(f"{setting} MB asked for" for setting in settings))
     cut = [one for one in by_setting[0].values() if one is not None]
-    rows = [
-        (
-            f"{len(stock)}, of which {len(cut)} cut",
-            f"{sum(one['same'] for one in cut)} of {len(cut)}",
-            spread([one["slowdown"] for one in cut]),
-            f"{max(one['interval'][0] for one in cut):.3f}",
-        )
-    ]
+    same, times = f"{sum(one['same'] for one in cut)} of {len(cut)}", spread([one["slowdown"] for one in cut])
+    row = (f"{len(stock)}, of which {len(cut)} cut", same, times, f"{max(one['interval'][0] for one in cut):.3f}")
     together = ("all layers, tiles and batches", "same bits", "time where cut: median (range)", HIGHEST_LOWER_END)
-    return f"{output.table(header, lines)}\n{output.table(together, rows)}"
+    return f"{output.table(header, lines)}\n{output.table(together, [row])}"
 
 
 def by_default(result: output.Result) -> str:
@@ -210,15 +204,9 @@ def captured(results: list[output.Result]) -> str:
         header = ("forty mixed batches, MB", "allocated: stock", "columns", "reserved: stock", "columns", "GPU")
         parts.append(output.table(header, [(*cells, ", ".join(on)) for cells, on in mixed.items()]))
     if graphs:
-        titles = (
-            "captured layer",
-            "tokens",
-            "pool, MB: stock",
-            "columns",
-            *(f"time on {gpu} (control)" for gpu in gpus),
-        )
+        titles = ("captured layer", "tokens", "pool, MB: stock", "columns")
         lines = [(*cells, *(times.get(gpu, "") for gpu in gpus)) for cells, times in graphs.items()]
-        parts.append(output.table(titles, lines))
+        parts.append(output.table((*titles, *(f"time on {gpu} (control)" for gpu in gpus)), lines))
     return "\n".join(parts)
 
 
@@ -232,9 +220,7 @@ def plot(result: output.Result, path: Path) -> None:
         axes.barh([p + offset for p in positions], [c[key] / 1e6 for c in cells], 0.38, label=name, color=color)
     for position, cell in enumerate(cells):
         axes.text(cell["peak"] / 1e6 + 15, position + 0.3, f"{cell['slowdown']:.2f} of stock's time", fontsize=7)
-    axes.set_yticks(
-        list(positions), [f"{c['model']} {c['layout'].replace('tp', 'TP=')} {c['weights'].upper()}" for c in cells]
-    )
+    axes.set_yticks(list(positions), map(layer_name, cells))
     axes.invert_yaxis()
     axes.set(xlabel="peak of one MoE layer, MB", xlim=(0, 1.14 * max(c["stock_peak"] for c in cells) / 1e6))
     axes.legend(frameon=False, loc="lower right")
@@ -326,20 +312,12 @@ def marlin(result: output.Result, tokens: int = 16384) -> str:
     ]
     if figures["decode"]:
         titles = [title for kind in ("eager", "captured") for title in (f"{kind}, us", "control", "columns")]
-        decodes = [
-            (
-                f"{one['model']} {one['layout']}, {one['tokens']}",
-                *(
-                    cell
-                    for kind in ("eager", "captured")
-                    for cell in (
-                        f"{one[f'{kind} us']:.0f}",
-                        *(f"{one[f'{kind} {name}']:.4f}" for name in (timing.CONTROL, "columns")),
-                    )
-                ),
-            )
-            for one in figures["decode"]
-        ]
+        decodes = []
+        for one in figures["decode"]:
+            decodes.append([f"{one['model']} {one['layout']}, {one['tokens']}"])
+            for kind in ("eager", "captured"):
+                ratios = (f"{one[f'{kind} {name}']:.4f}" for name in (timing.CONTROL, "columns"))
+                decodes[-1] += [f"{one[f'{kind} us']:.0f}", *ratios]
         parts.append(output.table(("decode, tokens", *titles), decodes))
     if figures["mixed"]:
         titles = [f"{what}: {name}" if name == "stock" else name for what in WHAT for name in ("stock", "columns")]

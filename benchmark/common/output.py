@@ -116,10 +116,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def finish(
-    options: argparse.Namespace, result: Result, tables: str, plot: Callable[[Result, Path], None] | None = None
+    options: argparse.Namespace,
+    result: Result,
+    tables: Callable[[Result], str],
+    plot: Callable[[Result, Path], None] | None = None,
 ) -> None:
     """Show the tables, and write what the options ask for."""
-    print("\n" + tables)
+    print("\n" + tables(result))
     if options.json:
         write(options.json, result)
     if plot is not None and options.plot:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common import kinds, weights
-from common.shapes import MODELS, Model
+from common.shapes import MODELS, TINY, Model
 from common.weights import Served
 
 VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936} | {
@@ -19,32 +17,44 @@ VOCABULARY = {"kimi-k2.5": 163_840, "qwen3-235b": 151_936, "qwen3-30b": 151_936}
 """Tokens of the vocabulary of each model that can be served."""
 
 
-def write_model(folder: Path, name: str, shard: int, layers: int, context: int) -> Path:
-    """config.json of so many layers of the model, at the sizes of one of ``shard`` tensor-parallel ranks."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that say what is served; ``--quick`` serves a tiny model, whatever they say of it."""
+    parser.add_argument("--model", choices=VOCABULARY, default="kimi-k2.5")
+    parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=16_384)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+
+
+def described(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """What a result says of these options."""
+    tiny = {"model": "tiny", "shard": 1, "layers": TINY.layers}
+    return {name: getattr(options, name) for name in names} | (tiny if options.quick else {})
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> Path:
+    """config.json of --layers layers of the model, at the sizes of one of --shard tensor-parallel ranks."""
+    if options.quick:
+        return weights.write_model(folder, Served(TINY, runner="triton"))
+    name, shard, layers, context = options.model, options.shard, options.layers, options.context
     if name in kinds.CONFIGS:
         return kinds.write(folder, kinds.config(name, shard, layers, context))
     whole: Model = MODELS[name].shard(shard) if shard > 1 else MODELS[name]
     dense = min(whole.dense_layers, 1)
-    served = Served(whole, dense_layers=dense, moe_layers=layers - dense, runner="triton")
-    weights.write_model(folder, served)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"vocab_size": VOCABULARY[name], "max_position_embeddings": context}
-    path.write_text(json.dumps(config))
-    return folder
+    config = weights.config(Served(whole, dense_layers=dense, moe_layers=layers - dense, runner="triton"))
+    return weights.write_folder(folder, config | {"vocab_size": VOCABULARY[name], "max_position_embeddings": context})
 
 
 def server_arguments(options: argparse.Namespace) -> list[str]:
     given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
-    given += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"]
-    given += ["--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
+    if not options.quick:
+        given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    given += ["--moe-runner-backend", "triton", "--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
     if options.requests:
         given += ["--max-running-requests", str(options.requests)]
     return [*given, *options.arguments]
-
-
-def at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(items)) as pool:
-        return list(pool.map(work, items))
 
 
 def run_label(result: dict[str, Any]) -> str:

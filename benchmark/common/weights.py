@@ -110,15 +110,21 @@ def int4_config() -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, served: Served) -> Path:
-    """The folder that the servers are given: configuration and tokenizer."""
+def write_folder(folder: Path, described: dict[str, Any]) -> Path:
+    """The folder that the servers are given: configuration and a tokenizer of few tokens.
+
+    :param described: config.json.
+    """
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config(served)))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]}
+    (folder / "config.json").write_text(json.dumps(described))
     (folder / "tokenizer.json").write_text(model.tokenizer_json(), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.SPECIAL_TOKENS[model.EOS_ID]})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+def write_model(folder: Path, served: Served) -> Path:
+    return write_folder(folder, config(served))
 
 
 def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Path:
@@ -129,11 +135,9 @@ def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Pa
     """
     from safetensors.torch import save_file
 
-    write_model(folder, served)
-    path = folder / "config.json"
-    described = json.loads(path.read_text())
+    described = config(served)
     described[model.MARKER]["seed"] = seed
-    path.write_text(json.dumps(described))
+    write_folder(folder, described)
     made = {name: tensor.cpu() for name, tensor in tensors(described, device)}
     save_file(made, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder

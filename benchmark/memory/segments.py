@@ -29,9 +29,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import dummy_weights, held, machine, output, plugins, processes, served, servers, weights
+from common import dummy_weights, held, machine, output, plugins, processes, served, servers
 from common.client import Client, Unanswered
-from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
@@ -170,12 +169,6 @@ def measure(asking: Asking, path: Path) -> dict[str, Any]:
     return figures | asdict(slack) | {"slack": slack.slack, "forwards": len(lines)}
 
 
-def tiny_arguments(options: Any) -> list[str]:
-    given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
-    given += ["--moe-runner-backend", "triton", "--chunked-prefill-size", str(options.chunk)]
-    return [*given, "--max-running-requests", str(options.requests), *options.arguments]
-
-
 def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[str, Any]:
     """Start, ask and end one server."""
     select, segments = SERVERS[name]
@@ -185,8 +178,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
     own |= {SELECT_VARIABLE: select, SEGMENTS.name: segments, held.VARIABLE: str(path)}
     own |= VARIABLES.get(name, {})
     own |= {"CUDA_VISIBLE_DEVICES": group} if group else {}
-    chosen = tiny_arguments(options) if options.quick else served.server_arguments(options)
-    arguments = environment.server_arguments(["--model-path", str(model), *chosen])
+    arguments = environment.server_arguments(["--model-path", str(model), *served.server_arguments(options)])
     log, progress = work / f"{name}.log", processes.saying(name, 20)
     server = Server(name, arguments, own, log, timeout=400, progress=progress)
     with server:
@@ -204,10 +196,7 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
 
     :param finished: called with the figures so far after each server.
     """
-    if options.quick:
-        model = weights.write_model(work / "model", weights.Served(TINY, runner="triton"))
-    else:
-        model = served.write_model(work / "model", options.model, options.shard, options.layers, options.context)
+    model = served.write_model(work / "model", options)
     plugins.write(work / "plugin", "benchmark_held", "common.held:register")
     groups = options.gpus.split(";") if options.gpus else [""]
     done: dict[str, dict[str, Any]] = {}
@@ -226,7 +215,8 @@ def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], Non
 
     share = -(-len(options.servers) // len(groups))
     shares = [options.servers[at * share : (at + 1) * share] for at in range(len(groups))]
-    served.at_once(lambda pair: in_turn(*pair), list(zip(groups, shares, strict=True)))
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(in_turn, groups, shares))  # what one raises is raised here
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -277,13 +267,7 @@ def tables(results: Sequence[output.Result]) -> str:
 def main() -> None:
     quick = {"chunk": 64, "context": 512, "requests": 4, "seconds": 3.0, "rounds": 1, "steps": 4, "mixed": 4}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "patched"]}, logs=True)
-    parser.add_argument("--model", choices=served.VOCABULARY, default="kimi-k2.5")
-    parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
-    parser.add_argument("--layers", type=int, default=14)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=16_384)
-    parser.add_argument("--context", type=int, default=65_536)
-    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+    served.add_options(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="of random lengths (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of each time")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a request")
@@ -295,9 +279,7 @@ def main() -> None:
     if not options.quick:
         machine.require_gpu("segments", "--quick runs without one")
     described_by = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "seconds", "rounds", "steps")
-    figures = {name: getattr(options, name) for name in described_by} | {"servers": {}}
-    if options.quick:
-        figures |= {"model": "tiny", "shard": 1, "layers": TINY.layers}
+    figures = served.described(options, described_by) | {"servers": {}}
 
     def finished(measured: dict[str, Any]) -> None:
         figures["servers"] = measured
@@ -308,5 +290,4 @@ def main() -> None:
         serve_all(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("segments: no server was measured")
-    result = output.result("segments", figures)
-    output.finish(options, result, tables([result]))
+    output.finish(options, output.result("segments", figures), lambda result: tables([result]))

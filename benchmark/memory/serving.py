@@ -31,9 +31,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import dummy_weights, kinds, machine, output, overfill, processes, served, servers, stand_ins, weights
+from common import dummy_weights, kinds, machine, output, overfill, processes, served, servers, stand_ins
 from common.client import Client
-from common.shapes import TINY
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
@@ -101,10 +100,7 @@ def write_model(folder: Path, options: Any) -> Path:
     if folder.exists():
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
-    if options.quick:
-        weights.write_model(partial, weights.Served(TINY, runner="triton"))
-    else:
-        served.write_model(partial, options.model, options.shard, options.layers, options.context)
+    served.write_model(partial, options)
     config = json.loads((partial / "config.json").read_text())
     images = {config[name]: word for name, word in kinds.IMAGE_TOKENS.items() if name in config}
     (partial / "tokenizer.json").write_text(tokenizer_json(config["vocab_size"], images))
@@ -119,9 +115,6 @@ def server_arguments(options: Any, model: Path) -> list[str]:
     given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
     if options.quick:
         given += ["--context-length", str(options.context)]
-        for name in ("--attention-backend", "--sampling-backend"):
-            at = given.index(name)
-            del given[at : at + 2]
     return environment.server_arguments(given)
 
 
@@ -398,13 +391,7 @@ def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
     parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "sized-first", "sized"]}, logs=True)
-    parser.add_argument("--model", choices=served.VOCABULARY, default="kimi-k2.5")
-    parser.add_argument("--shard", type=int, default=4, help="the sizes of one rank of so many (%(default)s)")
-    parser.add_argument("--layers", type=int, default=14)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=16_384)
-    parser.add_argument("--context", type=int, default=65_536)
-    parser.add_argument("--requests", type=int, default=256, help="--max-running-requests")
+    served.add_options(parser)
     parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
     parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
     parser.add_argument("--output", type=int, default=768, help="new tokens of each")
@@ -422,9 +409,7 @@ def main() -> None:
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
         *("arguments", *(["images"] if options.images else [])),
     )
-    figures = {name: getattr(options, name) for name in described_by}
-    if options.quick:
-        figures |= {"model": "tiny", "shard": 1, "layers": TINY.layers}
+    figures = served.described(options, described_by)
     figures["servers"] = earlier(options.json, figures)
     failed = []
     with tempfile.TemporaryDirectory(prefix="serving-") as folder:
@@ -449,7 +434,6 @@ def main() -> None:
         finally:
             output.keep_logs(options, work)
     if figures["servers"]:
-        result = output.result("serving", figures)
-        output.finish(options, result, tables([result]))
+        output.finish(options, output.result("serving", figures), lambda result: tables([result]))
     if failed:
         raise SystemExit(f"serving: not measured, or did not survive: {', '.join(failed)}")

@@ -54,8 +54,7 @@ def main() -> None:
             with Server(name, arguments, variables, work / f"{name}.log", timeout=600) as server:
                 run = regress.evaluate_url(name, server.url, variables, evaluation)
             right[name] = run.correct
-    result = output.result("accuracy", {"questions": options.questions, "right": right})
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("accuracy", {"questions": options.questions, "right": right}), tables)
     low = [name for name, correct in right.items() if correct < MIN_ACCURACY[name] * options.questions]
     if low and not options.quick:
         sys.exit(f"accuracy: below what is wanted: {', '.join(low)}")

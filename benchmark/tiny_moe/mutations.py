@@ -242,5 +242,4 @@ def main() -> None:
                 print(", ".join(cells(rows[-1], options.questions)), flush=True)
     assert stock is not None
     figures = {"questions": options.questions, "shots": options.shots, "backend": options.backend}
-    result = output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows})
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows}), tables)

@@ -242,8 +242,7 @@ def main() -> int:
     if tag and tag != f"v{engine}":
         print(f"engine_suite: the tests are of {tag}, the engine is {engine}", file=sys.stderr)
     figures = run_suite(files, options)
-    result = output.result("engine_suite", figures)
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("engine_suite", figures), tables)
     return int(any(broken(*(sides[side] for side in SIDES)) for sides in figures["files"].values()))
 
 

@@ -119,22 +119,14 @@ def tables(result: output.Result) -> str:
 
 STAND_IN = Path(__file__).parents[2] / "test/standins/tells_memory.py"
 STARTS = {
-    timing.STOCK: ("none", ""),
-    timing.CONTROL: ("none", ""),
-    "unset": ("kv-sizing", ""),
-    "read-only": ("kv-sizing", "auto"),
-    "first": ("kv-sizing", "auto"),
+    timing.STOCK: ("none", "", "stock", None),
+    timing.CONTROL: ("none", "", "stock again", 0.0),
+    "unset": ("kv-sizing", "", "kv-sizing without its variable", 0.0),
+    "read-only": ("kv-sizing", "auto", "`auto`, no record can be written", 0.2),
+    "first": ("kv-sizing", "auto", "`auto`, first start", 0.3),
 }
-"""By name: ``SGLANG_MOE_PATCHES``, and ``SGLANG_MOE_PATCHES_KV_SIZING``."""
-LABELS = {
-    timing.STOCK: "stock",
-    timing.CONTROL: "stock again",
-    "unset": "kv-sizing without its variable",
-    "read-only": "`auto`, no record can be written",
-    "first": "`auto`, first start",
-}
-PREDICTED_S = {timing.CONTROL: 0.0, "unset": 0.0, "read-only": 0.2, "first": 0.3}
-"""Written before the first run: seconds beside stock, of a first start without its rehearsal."""
+"""By name: ``SGLANG_MOE_PATCHES``, ``SGLANG_MOE_PATCHES_KV_SIZING``, what the table calls it; and, written before the
+first run, seconds beside stock, of a first start without its rehearsal."""
 
 
 def processor_s() -> float:
@@ -151,7 +143,7 @@ def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, i
 
     :param seen: takes the processor's seconds until then, and those of the rehearsal; ``None``: there was none.
     """
-    changes, mode = STARTS[name]
+    changes, mode, *_ = STARTS[name]
     record = work / "record.json"
     record.unlink(missing_ok=True)
     own = setup.environment(name) | {SELECT_VARIABLE: changes}
@@ -198,14 +190,15 @@ def server_tables(result: output.Result) -> str:
     rows = []
     for name, ready in figures["ready_s"].items():
         is_first, processor = name == "first", figures["processor_s"][name]
+        *_, label, predicted = STARTS[name]
         rehearsed = figures["rehearsed_s"] if is_first else [0] * len(ready)
-        row = [LABELS[name], f"{statistics.median(ready):.1f}"]
+        row = [label, f"{statistics.median(ready):.1f}"]
         row.append(f"{statistics.median(rehearsed):.0f}" if is_first else "")
         if name == timing.STOCK:
             rows.append((*row, "", "", f"{statistics.median(processor):.1f}", ""))
             continue
         without = [seconds - own for seconds, own in zip(ready, rehearsed, strict=True)]
-        row += [beside(without, figures["ready_s"][timing.STOCK]), f"{PREDICTED_S[name]:+.1f}"]
+        row += [beside(without, figures["ready_s"][timing.STOCK]), f"{predicted:+.1f}"]
         row += [f"{statistics.median(processor):.1f}", beside(processor, figures["processor_s"][timing.STOCK])]
         rows.append(tuple(row))
     header = (
@@ -226,5 +219,4 @@ def main() -> None:
     parser.add_argument("--servers", action="store_true", help="start whole servers")
     options = output.parse(parser)
     figures = (measure_servers if options.servers else measure)(options.runs)
-    result = output.result("launcher_cost", figures)
-    output.finish(options, result, (server_tables if options.servers else tables)(result))
+    output.finish(options, output.result("launcher_cost", figures), server_tables if options.servers else tables)

@@ -55,11 +55,6 @@ def ask(model: dict[str, Any]) -> dict[str, Any]:
     return asked | {"resolved": {name: asked["resolved"][name] for name in RESOLVED if name in asked["resolved"]}}
 
 
-def advised(model: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """What ``doctor --model`` says, from answers that were kept."""
-    return model_report.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
-
-
 # --- What was measured -----------------------------------------------------------------------------------------------
 
 
@@ -126,7 +121,7 @@ def tables(result: output.Result) -> str:
         if "refused" in asked:
             rows.append((name, on, "refused", "", "", asked["refused"]))
             continue
-        found = advised(model, asked)
+        found = model_report.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
         sizes = sizes_of_a_rank(found)
         seen = wholes.get(sizes) or alone.get(sizes, "")
         rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _said(found)))
@@ -189,4 +184,4 @@ def main() -> None:
         print(f"{model['model']} {model['format']}: {said}", flush=True)
         if options.json:
             output.write(options.json, result)
-    output.finish(options, result, tables(result))
+    output.finish(options, result, tables)

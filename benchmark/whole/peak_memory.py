@@ -118,23 +118,18 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     def differing(a: list[Any], b: list[Any]) -> list[int]:
         return [seed for seed in range(PROMPTS) if not servers.same(a[seed], b[seed])]
 
-    return {
-        "model": options.model,
+    described_by = ("model", "shard", "tp", "tokens", "symm_mem", "workspace_mb", "moe_workspace_mb")
+    return {name: getattr(options, name) for name in described_by} | {
         "served": asdict(served),
-        "shard": options.shard,
         "predicted": predicted,
-        "tp": options.tp,
-        "tokens": options.tokens,
-        "symm_mem": options.symm_mem,
-        "workspace_mb": options.workspace_mb,
-        "moe_workspace_mb": options.moe_workspace_mb,
         "server_arguments": setup.command(),
         "states": states,
         "prompts": PROMPTS,
         "differing": {name: differing(answers["stock"], answers[name]) for name in names},
         "unrepeatable": {name: differing(answers[name][:PROMPTS], answers[name][PROMPTS:]) for name in names},
         "answers": {
-            name: [{"tokens": a["tokens"], "logprobs": a["logprobs"]} for a in given] for name, given in answers.items()
+            name: [{key: answer[key] for key in ("tokens", "logprobs")} for answer in given]
+            for name, given in answers.items()
         },
         "memory": figures,
     }
@@ -184,6 +179,7 @@ def in_mb(value: float | None) -> str:
     return "-" if value is None else f"{value / MB:,.1f}"
 
 
+KEYS = ("live_at_kernel_bytes", "peak_forward_bytes")
 PEAK_COLUMNS = ("peak, MB", "stock: predicted", "measured", "patched: predicted", "measured")
 ANSWERS = ("answers, beside stock's first", "same tokens", "their log-probabilities apart, at most")
 
@@ -205,7 +201,7 @@ def distances(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def with_knob(result: output.Result) -> str:
-    """The peak of one run with SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB, predicted beside measured, and its answers."""
+    """The peak of one run within so many MB, predicted beside measured, and its answers."""
     figures = result["figures"]
     run = f"{figures['model']}, TP={figures['shard']}'s sizes, {figures['moe_workspace_mb']} MB asked for"
     table = output.table(PEAK_COLUMNS, [(run, *peaks_beside(result))])
@@ -241,10 +237,7 @@ def tables(result: output.Result) -> str:
     served = figures["served"]
     runner = f"{served['runner']}{' with FP8 experts' if served['fp8'] else ''}"
     rows = []
-    for title, key in (
-        ("live when the routed kernel starts", "live_at_kernel_bytes"),
-        ("peak of the forward", "peak_forward_bytes"),
-    ):
+    for title, key in zip(("live when the routed kernel starts", "peak of the forward"), KEYS, strict=True):
         stock, patched = (one[key] for one in memory)
         predicted = [in_mb(figures["predicted"][name][key]) for name in servers.SERVERS]
         difference = "-" if None in (stock, patched) else f"{(patched - stock) / MB:+,.1f}"
@@ -279,7 +272,7 @@ def summary(results: list[output.Result]) -> str:
         figures = result["figures"]
         stock, patched = (figures["memory"][name] for name in servers.SERVERS)
         cells = []
-        for key in ("live_at_kernel_bytes", "peak_forward_bytes"):
+        for key in KEYS:
             cells += [in_mb(stock[key]), in_mb(patched[key])]
         ranks = f"{figures['tp']}{', symmetric memory' if figures['symm_mem'] else ''}"
         rows.append((figures["model"], result["conditions"]["engine"], ranks, *cells))
@@ -425,5 +418,5 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    output.finish(options, result, tables(result), plot)
+    output.finish(options, result, tables, plot)
     return 0

@@ -116,15 +116,12 @@ def tables(results: list[output.Result]) -> str:
         says = reason(answer) if found == REASON else LABELS.get(found, found)
         run = wholes.get(key) or alone.get(key) or ""
         acts = ", ".join(answer["acts"]) or "-"
-        rows.append((*cells, _runner(server), f"{server['tokens']:,}", peaks, acts, run, says))
+        runner = f"{server['runner'] or 'not known'}, {server['format']}"
+        rows.append((*cells, runner, f"{server['tokens']:,}", peaks, acts, run, says))
     header = ("model", "on", "recipe", "runner", "chunk", "peak, MB: stock -> patched", "acts", "measured", "kv-sizing")
     named = "; ".join(f"[{each['title']}]({each['url']})" for each in read_recipes()["sources"].values())
     lacking = f" Its {NO_CONFIG}: {', '.join(sorted(absent))}." if absent else ""
     return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"
-
-
-def _runner(server: dict[str, Any]) -> str:
-    return f"{server['runner'] or 'not known'}, {server['format']}"
 
 
 def _ranks(flags: list[str]) -> str:
@@ -164,4 +161,4 @@ def main() -> None:
     options = output.parse(output.parser(__doc__))
     conditions = {"machine": "no GPU", "engine": engine.version()}
     result = output.result("recipes", {"recipes": list(answer_recipes())}, conditions)
-    output.finish(options, result, f"{counts([result])}\n{tables([result])}")
+    output.finish(options, result, lambda result: f"{counts([result])}\n{tables([result])}")

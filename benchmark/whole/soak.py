@@ -540,6 +540,5 @@ def main() -> int:
         serve_both(options, work, finished)
     if not figures["servers"]:
         raise SystemExit("soak: no server ran")
-    result = output.result("soak", figures)
-    output.finish(options, result, tables(result))
+    output.finish(options, output.result("soak", figures), tables)
     return 1 if figures["reasons"] else 0

@@ -252,5 +252,4 @@ def main() -> None:
         machine.require_gpu("triton_server", "--quick runs without one")
     with output.work_folder(options) as work:
         figures = measure(options, work)
-    result = output.result("triton_server", figures)
-    output.finish(options, result, tables([result]))
+    output.finish(options, output.result("triton_server", figures), lambda result: tables([result]))

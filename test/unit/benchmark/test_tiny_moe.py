@@ -76,12 +76,14 @@ def test_rows_are_the_prompts_of_the_engines_evaluation():
 
 def test_weights_survive_the_way_to_a_checkpoint_and_back():
     spec = ModelSpec(layers=2, dense_layers=1, experts=8, top_k=2, heads=1, hidden=128)
-    weights = network.to_checkpoint(network.Model(spec))
+    made = network.Model(spec)
+    weights = network.to_checkpoint(made)
     assert {name for name in weights if "experts.7." in name} == {
         f"model.layers.1.mlp.experts.7.{part}_proj.weight" for part in ("gate", "up", "down")
     }
-    again = network.to_checkpoint(network.from_checkpoint(spec, weights))
-    torch.testing.assert_close(again, weights, rtol=0, atol=0)
+    again = network.from_checkpoint(spec, weights).state_dict()
+    rounded = {name: tensor.bfloat16().float() for name, tensor in made.state_dict().items()}
+    torch.testing.assert_close(dict(again), rounded, rtol=0, atol=0)
 
 
 def test_packed_experts_are_exact_and_close():
