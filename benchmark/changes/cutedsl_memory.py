@@ -152,10 +152,7 @@ def row(name: str, layout: Layout, tokens: int, chunked_prefill_size: int, max_b
 
 
 def tables(result: output.Result, tps: Collection[int] = ()) -> str:
-    """All layers' buffers, sized as upstream does and as we do: a row a layout, a column a model.
-
-    :param tps: the tensor-parallel sizes to show; all unless given.
-    """
+    """All layers' buffers, sized as upstream does and as we do: a row a layout (of these sizes), a column a model."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for row in (row for row in result["figures"]["rows"] if not tps or row["tp"] in tps):
         stock, ours, layers = row["stock"], row["ours"], row["moe_layers"]

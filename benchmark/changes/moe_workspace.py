@@ -68,10 +68,7 @@ def interval(ratios: list[float]) -> list[float]:
 
 
 def errors(output: torch.Tensor, checked: Checked) -> dict[str, float] | None:
-    """The mean error against float32, over the mean of what is expected.
-
-    :param checked: some tokens and their outputs in float32.
-    """
+    """The mean error of some tokens against float32, over the mean of what is expected."""
     if checked is None:
         return None
     tokens, expected = checked
@@ -279,10 +276,7 @@ def profile(runner: Runner, batch: Batch, variants: list[Variant]) -> dict[str, 
 
 
 def variants_of(layer: tuple[str, str], options: Any, *, first: bool) -> list[Variant]:
-    """What is measured of one batch.
-
-    :param first: it is the layer's first batch.
-    """
+    """What is measured of one batch, the layer's first or another."""
     own_mb = moe_tables.MARLIN_MB.get(layer) if options.runner == "marlin" else None
     settings = [mb for mb in (own_mb, *options.mb) if mb]
     variants = [Variant(), *(Variant(mb=mb) for mb in settings)]

@@ -91,11 +91,7 @@ def count(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, seed
 
 
 def tables(result: output.Result, eps: Sequence[int] = (), batches: Sequence[int] = ()) -> str:
-    """Rows given to the kernel.
-
-    :param eps: those to show; all unless given.
-    :param batches: the same of the tokens of a rank.
-    """
+    """Rows given to the kernel; of the given sizes, or of all."""
     figures = result["figures"]
     rows = []
     for c in (Case(**case) for case in figures["cases"]):

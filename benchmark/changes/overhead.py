@@ -140,7 +140,6 @@ class Skeleton:
 
     :param layer: of a model that was built with the patches.
     :param run: calls the runner as a layer of that server does.
-    :param hidden_states: the layer's input.
     """
 
     layer: Any

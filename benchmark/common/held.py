@@ -55,10 +55,7 @@ class Slack:
 
 
 def slack(lines: Sequence[Line], random: Sequence[Line] = ()) -> Slack:
-    """
-    :param lines: all, from the first forward on.
-    :param random: those of the long run, whose halves are compared.
-    """
+    """``random``: the lines of the long run, whose halves are compared."""
     first, later = lines[0], lines[1:] or lines
     half = len(random) // 2
     grown = max((line.reserved for line in random[half:]), default=0) - max(

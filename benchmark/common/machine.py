@@ -62,11 +62,7 @@ def sentence(conditions: dict[str, Any]) -> str:
 
 
 def require_gpu(name: str, instead: str = "") -> None:
-    """End the program in one line where PyTorch sees no GPU.
-
-    :param name: of the program.
-    :param instead: what can be run without one.
-    """
+    """End the program in one line where PyTorch sees no GPU; ``instead``: what can be run without one."""
     import torch
 
     if not torch.cuda.is_available():

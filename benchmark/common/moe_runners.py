@@ -117,10 +117,7 @@ class Runner(ABC):
 
     @abstractmethod
     def slice_step(self, gemm: Any) -> int:
-        """What the width of a slice must be a multiple of.
-
-        :param gemm: the rule's ``TritonGemm`` or ``MarlinGemm``.
-        """
+        """What the width of a slice must be a multiple of; ``gemm``: the rule's."""
 
     @contextmanager
     def use(self, variant: Variant | None) -> Iterator[None]:

@@ -57,11 +57,9 @@ def triton(result: output.Result) -> str:
 
 
 def by_width(cells: list[dict[str, Any]], setting: int | None = None) -> dict[tuple[Any, ...], dict[str, Any] | None]:
-    """Of each layer, tiles and batch, the cell that ran as the rule says now.
+    """Of each layer, tiles and batch, the cell that ran as the rule says now, with so many MB asked for.
 
     ``None``: it is not cut, and is stock; empty: it was not measured.
-
-    :param setting: what ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` asks for.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for one in cells:

@@ -46,10 +46,7 @@ def parser(
 ) -> Parser:
     """A parser with the options that every benchmark has, to which it adds its own.
 
-    :param description: the script's docstring.
     :param quick: the defaults of a run that only shows whether it runs at all; without them there is no ``--quick``.
-    :param plots: there is a plot to write.
-    :param logs: it starts servers, whose logs can be kept.
     """
     parser = Parser(prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.quick = quick or {}
@@ -152,10 +149,7 @@ def keep_logs(options: argparse.Namespace, work: Path) -> None:
 
 
 def load(name: str) -> Result:
-    """A result of the repository.
-
-    :param name: ``BENCHMARK/NAME``.
-    """
+    """A result of the repository, by ``BENCHMARK/NAME``."""
     loaded: Result = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
 

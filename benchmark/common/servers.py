@@ -43,15 +43,11 @@ RUNNER_ARGUMENTS = {
 class Setup:
     """How servers are started.
 
-    :param served: the layers of a model.
     :param work: a folder for the model, logs and observations; must not exist.
-    :param tp: tensor-parallel ranks.
     :param tokens: the longest prompt, and the chunk size of the prefill.
-    :param arguments: more server arguments.
     :param workspace_mb: MiB that the reference kernel takes while it runs, as the vendor kernel does for its workspace.
     :param observe: have the servers record their memory; costs time in every forward.
     :param history: record the allocator's history of one forward too.
-    :param variables: more environment variables.
     :param changes: ``SGLANG_MOE_PATCHES`` of a patched server.
     """
 
@@ -148,10 +144,7 @@ def prompt(tokens: int, seed: object) -> list[int]:
 
 
 def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
-    """A digest of each answer to random prompts of many lengths.
-
-    :param longest: tokens of the longest prompt.
-    """
+    """A digest of each answer to random prompts of many lengths, the longest of so many tokens."""
     lengths = [max(1, longest * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
     found = [generate(server, prompt(length, 0), new_tokens, logprobs=False)["tokens"] for length in lengths]
     return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]

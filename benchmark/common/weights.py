@@ -128,11 +128,7 @@ def write_model(folder: Path, served: Served) -> Path:
 
 
 def write_checkpoint(folder: Path, served: Served, seed: int, device: str) -> Path:
-    """A folder with the weights in it, for what reads them from disk.
-
-    :param seed: another one makes all weights others.
-    :param device: where they are drawn.
-    """
+    """A folder with the weights in it, for what reads them from disk; another seed makes all of them others."""
     from safetensors.torch import save_file
 
     described = config(served)

@@ -149,10 +149,7 @@ class Asking:
 
 
 def measure(asking: Asking, path: Path) -> dict[str, Any]:
-    """Ask one server everything.
-
-    :param path: where it writes what its allocator holds.
-    """
+    """Ask one server everything; in the file it writes what its allocator holds."""
     options = asking.options
     figures: dict[str, Any] = {"first_ms": asking.ms([asking.some(options.chunk, "first")])}
     asking.largest()
@@ -192,10 +189,7 @@ def serve(name: str, options: Any, work: Path, model: Path, group: str) -> dict[
 
 
 def serve_all(options: Any, work: Path, finished: Callable[[dict[str, Any]], None]) -> None:
-    """Each group's servers one after the other.
-
-    :param finished: called with the figures so far after each server.
-    """
+    """Each group's servers one after the other; ``finished`` gets the figures so far after each."""
     model = served.write_model(work / "model", options)
     plugins.write(work / "plugin", "benchmark_held", "common.held:register")
     groups = options.gpus.split(";") if options.gpus else [""]

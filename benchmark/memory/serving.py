@@ -80,10 +80,7 @@ class Failed(RuntimeError):
 
 
 def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
-    """A word for each token, so that every token is text: the engine's client counts none else.
-
-    :param images: the tokens that stand for images, and their words.
-    """
+    """A word for each token, so that every token is text: the engine's client counts none else; images have theirs."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -271,10 +268,7 @@ def variables(name: str, work: Path, mode: str) -> dict[str, str]:
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
-    """One server, from start to end.
-
-    :raises Failed: it was not measured.
-    """
+    """One server, from start to end."""
     own = variables(name, work, "always" if "--mem-fraction-static" in options.arguments else "auto")
     first = name.endswith("-first")
     records = Path(own.get(KV_RECORD.name) or work / "none")

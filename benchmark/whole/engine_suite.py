@@ -50,11 +50,7 @@ OTHERS = {"register_amd_ci": "AMD", "register_npu_ci": "NPU", "register_cpu_ci":
 
 
 def skip_reason(source: str, gpus: int = 1) -> str:
-    """Why a file of tests is not run; "": it is.
-
-    :param source: its code.
-    :param gpus: that there are.
-    """
+    """Why a file of tests of that code is not run on so many GPUs; "": it is."""
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -74,7 +70,6 @@ def select(checkout: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str,
     """The files that say something of MoE layers or of quantization, below `test/registered`, and their skip reasons.
 
     :param only: parts of paths, of which one must be there.
-    :raises SystemExit: there are no tests.
     """
     root = checkout / REGISTERED
     reasons = {}
@@ -102,7 +97,6 @@ def described(checkout: Path) -> str:
 
 
 def variables(*folders: Path) -> dict[str, str]:
-    """The environment of a file's tests, with these folders of modules."""
     own = processes.variables(*folders, Path(__file__).parents[1], *stand_ins.folders())
     # Downloads that the selection did not foresee fail at once, and alike on both sides.
     return own | {"HF_HUB_OFFLINE": "1"}
@@ -139,7 +133,6 @@ def run(file: str, side: str, checkout: Path, work: Path, limit_s: float) -> dic
 
 
 def outcome_counts(side: dict[str, Any]) -> str:
-    """Its outcomes in a few words."""
     counts = Counter(test["outcome"] for test in side["tests"].values())
     parts = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome]]
     return ", ".join([*parts, *(["no result"] if side["errors"] else [])]) or "no tests"

@@ -180,10 +180,7 @@ def reasons(figures: dict[str, Any]) -> list[str]:
 
 
 class Driven:
-    """A server that is asked, and what is known of it.
-
-    :param forward_files: of what its forwards held, and did.
-    """
+    """A server that is asked, and what is known of it; the files say what its forwards held, and did."""
 
     def __init__(self, server: Server, options: Any, models: Sequence[Path], forward_files: tuple[Path, Path]) -> None:
         import httpx
@@ -325,9 +322,6 @@ class Driven:
         self.record.updates += 1
 
     def _post(self, path: str, body: Any) -> Any:
-        """
-        :raises RuntimeError: what was answered is not 200.
-        """
         self.server.check()
         answer = self._http.post(path, json=body)
         if answer.status_code != 200:

@@ -85,10 +85,8 @@ def test_what_became_of_a_request(status: int, text: str, outcome: str):
 
 
 def test_the_halves_are_those_of_the_time_since_the_first_round():
-    def line(at: float, reserved: int, free: int = 9) -> Line:
-        return Line(at, 5, reserved - 1, reserved, free)
-
     record = soak.Record()
-    soak.add_up(record, [line(0, 10), line(90, 99), line(100, 30), line(104, 40), line(106, 35, 3), line(110, 20)], 100)
+    seen = ((0, 10, 9), (90, 99, 9), (100, 30, 9), (104, 40, 9), (106, 35, 3), (110, 20, 9))
+    soak.add_up(record, [Line(at, 5, reserved - 1, reserved, free) for at, reserved, free in seen], 100)
     assert (record.before, record.first_half, record.second_half) == (10, 40, 35)
     assert (record.first_peak, record.second_peak, record.lowest_free) == (39, 34, 3)
