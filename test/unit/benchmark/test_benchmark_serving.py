@@ -29,7 +29,7 @@ def test_it_has_the_tensors_of_a_checkpoint_on_disk(tmp_path, name, runner):
     assert shapes[0] == shapes[1]
 
 
-FORMATS = {
+FORMATS: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
     # Kimi-K2.5's layout, compressed-tensors': [out, in / 8] int32, scales by groups of 32 of the inputs.
     "marlin": {
         "weight_packed": (torch.int32, (256, 32)),
