@@ -28,11 +28,13 @@ MIB = 1 << 20
 # experts, hidden, intermediate, gated, tokens, top_k
 SMALL = [
     (3, 128, 64, True, 5, 2),
-    (4, 128, 128, False, 70, 3),  # a block of 64 slots and a rest
-    (5, 384, 192, True, 33, 4),
+    (3, 128, 128, False, 70, 2),  # a block of 64 slots and a rest
+    (2, 256, 192, True, 9, 2),  # a product over two strips, and over one and a half
 ]
 GRID = [
     *SMALL,
+    (4, 128, 128, False, 70, 3),
+    (5, 384, 192, True, 33, 4),
     (2, 640, 320, True, 300, 1),
     (8, 1024, 256, True, 1, 8),
     (8, 1024, 256, True, 700, 8),
@@ -81,8 +83,13 @@ def awkward(rows, columns, seed=0):
     return x.bfloat16()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (17, 128), (33, 272), (5, 1040)])
-@pytest.mark.parametrize("multiplier", [1.0, 0.37, 250.0])
+@pytest.mark.parametrize(
+    ("rows", "columns", "multiplier"),
+    [
+        *((1, 32, 1.0), (17, 128, 0.37), (33, 272, 250.0), (5, 1040, 1.0)),
+        pytest.param(1000, 7168, 3.0, marks=ON_GPU),
+    ],
+)
 def test_quantize_equals_the_plain_one_to_the_bit(rows, columns, multiplier):
     x = awkward(rows, columns)
     multiplier = torch.tensor([multiplier], device=DEVICE)
@@ -90,15 +97,6 @@ def test_quantize_equals_the_plain_one_to_the_bit(rows, columns, multiplier):
     expected, expected_scale = nvfp4.quantize(x, multiplier)
     assert torch.equal(scale.view(torch.uint8), expected_scale.view(torch.uint8))
     assert torch.equal(packed, expected)
-
-
-@ON_GPU
-@pytest.mark.parametrize("swizzled", [False, True])
-def test_fp4_quantize_at_real_sizes(monkeypatch, swizzled):
-    x, scale = awkward(1000, 7168), torch.tensor([3.0], device="cuda")
-    got = kernels.fp4_quantize(x, scale, is_sf_swizzled_layout=swizzled)
-    expected = plain(monkeypatch, kernels.fp4_quantize, x, scale, is_sf_swizzled_layout=swizzled)
-    assert all(torch.equal(a, b) and a.shape == b.shape for a, b in zip(got, expected, strict=True))
 
 
 @ON_GPU
@@ -147,7 +145,7 @@ def test_an_expert_elsewhere_contributes_nothing(monkeypatch):
 
 
 def test_a_result_depends_on_the_token_alone():
-    tokens, hidden, intermediate = (150, 256, 128) if DEVICE == "cuda" else (40, 128, 64)
+    tokens, hidden, intermediate = (150, 256, 128) if DEVICE == "cuda" else (12, 128, 64)
     shared = layer(6, hidden, intermediate, device=DEVICE)
     arguments = batch(tokens, 6, hidden, 2, DEVICE)
     whole = in_triton(**shared, **arguments)
@@ -158,22 +156,22 @@ def test_a_result_depends_on_the_token_alone():
 
 
 def test_the_order_of_a_tokens_experts_does_not_matter():
-    shared, arguments = layer(6, 128, 64, device=DEVICE), batch(20, 6, 128, 4, DEVICE)
+    shared, arguments = layer(4, 128, 64, device=DEVICE), batch(3, 4, 128, 4, DEVICE)
     for tensor in shared.values():
         if isinstance(tensor, torch.Tensor):
             tensor[1] = tensor[0]
     # The first two cancel out: what the others add to the sum in between loses its last bits.
     weights = torch.tensor([2.0**20, -(2.0**20), 0.7, 0.3], device=DEVICE).bfloat16().view(torch.int16).int()
     packed = (torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE) << 16) | (weights & 0xFFFF)
-    given = [packed[list(order)].expand(20, 4).contiguous() for order in ((0, 1, 2, 3), (2, 0, 3, 1), (1, 3, 2, 0))]
+    given = [packed[list(order)].expand(3, 4).contiguous() for order in ((0, 1, 2, 3), (2, 0, 3, 1), (1, 3, 2, 0))]
     first, *others = [in_triton(**shared, **{**arguments, "topk_ids": ids}) for ids in given]
     assert first.abs().max() > 0.01
     assert all(torch.equal(first, other) for other in others)
 
 
 def test_passes_and_strips_change_nothing(monkeypatch):
-    tokens, hidden = (200, 384) if DEVICE == "cuda" else (140, 128)  # at the least 128 tokens and 64 columns at a time
-    shared, arguments = layer(3, hidden, 64, device=DEVICE), batch(tokens, 3, hidden, 2, DEVICE)
+    tokens, hidden = (200, 384) if DEVICE == "cuda" else (130, 128)  # at the least 128 tokens and 64 columns at a time
+    shared, arguments = layer(2, hidden, 64, device=DEVICE), batch(tokens, 2, hidden, 1, DEVICE)
     expected = in_triton(**shared, **arguments)
     run = nvfp4_triton.run_experts
     monkeypatch.setattr(nvfp4_triton, "run_experts", lambda *a, **k: run(*a, **k, scratch_bytes=1))

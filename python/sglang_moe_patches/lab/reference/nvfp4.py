@@ -2,15 +2,12 @@
 
 A tensor in NVFP4 is stored as
 
-* E2M1 codes, two to a byte, the first element in the low nibble. The sixteen codes are the eight magnitudes
-  0, 0.5, 1, 1.5, 2, 3, 4, 6 and, with the high bit set, their negatives;
+* E2M1 codes, two to a byte, the first element in the low nibble. The sixteen codes are eight magnitudes and, with the
+  high bit set, their negatives;
 * one E4M3 block scale for every 16 consecutive elements of the last dimension;
-* one float32 scale for the whole tensor.
-
-The whole-tensor scale appears in two conventions, each the inverse of the other. Quantization takes FlashInfer's
-``global_scale``, the *multiplier* 448 * 6 / amax that makes the largest block scale the largest E4M3 number.
-Dequantization takes the factor that undoes it, which ModelOpt checkpoints store as ``weight_scale_2`` and
-``input_scale``.
+* one float32 scale for the whole tensor. Quantization takes FlashInfer's ``global_scale``, the *multiplier*
+  448 * 6 / amax that makes the largest block scale the largest E4M3 number. Dequantization takes its inverse, which
+  ModelOpt checkpoints store as ``weight_scale_2`` and ``input_scale``.
 
 Source: NVIDIA's description of NVFP4 and the recipe of FlashInfer's ``fp4_quantize`` (``quantization_utils.cuh``,
 ``cvt_warp_fp16_to_fp4``). The device code uses approximate reciprocals; here they are exact, so values within a unit
@@ -123,8 +120,8 @@ def global_scale_for(x: torch.Tensor) -> torch.Tensor:
     """FlashInfer's multiplier for a tensor: 448 * 6 / amax, so that the largest block scale is E4M3's maximum.
 
     :param x: float tensor of any shape.
-    :returns: float32 scalar, finite; 1 for a tensor that is empty or all zeros.
+    :returns: float32 scalar, finite; 1 for a tensor of zeros.
     """
-    amax = x.float().abs().amax() if x.numel() else _as_float32(0.0, x.device)
+    amax = x.float().abs().amax()
     multiplier = (E4M3_MAX * E2M1_MAX / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(amax == 0, 1.0, multiplier)

@@ -1,9 +1,7 @@
-"""The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, within bounded memory.
+"""The reference kernels on a GPU: NVFP4 quantization and the routed experts in Triton, for real sizes.
 
-The counterpart of the plain PyTorch in :mod:`.nvfp4` and :mod:`.flashinfer_kernels`, for real sizes. Weights stay
-packed: each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout. Its rows are permuted
-alike for every expert of a tensor, so an index table finds them, and its interleaved block scales have a closed
-address.
+Weights stay packed: each program decodes the FP4 strip that it multiplies, straight from the TRT-LLM layout, whose rows
+are permuted alike for every expert of a tensor, so an index table finds them.
 
 * Can be captured in a CUDA graph: no host synchronization, and shapes depend on the shapes of the arguments alone.
 * Deterministic, and a token's result does not depend on the rest of the batch: tiles have one size whatever the batch,
@@ -12,8 +10,8 @@ address.
 * Scratch is at most about ``SCRATCH_BYTES``, however many tokens: tokens go in passes and the result in column strips.
 
 A decoded E2M1 times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16 holds it
-exactly; products are accumulated in float32. The plain functions accumulate in float64: an intermediate on a rounding
-boundary of NVFP4 can come out on its other side here.
+exactly; products are accumulated in float32, in the plain functions in float64: an intermediate on a rounding boundary
+of NVFP4 can come out on its other side here.
 """
 
 from __future__ import annotations
@@ -45,14 +43,30 @@ def _e2m1(code):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decoded(packed, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decoded(packed, scale):  # type: ignore[no-untyped-def]
     """float16 [ROWS, BYTES] each: the even and the odd elements of packed [ROWS, BYTES], times scale [ROWS, BYTES/8].
 
     A product over K is the same over the even and the odd elements apart, so they need not be put together.
     """
+    ROWS: tl.constexpr = packed.shape[0]
+    BYTES: tl.constexpr = packed.shape[1]
     scale = tl.broadcast_to(scale.to(tl.float32)[:, :, None], (ROWS, BYTES // 8, 8)).reshape(ROWS, BYTES)
     code = packed.to(tl.int32)
     return (_e2m1(code) * scale).to(tl.float16), (_e2m1(code >> 4) * scale).to(tl.float16)
+
+
+@triton.jit
+def _activations(  # type: ignore[no-untyped-def]
+    x_ptr, x_scale_ptr, row, mine, first_byte, K_BYTES: tl.constexpr, BYTES: tl.constexpr
+):
+    """``_decoded`` K strip of NVFP4 rows; zeros for those that are not ``mine``."""
+    byte = first_byte + tl.arange(0, BYTES)
+    group = first_byte // 8 + tl.arange(0, BYTES // 8)
+    inside = mine[:, None] & (byte < K_BYTES)[None, :]
+    packed = tl.load(x_ptr + row[:, None] * K_BYTES + byte[None, :], mask=inside, other=0)
+    inside = mine[:, None] & (group < K_BYTES // 8)[None, :]
+    scale = tl.load(x_scale_ptr + row[:, None] * (K_BYTES // 8) + group[None, :], mask=inside, other=0.0)
+    return _decoded(packed, scale)
 
 
 @triton.jit
@@ -66,7 +80,6 @@ def _multiplied(  # type: ignore[no-untyped-def]
     first_byte,
     K_BYTES: tl.constexpr,
     acc,
-    N: tl.constexpr,
     BYTES: tl.constexpr,
 ):
     """acc [M, N] + activations [M, K strip] @ weights[rows, K strip].T, weights of one expert in the TRT-LLM layout."""
@@ -77,7 +90,7 @@ def _multiplied(  # type: ignore[no-untyped-def]
     tile = (scale_rows // 128)[:, None] * (K_BYTES // 32) + (column // 4)[None, :]
     inside = (scale_rows % 32 * 16 + scale_rows % 128 // 32 * 4)[:, None] + (column % 4)[None, :]
     scale = tl.load(scales_ptr + tile * 512 + inside, mask=column[None, :] < K_BYTES // 8, other=0.0)
-    weight_even, weight_odd = _decoded(packed, scale, N, BYTES)
+    weight_even, weight_odd = _decoded(packed, scale)
     acc = tl.dot(even, tl.trans(weight_even), acc)
     return tl.dot(odd, tl.trans(weight_odd), acc)
 
@@ -92,16 +105,17 @@ def _rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quantized(x, multiplier, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantized(x, multiplier):  # type: ignore[no-untyped-def]
     """``nvfp4.quantize`` of float32 x [M, N], to the bit: packed uint8 [M, N/2] and E4M3 block scales [M, N/16]."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
     blocks = x.reshape(M, N // 16, 16)
     wanted = multiplier * (tl.max(tl.abs(blocks), axis=2) * (1 / 6))
     block_scale = _rounded_to_e4m3(tl.minimum(wanted, 448.0)).to(tl.float8e4nv)
     decoded = block_scale.to(tl.float32)
     # Correctly rounded divisions: Triton's / is an approximation.
-    inverse = tl.div_rn(tl.full((M, N // 16), 1.0, tl.float32), tl.full((M, N // 16), 1.0, tl.float32) * multiplier)
-    encode = tl.div_rn(tl.full((M, N // 16), 1.0, tl.float32), decoded * inverse)
-    encode = tl.where(decoded == 0, 0.0, encode)
+    one = tl.full((M, N // 16), 1.0, tl.float32)
+    encode = tl.where(decoded == 0, 0.0, tl.div_rn(one, decoded * tl.div_rn(one, one * multiplier)))
     scaled = (blocks * encode[:, :, None]).reshape(M, N)
     size = tl.abs(scaled)
     # Halfway goes to the even code; counted from above, so that NaN gets the largest.
@@ -138,17 +152,12 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     column = strip * N + tl.arange(0, N)
     inside = (row < rows)[:, None]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside & (column < COLUMNS)[None, :], other=0.0)
-    packed, scale = _quantized(x.to(tl.float32), tl.load(multiplier_ptr), M, N)
+    packed, scale = _quantized(x.to(tl.float32), tl.load(multiplier_ptr))
     byte = strip * (N // 2) + tl.arange(0, N // 2)
     block = strip * (N // 16) + tl.arange(0, N // 16)
-    tl.store(
-        packed_ptr + row[:, None] * (COLUMNS // 2) + byte[None, :], packed, mask=inside & (byte < COLUMNS // 2)[None, :]
-    )
-    tl.store(
-        scale_ptr + row[:, None] * (COLUMNS // 16) + block[None, :],
-        scale,
-        mask=inside & (block < COLUMNS // 16)[None, :],
-    )
+    inside_packed, inside_scale = inside & (byte < COLUMNS // 2)[None, :], inside & (block < COLUMNS // 16)[None, :]
+    tl.store(packed_ptr + row[:, None] * (COLUMNS // 2) + byte[None, :], packed, mask=inside_packed)
+    tl.store(scale_ptr + row[:, None] * (COLUMNS // 16) + block[None, :], scale, mask=inside_scale)
 
 
 def quantize(x: torch.Tensor, multiplier: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,22 +232,10 @@ def _gemm1_kernel(  # type: ignore[no-untyped-def]
             gate_scale_row = tl.load(scale_row_ptr + INTERMEDIATE + column)
             gate = tl.zeros((M, N), tl.float32)
         for k in range(0, K_BYTES, BYTES):
-            byte = k + tl.arange(0, BYTES)
-            group = k // 8 + tl.arange(0, BYTES // 8)
-            packed = tl.load(
-                x_ptr + token[:, None] * K_BYTES + byte[None, :],
-                mask=mine[:, None] & (byte < K_BYTES)[None, :],
-                other=0,
-            )
-            x_scale = tl.load(
-                x_scale_ptr + token[:, None] * (K_BYTES // 8) + group[None, :],
-                mask=mine[:, None] & (group < K_BYTES // 8)[None, :],
-                other=0.0,
-            )
-            even, odd = _decoded(packed, x_scale, M, BYTES)
-            up = _multiplied(even, odd, w, s, up_row, up_scale_row, k, K_BYTES, up, N, BYTES)
+            even, odd = _activations(x_ptr, x_scale_ptr, token, mine, k, K_BYTES, BYTES)
+            up = _multiplied(even, odd, w, s, up_row, up_scale_row, k, K_BYTES, up, BYTES)
             if GATED:
-                gate = _multiplied(even, odd, w, s, gate_row, gate_scale_row, k, K_BYTES, gate, N, BYTES)
+                gate = _multiplied(even, odd, w, s, gate_row, gate_scale_row, k, K_BYTES, gate, BYTES)
         gate_scale, up_scale = tl.load(gate_scale_ptr + expert), tl.load(up_scale_ptr + expert)
         if GATED:
             gate = gate * gate_scale
@@ -247,7 +244,7 @@ def _gemm1_kernel(  # type: ignore[no-untyped-def]
             positive = tl.maximum(up * gate_scale, 0.0)
             result = positive * positive * up_scale
         # The multiplier for the intermediate is in up_scale.
-        packed, scale = _quantized(result, 1.0, M, N)
+        packed, scale = _quantized(result, 1.0)
         to = position.to(tl.int64)[:, None]
         byte = strip * (N // 2) + tl.arange(0, N // 2)
         group = strip * (N // 16) + tl.arange(0, N // 16)
@@ -291,21 +288,10 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
         s = scales_ptr + expert * (HIDDEN * (K_BYTES // 8))
         column = strip * N + tl.arange(0, N)
         row, scale_row = tl.load(row_ptr + first_column + column), tl.load(scale_row_ptr + first_column + column)
-        at = position.to(tl.int64)[:, None]
         acc = tl.zeros((M, N), tl.float32)
         for k in range(0, K_BYTES, BYTES):
-            byte = k + tl.arange(0, BYTES)
-            group = k // 8 + tl.arange(0, BYTES // 8)
-            packed = tl.load(
-                x_ptr + at * K_BYTES + byte[None, :], mask=mine[:, None] & (byte < K_BYTES)[None, :], other=0
-            )
-            x_scale = tl.load(
-                x_scale_ptr + at * (K_BYTES // 8) + group[None, :],
-                mask=mine[:, None] & (group < K_BYTES // 8)[None, :],
-                other=0.0,
-            )
-            even, odd = _decoded(packed, x_scale, M, BYTES)
-            acc = _multiplied(even, odd, w, s, row, scale_row, k, K_BYTES, acc, N, BYTES)
+            even, odd = _activations(x_ptr, x_scale_ptr, position.to(tl.int64), mine, k, K_BYTES, BYTES)
+            acc = _multiplied(even, odd, w, s, row, scale_row, k, K_BYTES, acc, BYTES)
         slot = tl.load(slot_ptr + position, mask=mine, other=0).to(tl.int64)
         acc = acc * tl.load(out_scale_ptr + expert)
         tl.store(out_ptr + slot[:, None] * columns + column[None, :], acc, mask=mine[:, None])
@@ -313,15 +299,7 @@ def _gemm2_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr,
-    expert_ptr,
-    weight_ptr,
-    out_ptr,
-    experts,
-    columns,
-    out_stride,
-    TOP_K: tl.constexpr,
-    N: tl.constexpr,
+    rows_ptr, expert_ptr, weight_ptr, out_ptr, experts, columns, out_stride, TOP_K: tl.constexpr, N: tl.constexpr
 ):
     """out [token, columns] = sum over the token's slots of weight * row, slot by slot."""
     token = tl.program_id(0).to(tl.int64)

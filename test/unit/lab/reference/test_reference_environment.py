@@ -48,8 +48,3 @@ def test_a_system_library_that_the_kernels_load_and_no_package_brings_is_named(t
     )
     assert "cuInit" in symbols.stdout
     assert "cublas" not in symbols.stdout
-
-
-def test_what_the_kernels_load_is_read_from_them() -> None:
-    assert not environment._loads("libnothing-of-the-kind.so.1")
-    assert environment._loads("libc.so.6")

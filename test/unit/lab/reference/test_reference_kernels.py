@@ -5,8 +5,9 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import interpreted
 import numpy as np
@@ -23,6 +24,7 @@ SWIGLU, RELU2 = 3, 6
 BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit in the last of eight places, relative
 
 
+@cache
 def engine_function(module: str, name: str) -> Callable[..., Any]:
     """A function of the engine below ``sglang/srt/layers``, as installed.
 
@@ -38,11 +40,6 @@ def engine_function(module: str, name: str) -> Callable[..., Any]:
     exec(compile(ast.Module(functions, []), str(path), "exec"), namespace)
     function: Callable[..., Any] = namespace[name]
     return function
-
-
-def engine_prepare() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The engine's ``prepare_static_weights_for_trtllm_fp4_moe``, as installed."""
-    return engine_function("quantization/utils.py", "prepare_static_weights_for_trtllm_fp4_moe")
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +58,10 @@ def dense_decode(packed: torch.Tensor, block_scale: torch.Tensor) -> np.ndarray:
 
 def dense_quantize(x: np.ndarray) -> np.ndarray:
     """What a vector becomes by going through NVFP4 with a multiplier of 1, by search over all numbers."""
-    result = np.zeros_like(x)
-    for start in range(0, len(x), 16):
-        block = x[start : start + 16]
-        # Ties: argmin takes the first, and E4M3 and E2M1 tables are searched in an order that has the even one first.
-        scale = nearest(np.array([min(np.abs(block).max() / 6, 448.0)]), E4M3)[0]
-        if scale:
-            result[start : start + 16] = nearest(np.clip(block / scale, -6, 6), VALUES) * scale
-    return result
+    blocks = x.reshape(-1, 16)
+    scale = nearest(np.minimum(np.abs(blocks).max(1) / 6, 448.0), E4M3)[:, None]
+    scaled = np.clip(blocks / np.where(scale == 0, np.inf, scale), -6, 6)
+    return (nearest(scaled.ravel(), VALUES).reshape(blocks.shape) * scale).ravel()
 
 
 def silu_gate(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
@@ -76,6 +69,7 @@ def silu_gate(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Ties go to the even number: argmin takes the first."""
     even_first = np.concatenate((table[::2], table[1::2]))
     return even_first[np.abs(even_first[None] - x[:, None]).argmin(1)]
 
@@ -92,6 +86,7 @@ class Layer:
     stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False)
     dense: dict[str, np.ndarray] = field(init=False)
     prepared: dict[str, torch.Tensor] = field(init=False)
+    multiplier_of_tokens: ClassVar = 448.0
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -118,30 +113,24 @@ class Layer:
             "alpha2": (alpha2 / multiplier).double().numpy(),
             "multiplier": np.array(multiplier),
         }
-        prepared = engine_prepare()(
-            w13_packed,
-            w2_packed,
-            w13_scale,
-            w2_scale,
-            self.hidden,
-            self.intermediate,
-            self.experts,
-            is_gated=self.gated,
-        )
-        self.prepared = {
-            "gemm1_weights": prepared[0],
-            "gemm1_weights_scale": prepared[1],
-            "gemm2_weights": prepared[2],
-            "gemm2_weights_scale": prepared[3],
+        self.prepared = self.prepared_weights() | {
             "output1_scale_gate_scalar": alpha1,
             # The engine's g1_scale_c: without a gate the GEMM's scale is in the activation's input alone.
             "output1_scale_scalar": alpha1 * multiplier if self.gated else torch.full_like(alpha1, multiplier),
             "output2_scale_scalar": alpha2 / multiplier,
         }
 
+    def prepared_weights(self) -> dict[str, torch.Tensor]:
+        """By the engine's own function, as installed."""
+        prepare = engine_function("quantization/utils.py", "prepare_static_weights_for_trtllm_fp4_moe")
+        w13, w13_scale, w2, w2_scale = self.stored
+        sizes = self.hidden, self.intermediate, self.experts
+        names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
+        return dict(zip(names, prepare(w13, w2, w13_scale, w2_scale, *sizes, is_gated=self.gated), strict=True))
+
     def tokens(self, n: int, seed: int = 1) -> dict[str, torch.Tensor]:
         x = torch.randn(n, self.hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        packed, scales = kernels.fp4_quantize(x, torch.tensor(448.0), is_sf_swizzled_layout=False)
+        packed, scales = kernels.fp4_quantize(x, torch.tensor(self.multiplier_of_tokens), is_sf_swizzled_layout=False)
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
     def expect_one(
@@ -182,21 +171,12 @@ class Layer:
 
     def answer(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
         """Every argument by its name, as the engine calls; logits decide which of the two kernels."""
+        nothing = ("routing_bias", "routed_scaling_factor", "gemm1_bias", "gemm1_alpha", "gemm1_beta")
         named: dict[str, Any] = {
-            "routing_bias": None,
-            "gemm1_bias": None,
-            "gemm1_alpha": None,
-            "gemm1_beta": None,
-            "gemm1_clamp_limit": None,
-            "gemm2_bias": None,
-            "num_experts": self.experts,
-            "n_group": 0,
-            "topk_group": 0,
+            **dict.fromkeys((*nothing, "gemm1_clamp_limit", "gemm2_bias")),
+            **{"n_group": 0, "topk_group": 0, "routing_method_type": 1, "local_expert_offset": 0},
+            **dict.fromkeys(("num_experts", "local_num_experts"), self.experts),
             "intermediate_size": self.intermediate,
-            "local_expert_offset": 0,
-            "local_num_experts": self.experts,
-            "routed_scaling_factor": None,
-            "routing_method_type": 1,
             "activation_type": SWIGLU if self.gated else RELU2,
             **tokens,
             **self.prepared,
@@ -235,20 +215,20 @@ def assert_close(got: torch.Tensor, expected: np.ndarray) -> None:
     )
 
 
-LAYERS = [
-    pytest.param(Layer, {}, id="gated"),
-    pytest.param(Layer, {"experts": 3, "hidden": 384, "intermediate": 192, "seed": 5}, id="gated-uneven"),
-    pytest.param(Layer, {"gated": False}, id="relu2"),
-    pytest.param(Layer, {"gated": False, "experts": 3, "hidden": 128, "intermediate": 384}, id="relu2-uneven"),
-]
+LAYERS: dict[str, dict[str, Any]] = {
+    "gated": {},
+    "gated-uneven": {"experts": 3, "hidden": 384, "intermediate": 192, "seed": 5},
+    "relu2": {"gated": False},
+    "relu2-uneven": {"gated": False, "experts": 3, "hidden": 128, "intermediate": 384},
+}
 
 
 @pytest.mark.every_release
 class TestRouted:
-    @pytest.mark.parametrize(("make", "sizes"), LAYERS)
-    @pytest.mark.parametrize(("n", "top_k"), [(1, 1), (5, 2), (33, 3)])
-    def test_dense(self, make: type[Layer], sizes: dict[str, Any], n: int, top_k: int) -> None:
-        layer = make(**sizes)
+    @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
+    @pytest.mark.parametrize(("n", "top_k"), [(1, 1), (33, 3)])
+    def test_dense(self, sizes: dict[str, Any], n: int, top_k: int) -> None:
+        layer = Layer(**sizes)
         tokens = layer.tokens(n)
         ids, weights = routing(n, layer.experts, top_k)
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
@@ -261,21 +241,11 @@ class TestRouted:
         ids[5] = torch.tensor([0, 1, 2])  # nothing for the second rank
         for rank in range(2):
             layer = Layer(seed=rank)
-            got = layer.call(tokens, topk_ids=pack(ids, weights), num_experts=8, local_expert_offset=4 * rank)
-            assert_close(got, layer.expect(tokens, ids - 4 * rank, weights))
-        assert got[5].eq(0).all()
-
-    def test_writes_into_output(self) -> None:
-        layer = Layer()
-        tokens = layer.tokens(6)
-        ids, weights = routing(6, 4, 2)
-        ids[3] = 7  # a token without a local expert is zero, not what was there before
-        topk = pack(ids, weights)
-        output = torch.full((6, 256), float("nan"), dtype=torch.bfloat16)
-        returned = layer.call(tokens, topk_ids=topk, output=output)
-        assert returned is output
-        assert torch.equal(output, layer.call(tokens, topk_ids=topk))
-        assert output[3].eq(0).all()
+            output = torch.full((12, 256), float("nan"), dtype=torch.bfloat16)
+            arguments = {"num_experts": 8, "local_expert_offset": 4 * rank, "output": output}
+            assert layer.call(tokens, topk_ids=pack(ids, weights), **arguments) is output
+            assert_close(output, layer.expect(tokens, ids - 4 * rank, weights))
+        assert output[5].eq(0).all()  # not what was there before
 
 
 def route_by_loops(
@@ -309,9 +279,10 @@ class TestSelfRouting:
     def test_dense(
         self, method: int, biased: bool, n_group: int | None, topk_group: int | None, factor: float | None
     ) -> None:
-        layer = Layer(experts=8)
+        layer = Layer()  # four of eight experts
         n, top_k = 40, 3
         tokens = layer.tokens(n)
+        output = torch.full((n, 256), float("nan"), dtype=torch.bfloat16)
         logits = torch.randn(n, 8, generator=torch.Generator().manual_seed(3)) * 2
         # Large enough to change the choice, and different from the weights, which must not see it.
         bias = torch.randn(8, generator=torch.Generator().manual_seed(4)).bfloat16() if biased else None
@@ -324,7 +295,11 @@ class TestSelfRouting:
             topk_group=topk_group,
             routed_scaling_factor=factor,
             routing_method_type=method,
+            num_experts=8,
+            local_expert_offset=4,
+            output=output,
         )
+        assert got is output
         added = np.zeros(8) if bias is None else bias.double().numpy()
         routed = [
             route_by_loops(row, added, top_k, method, n_group or 1, topk_group or 1, factor or 1.0)
@@ -332,7 +307,7 @@ class TestSelfRouting:
         ]
         ids = torch.tensor([ids for ids, _ in routed])
         weights = torch.tensor([weights for _, weights in routed], dtype=torch.float64).bfloat16()
-        assert_close(got, layer.expect(tokens, ids, weights))
+        assert_close(got, layer.expect(tokens, ids - 4, weights))
 
     def test_equal_scores_go_to_the_lower_expert(self) -> None:
         layer = Layer()
@@ -340,16 +315,6 @@ class TestSelfRouting:
         got = layer.call(tokens, routing_logits=torch.zeros(3, 4), top_k=2)
         ids = torch.tensor([[0, 1]] * 3)
         assert_close(got, layer.expect(tokens, ids, torch.full((3, 2), 0.5)))
-
-    def test_output_and_expert_parallel(self) -> None:
-        layer = Layer(seed=9)
-        tokens = layer.tokens(10)
-        logits = torch.randn(10, 8, generator=torch.Generator().manual_seed(6))
-        output = torch.full((10, 256), float("nan"), dtype=torch.bfloat16)
-        got = layer.call(tokens, routing_logits=logits, top_k=2, num_experts=8, local_expert_offset=4, output=output)
-        assert got is output
-        values, ids = logits.topk(2)
-        assert_close(got, layer.expect(tokens, ids - 4, values.softmax(-1).bfloat16()))
 
 
 def geglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
@@ -383,7 +348,6 @@ class TestActivations:
         [
             (0, lambda y: torch.nn.functional.gelu(torch.from_numpy(y)).numpy()),
             (2, lambda y: y / (1 + np.exp(-y))),
-            (6, lambda y: np.maximum(y, 0) ** 2),
         ],
     )
     def test_without_a_gate(self, kind: int, activation: Any) -> None:
@@ -398,36 +362,26 @@ class TestActivations:
             (4, geglu, {}),
             (3, lambda up, gate: silu_gate(np.clip(up, -2, 2), np.minimum(gate, 2)), {"gemm1_clamp_limit": 2.0}),
             (3, swiglu_oai, {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 2.0}),
+            (10, situ, {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}),
         ],
+        ids=["geglu", "limited swiglu", "gpt-oss", "situ"],
     )
     def test_with_a_gate(self, kind: int, activation: Any, options: dict[str, float]) -> None:
         layer = Layer()
         layer.dense["alpha1"] *= 4  # so that the limit cuts something off
         layer.prepared["output1_scale_gate_scalar"] *= 4
         layer.prepared["output1_scale_scalar"] *= 4
-        # Limit and beta are those of what is not scaled yet.
         alpha1 = layer.prepared["output1_scale_gate_scalar"]
-        given = {n: torch.full((4,), v) if n == "gemm1_alpha" else v / alpha1 for n, v in options.items()}
+        if kind == 10:
+            # Both halves are scaled before the tanh: all that is left is the intermediate's multiplier.
+            layer.prepared["output1_scale_scalar"] = torch.full((4,), float(layer.dense["multiplier"]))
+            unscaled = torch.ones(4)
+        else:
+            unscaled = alpha1  # limit and beta are those of what is not scaled yet
+        given = {n: torch.full((4,), v) if n == "gemm1_alpha" else v / unscaled for n, v in options.items()}
         tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
         got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind, **given)
         assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
-        assert not torch.equal(got, layer.call(tokens, topk_ids=pack(ids, weights)))
-
-    def test_situ(self) -> None:
-        layer = Layer()
-        layer.dense["alpha1"] *= 4
-        layer.prepared["output1_scale_gate_scalar"] *= 4
-        # Both halves are scaled before the tanh: all that is left is the intermediate's multiplier.
-        layer.prepared["output1_scale_scalar"] = torch.full((4,), float(layer.dense["multiplier"]))
-        given = {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}
-        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
-        got = layer.call(
-            tokens,
-            topk_ids=pack(ids, weights),
-            activation_type=10,
-            **{name: torch.full((4,), value) for name, value in given.items()},
-        )
-        assert_close(got, layer.expect(tokens, ids, weights, activation=situ))
 
     @pytest.mark.parametrize("gated", [True, False])
     def test_a_scale_for_each_token(self, gated: bool) -> None:
@@ -450,16 +404,10 @@ class TestActivations:
 class TestLeftToBeFinalized:
     """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
 
-    def finalized(self, answer: list[torch.Tensor]) -> np.ndarray:
-        """By hand, slot by slot: [tokens, hidden]."""
-        rows, weights, row_of = answer
-        tokens, top_k = weights.shape
-        out = np.zeros((tokens, rows.shape[1]))
-        for token in range(tokens):
-            for slot in range(top_k):
-                if (row := int(row_of[token * top_k + slot])) >= 0:
-                    out[token] += float(weights[token, slot]) * rows[row].double().numpy()
-        return out
+    def finalized(self, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor) -> np.ndarray:
+        """By hand: [tokens, hidden]."""
+        of_slots = rows.double()[row_of.long()].masked_fill((row_of < 0).unsqueeze(-1), 0)
+        return (of_slots.view(*weights.shape, -1) * weights.double().unsqueeze(-1)).sum(1).numpy()
 
     @pytest.mark.parametrize("form", ["packed", "tuple of bfloat16", "tuple of float32"])
     def test_finalized_by_hand_is_the_finalized_result(self, form: str) -> None:
@@ -479,15 +427,14 @@ class TestLeftToBeFinalized:
         assert row_of.max() < len(rows)
         assert not torch.equal(row_of[local], row_of[local].sort().values)  # whoever ignores the index is seen
 
-        x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
-        for at in local.nonzero().flatten()[::7].tolist():
-            one = layer.expect_one(x[at // 3], int(ids.flatten()[at]) - 4)
-            assert_close(rows[int(row_of[at])], one)
         whole = layer.call(tokens, topk_ids=topk, **parallel)
         # Each row was rounded before the sum here, and only the sum there.
         largest = rows[row_of[local].long()].abs().max().item()
         np.testing.assert_allclose(
-            self.finalized(answer), whole.double().numpy(), rtol=BFLOAT16_ROUNDOFF, atol=3 * BFLOAT16_ROUNDOFF * largest
+            self.finalized(*answer),
+            whole.double().numpy(),
+            rtol=BFLOAT16_ROUNDOFF,
+            atol=3 * BFLOAT16_ROUNDOFF * largest,
         )
 
     @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "a scale for each token"])
@@ -500,21 +447,16 @@ class TestLeftToBeFinalized:
         rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
         assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
 
-    @pytest.mark.parametrize("method", [1, 2])
-    def test_routing_of_its_own(self, method: int) -> None:
+    def test_routing_of_its_own(self) -> None:
         layer = Layer(experts=8)
         tokens = layer.tokens(12)
         logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)) * 2
-        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": method, "routed_scaling_factor": 2.5}
-        answer = layer.answer(tokens, do_finalize=False, **arguments)
-        rows, weights, row_of = answer
+        arguments = {"routing_logits": logits, "top_k": 3, "routing_method_type": 2, "routed_scaling_factor": 2.5}
+        rows, weights, row_of = layer.answer(tokens, do_finalize=False, **arguments)
         assert weights.dtype == torch.bfloat16  # whatever the logits are
-        assert (row_of >= 0).all()
-        expected = 2.5 if method == 2 else 1.0
-        np.testing.assert_allclose(weights.double().sum(-1), expected, rtol=BFLOAT16_ROUNDOFF)
         whole = layer.call(tokens, **arguments).double().numpy()
         atol = 3 * BFLOAT16_ROUNDOFF * rows.abs().max().item()
-        np.testing.assert_allclose(self.finalized(answer), whole, rtol=BFLOAT16_ROUNDOFF, atol=atol)
+        np.testing.assert_allclose(self.finalized(rows, weights, row_of), whole, rtol=BFLOAT16_ROUNDOFF, atol=atol)
 
 
 class TestBatchInvariance:
@@ -538,10 +480,8 @@ class TestBatchInvariance:
             chosen = {name: tensor[rows] for name, tensor in tokens.items()}
             return layer.call(chosen, routing_logits=logits[rows], **arguments)
 
-        for n in range(1, 71):
-            assert torch.equal(some(slice(0, n)), together[:n]), n
-        for row in range(0, 70, 7):
-            assert torch.equal(some(slice(row, row + 1)), together[row : row + 1]), row
+        for rows in (slice(0, 1), slice(0, 2), slice(0, 17), slice(3, 8), slice(5, 69), slice(69, 70)):
+            assert torch.equal(some(rows), together[rows]), rows
         shuffled = torch.randperm(70, generator=torch.Generator().manual_seed(9))
         assert torch.equal(some(shuffled), together[shuffled])
         torch.set_num_threads(1)
@@ -578,22 +518,15 @@ class TestBatchInvariance:
         assert got[2:].isnan().all()
 
 
-@pytest.mark.parametrize("route", ["ids", "logits", "not finalized"])
-def test_no_tokens(route: str) -> None:
+def test_no_tokens() -> None:
     layer = Layer()
-    if route == "logits":
-        for method in (0, 1, 2):
-            got = layer.call(layer.tokens(0), routing_logits=torch.empty(0, 4), top_k=2, routing_method_type=method)
-            assert got.shape == (0, 256)
-        return
-    topk = pack(*routing(0, 4, 2))
-    if route == "ids":
-        output = torch.empty(0, 256, dtype=torch.bfloat16)
-        assert layer.call(layer.tokens(0), topk_ids=topk, output=output) is output
-        assert layer.call(layer.tokens(0), topk_ids=topk).shape == (0, 256)
-    else:
-        answer = layer.answer(layer.tokens(0), topk_ids=topk, do_finalize=False)
-        assert [tensor.shape for tensor in answer] == [(0, 256), (0, 2), (0,)]
+    tokens, topk = layer.tokens(0), pack(*routing(0, 4, 2))
+    for method in (0, 1, 2):
+        got = layer.call(tokens, routing_logits=torch.empty(0, 4), top_k=2, routing_method_type=method)
+        assert got.shape == (0, 256)
+    assert layer.call(tokens, topk_ids=topk).shape == (0, 256)
+    answer = layer.answer(tokens, topk_ids=topk, do_finalize=False)
+    assert [tensor.shape for tensor in answer] == [(0, 256), (0, 2), (0,)]
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------
@@ -670,7 +603,7 @@ def test_what_does_not_fit_together_is_refused(given: dict[str, Any]) -> None:
 
 
 class TestInterleave:
-    @pytest.mark.parametrize("shape", [(128, 4), (256, 12), (3, 128, 8), (130, 6), (2, 1, 1)])
+    @pytest.mark.parametrize("shape", [(256, 12), (3, 128, 8), (130, 6), (2, 1, 1)])
     def test_every_byte(self, shape: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(0)
         scales = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
@@ -703,26 +636,22 @@ class TestQuantize:
         _, swizzled, _ = kernels.nvfp4_quantize(x, torch.tensor([1 / 2688]), per_token_activation=True)
         assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
 
-    @pytest.mark.parametrize(("layout", "swizzled"), [(0, True), (2, False)])
-    def test_without_one_it_is_fp4_quantize(self, layout: int, swizzled: bool) -> None:
-        x = torch.randn(5, 64).bfloat16()
-        got = kernels.nvfp4_quantize(x, torch.tensor(3.0), layout)
-        expected = kernels.fp4_quantize(x, torch.tensor(3.0), is_sf_swizzled_layout=swizzled)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-    def test_layouts(self) -> None:
+    @pytest.mark.parametrize("layout", [0, 2])
+    def test_layouts(self, layout: int) -> None:
         x = torch.randn(130, 96).bfloat16()
         multiplier = nvfp4.global_scale_for(x)
-        packed, linear = kernels.fp4_quantize(x, multiplier, is_sf_swizzled_layout=False)
-        assert packed.shape == (130, 48)
-        assert linear.shape == (130, 6)
-        assert packed.dtype == linear.dtype == torch.uint8
-        assert torch.equal(packed, nvfp4.quantize(x, multiplier)[0])
-        assert torch.equal(linear, nvfp4.quantize(x, multiplier)[1].view(torch.uint8))
-        packed_again, swizzled = kernels.fp4_quantize(x, multiplier)
-        assert torch.equal(packed_again, packed)
-        assert swizzled.shape == (256, 8)
-        assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
+        expected, expected_scale = nvfp4.quantize(x, multiplier)
+        linear = expected_scale.view(torch.uint8)
+        for packed, scale in (
+            kernels.fp4_quantize(x, multiplier, is_sf_swizzled_layout=layout == 0),
+            kernels.nvfp4_quantize(x, multiplier, layout),
+        ):
+            assert torch.equal(packed, expected)
+            if layout == 0:
+                assert scale.shape == (256, 8)
+                assert torch.equal(scale.flatten(), kernels.nvfp4_block_scale_interleave(linear))
+            else:
+                assert torch.equal(scale, linear)
 
     @pytest.mark.parametrize(
         ("given", "multiplier"),
@@ -739,4 +668,4 @@ class TestQuantize:
 def test_the_triton_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     ran, said = interpreted.passed(["test_reference_kernels_cuda.py"], timeout=600)
-    assert ran == 19, said  # not skipped
+    assert ran == 11, said  # not skipped

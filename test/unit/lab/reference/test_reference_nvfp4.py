@@ -71,13 +71,6 @@ class TestQuantize:
                 target = max(-6.0, min(6.0, x * global_scale / scale))
                 assert abs(VALUES[code] - target) <= min(abs(v - target) for v in VALUES) + 1e-6 * abs(target)
 
-    def test_first_element_in_the_low_nibble(self) -> None:
-        x = torch.zeros(16)
-        x[0], x[1], x[15] = 6.0, -3.0, 0.5
-        packed, block_scale = nvfp4.quantize(x, 1.0)
-        assert block_scale.tolist() == [1.0]
-        assert packed.tolist() == [7 | 13 << 4, *[0] * 6, 1 << 4]
-
     def test_block_scale_saturates_instead_of_becoming_nan(self) -> None:
         packed, block_scale = nvfp4.quantize(torch.full((16,), 1e6), 1.0)
         assert block_scale.tolist() == [448.0]
@@ -102,15 +95,6 @@ class TestDequantize:
             expected = [VALUES[code] * E4M3[-32 + row] * 0.5 for code in unpack(packed[row]).tolist()]
             assert got[row].tolist() == expected
 
-    def test_quantizing_what_was_dequantized_changes_nothing(self) -> None:
-        x = torch.randn(64, 128)
-        multiplier = nvfp4.global_scale_for(x)
-        once = nvfp4.dequantize(*nvfp4.quantize(x, multiplier), 1 / multiplier)
-        twice = nvfp4.dequantize(*nvfp4.quantize(once, multiplier), 1 / multiplier)
-        assert torch.equal(once, twice)
-        # Half the widest gap between two values is 1 of 6, plus the rounding of the block scale.
-        assert (once - x).abs().max() <= x.abs().max() * (1 / 6 + 1 / 16)
-
 
 class TestGlobalScale:
     @given(st.lists(moderate, min_size=1, max_size=20))
@@ -123,6 +107,3 @@ class TestGlobalScale:
             assert got.item() == pytest.approx(min(448 * 6 / amax, torch.finfo(torch.float32).max))
         else:
             assert got.item() == 1
-
-    def test_empty(self) -> None:
-        assert nvfp4.global_scale_for(torch.empty(0, 16)).item() == 1
