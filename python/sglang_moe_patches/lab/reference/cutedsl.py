@@ -1,22 +1,16 @@
 """FlashInfer's CuteDSL NVFP4 MoE kernels in plain PyTorch, below FlashInfer's own ``CuteDslMoEWrapper``.
 
-The wrapper itself is not stood in for: its constructor, its buffers and their shapes, the ``num_tokens (…) exceeds
-max_num_tokens (…)`` guard, the output that is a view of a buffer of its own, and the order of the steps are
-FlashInfer's code, whichever release is installed (from 0.6.14 on without buffers and guard). Replaced are the kernels
-that it calls (:data:`KERNELS`), each at FlashInfer's own signature, and where there is no GPU the second stream on
-which it zeroes the output (:data:`ON_ONE_STREAM`).
+The wrapper itself is FlashInfer's, whichever release is installed (from 0.6.14 on without buffers and guard). Replaced
+are the kernels that it calls (:data:`KERNELS`), each at FlashInfer's own signature, and where there is no GPU the
+second stream on which it zeroes the output (:data:`ON_ONE_STREAM`).
 
-The kernels use the wrapper's buffers as the real ones do. Sorting writes where each (token, expert) pair goes;
-the first product leaves NVFP4 intermediates and their interleaved scales in the GEMM1 buffers; the second reads them
-and adds onto the output. So a buffer that is too small, shared at the wrong time, poisoned, or an output that was not
-zeroed shows here as it would there. What the real kernels never write (rows of a tile beyond the last token) is not
-written here either.
+The kernels use the wrapper's buffers as the real ones do, so one that is too small, shared at the wrong time or
+poisoned, or an output that was not zeroed, shows here as it would there. What the real kernels never write (rows of a
+tile beyond the last token) is not written here either.
 
 As in :mod:`~sglang_moe_patches.lab.reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
-added in the order of their numbers: a token's result does not depend on the rest of the batch. The real second kernel
-adds the experts with bfloat16 atomics in any order; here the sum is rounded to the output's dtype once.
-
-Nothing is installed by importing this module.
+added in the order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here
+the sum is rounded to the output's dtype once.
 """
 
 from __future__ import annotations
@@ -25,6 +19,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +28,7 @@ from sglang_moe_patches.core.engine import has_module
 from sglang_moe_patches.lab.reference import nvfp4
 from sglang_moe_patches.lab.reference.flashinfer_kernels import (
     ACTIVATION_SWIGLU,
+    load_weights,
     nvfp4_block_scale_interleave,
     undo_block_scale_interleave,
 )
@@ -83,19 +79,12 @@ def moe_sort(
     :returns: tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks'
         experts [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
     """
+    given = {name: value for name, value in locals().items() if name.startswith("out_")}
     from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
 
     tokens, device = token_selected_experts.shape[0], token_selected_experts.device
     experts = num_local_experts or num_experts
     own = allocate_moe_sort_buffers(tokens, num_experts, top_k, experts, tile_tokens_dim, device)
-    given = {
-        "out_tile_idx_to_expert_idx": out_tile_idx_to_expert_idx,
-        "out_tile_idx_to_mn_limit": out_tile_idx_to_mn_limit,
-        "out_expanded_idx_to_permuted_idx": out_expanded_idx_to_permuted_idx,
-        "out_permuted_idx_to_expanded_idx": out_permuted_idx_to_expanded_idx,
-        "out_total_num_padded_tokens": out_total_num_padded_tokens,
-        "out_num_non_exiting_tiles": out_num_non_exiting_tiles,
-    }
     result = [own[name] if tensor is None else tensor for name, tensor in given.items()]
 
     expert_of = token_selected_experts.flatten().long() - local_expert_offset
@@ -177,9 +166,8 @@ def gather_gemm_swiglu(
     if out_scale is None:
         out_scale = torch.empty(rows * columns, dtype=torch.uint8, device=a.device)
     x = nvfp4.decode(a, a_scale.view(torch.float8_e4m3fn).reshape(len(a), a.shape[1] * 2 // nvfp4.BLOCK_SIZE)).double()
-    for expert, start, stop in _runs(
-        tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles, mma_tiler_mn[0]
-    ):
+    tiles = tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles
+    for expert, start, stop in _runs(*tiles, mma_tiler_mn[0]):
         token = token_id_mapping[start:stop].long() // topk
         gemm = (x[token] @ _weight(b, b_scale, expert, experts).T) * alpha[expert].double()
         up, gate = (half.flatten(-2) for half in gemm.unflatten(-1, (-1, 2, W13_GROUP)).unbind(-2))
@@ -234,9 +222,8 @@ def gemm_finalize(
         raise ValueError(f"out must be contiguous bfloat16 {list(shape)}, got {out.dtype} {list(out.shape)}")
     columns = half * 2 // nvfp4.BLOCK_SIZE
     total = out.float()
-    for expert, start, stop in _runs(
-        tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles, mma_tiler_mn[0]
-    ):
+    tiles = tile_idx_to_expert_idx, tile_idx_to_mn_limit, num_non_exiting_tiles
+    for expert, start, stop in _runs(*tiles, mma_tiler_mn[0]):
         pair = permuted_idx_to_expanded_idx[start:stop].long()
         padded = stop - start + -(stop - start) % _TILE_ROWS
         scale = _memory(a_scale)[start * columns : (start + padded) * columns]
@@ -313,9 +300,7 @@ def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int
             f"weights {list(packed.shape)} must have a multiple of {_TILE_ROWS} rows, of {_TILE_COLS * 16} columns and "
             f"a block scale for each 16, got {scale.numel()} block scales"
         )
-    own = _memory(scale)[expert * rows * columns :][: rows * columns]
-    linear = undo_block_scale_interleave(own, rows, columns)
-    return nvfp4.decode(packed[expert], linear.view(torch.float8_e4m3fn)).double()
+    return load_weights(packed[expert], _memory(scale)[expert * rows * columns :][: rows * columns])
 
 
 # --- Below FlashInfer's wrapper ---------------------------------------------------------------------------------------
@@ -323,15 +308,9 @@ def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int
 
 def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Around ``CuteDslMoEWrapper.__init__``: all its buffers, and no CUDA stream and events beside them."""
-    names = ("Stream", "Event")
-    saved = [getattr(torch.cuda, name) for name in names]
-    try:
-        for name in names:
-            setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    without = dict.fromkeys(("Stream", "Event"), lambda *args, **kwargs: None)
+    with mock.patch.multiple(torch.cuda, **without):
         original(self, *args, **kwargs)
-    finally:
-        for name, value in zip(names, saved, strict=True):
-            setattr(torch.cuda, name, value)
 
 
 def _zero_in_line(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

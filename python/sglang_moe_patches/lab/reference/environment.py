@@ -15,7 +15,7 @@ import hashlib
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from sglang_moe_patches.core.log import logger
 from sglang_moe_patches.core.variables import REFERENCE_KERNELS
 
 SWITCH = REFERENCE_KERNELS.name
-
 
 WARNING = (
     "sglang-moe-patches: REFERENCE KERNELS are active (%s=1): plain PyTorch replaces FlashInfer's NVFP4 kernels. "
@@ -42,7 +41,6 @@ CPU_SERVER_ARGUMENTS = {
     "--max-total-tokens": "65536",
 }
 """Flags that the engine needs on a CPU, with their values; :func:`server_arguments` adds those not given."""
-
 
 MATRIX_PRODUCTS = (
     "torch.matmul",
@@ -94,11 +92,8 @@ def server_arguments(given: list[str]) -> list[str]:
     if machine.has_gpu():
         return given
     present = {argument.split("=", 1)[0] for argument in given}
-    added: list[str] = []
-    for flag, value in CPU_SERVER_ARGUMENTS.items():
-        if flag not in present:
-            added += [flag] if value is None else [flag, value]
-    return [*given, *added]
+    added = [pair for pair in CPU_SERVER_ARGUMENTS.items() if pair[0] not in present]
+    return [*given, *(part for pair in added for part in pair if part is not None)]
 
 
 def stub_libcuda(folder: Path) -> Path:
@@ -188,50 +183,48 @@ def install() -> None:
     }.items():
         # The engine's own registry also finds the names that engine modules have imported already.
         HookRegistry.register(target, kernel, HookType.REPLACE)
-    wrapt.register_post_import_hook(_lift_blackwell_check, "sglang.srt.layers.quantization.modelopt_quant")
+    on_import: dict[str, Callable[[Any], None]] = {
+        "sglang.srt.layers.quantization.modelopt_quant": _lift_blackwell_check
+    }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        wrapt.register_post_import_hook(
-            _register_attention_path, "sglang.srt.models.deepseek_common.attention_backend_handler"
-        )
-        for model, block in {"deepseek_v2": "DeepseekV2MoE", "glm4_moe": "Glm4MoeSparseMoeBlock"}.items():
-            scale_once = functools.partial(_scale_routed_experts_once, block)
-            wrapt.register_post_import_hook(scale_once, f"sglang.srt.models.{model}")
-        wrapt.register_post_import_hook(_norm_all_heads, "sglang.srt.models.minimax_m2")
-        wrapt.register_post_import_hook(_complete_runner, "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
-        wrapt.register_post_import_hook(_unwrap_quantizer, "sglang.srt.layers.quantization.fp4_utils")
-        if util.find_spec("cutlass"):
-            for target, hook in {**cutedsl.ON_ONE_STREAM, cutedsl.INIT: _with_buffers}.items():
-                HookRegistry.register(target, hook, HookType.AROUND)
-        for target in MATRIX_PRODUCTS:
-            HookRegistry.register(target, _in_double, HookType.AROUND)
+        on_import |= {
+            "sglang.srt.models.deepseek_common.attention_backend_handler": _register_attention_path,
+            "sglang.srt.models.deepseek_v2": functools.partial(_scale_routed_experts_once, "DeepseekV2MoE"),
+            "sglang.srt.models.glm4_moe": functools.partial(_scale_routed_experts_once, "Glm4MoeSparseMoeBlock"),
+            "sglang.srt.models.minimax_m2": _norm_all_heads,
+            "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm": _complete_runner,
+            "sglang.srt.layers.quantization.fp4_utils": _unwrap_quantizer,
+            # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
+            "sglang.srt.model_executor.model_runner": _bind_to_no_core,
+            "sglang.srt.utils.numa_utils": _bind_to_no_core,
+        }
         # Weight preparation moves tensors "to the GPU" unasked; here they stay.
         HookRegistry.register("torch.Tensor.cuda", lambda tensor, *args, **kwargs: tensor, HookType.REPLACE)
-        # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
-        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.model_executor.model_runner")
-        wrapt.register_post_import_hook(_bind_to_no_core, "sglang.srt.utils.numa_utils")
-        HookRegistry.register(
-            "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", _without_gpu_links, HookType.AROUND
-        )
-        HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm_in_place, HookType.AROUND)
-        HookRegistry.register("sglang.srt.layers.moe.topk.TopK.forward_native", _leave_routing, HookType.AROUND)
+        for target, hook in {
+            **dict.fromkeys(MATRIX_PRODUCTS, _in_double),
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__": _without_gpu_links,
+            "sglang.srt.layers.layernorm.RMSNorm.forward_native": _norm_in_place,
+            "sglang.srt.layers.moe.topk.TopK.forward_native": _leave_routing,
+            **({**cutedsl.ON_ONE_STREAM, cutedsl.INIT: _with_buffers} if util.find_spec("cutlass") else {}),
+        }.items():
+            HookRegistry.register(target, hook, HookType.AROUND)
+    for module, change in on_import.items():
+        wrapt.register_post_import_hook(change, module)
 
 
 def _lift_blackwell_check(module: Any) -> None:
+    import wrapt
+
+    class Blackwell(wrapt.ObjectProxy):
+        is_blackwell = True
+
     # In this module alone: elsewhere the same question chooses kernels.
     if hasattr(module, "get_platform"):
-        module.get_platform = _claiming_blackwell(module.get_platform)
+        get_platform = module.get_platform
+        module.get_platform = lambda: Blackwell(get_platform())
     else:
         module.is_blackwell_supported = lambda *args, **kwargs: True
     module.ModelOptFp4Config.get_min_capability = classmethod(lambda cls: 0)
-
-
-def _claiming_blackwell(get_platform: Any) -> Any:
-    import wrapt
-
-    class Platform(wrapt.ObjectProxy):
-        is_blackwell = True
-
-    return lambda: Platform(get_platform())
 
 
 def _complete_runner(module: Any) -> None:

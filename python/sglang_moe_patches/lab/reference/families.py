@@ -23,6 +23,8 @@ ROUTED_SCALING_FACTOR = 2.5
 ROW_MULTIPLE = 128
 """Rows of a weight that the TRT-LLM kernel's block scale layout comes in."""
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 Kind = Literal["linear", "norm", "embedding", "bias", "correction bias"]
 
 
@@ -69,7 +71,7 @@ class Family:
     attention: Callable[[ModelSpec], Iterator[Tensor]]
     moe: str = "mlp"
     correction_bias: str | None = "gate.e_score_correction_bias"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, str, str] = PROJECTIONS
     dense_layers: int | None = None
     shared_experts: int | None = None
     nextn: bool = False
@@ -241,16 +243,6 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
         raise ValueError(f"{field} must be {rule}, got {value!r}")
 
 
-LEAST = {
-    "layers": 1,
-    "experts": 2,
-    "heads": 1,
-    "kv_heads": 1,
-    "q_lora_rank": 1,
-    "shared_experts": 0,
-    "seed": 0,
-}
-"""Of the fields of a spec."""
 OF_FAMILY: Any = None
 """A size that the family decides, if it is not given."""
 
@@ -304,7 +296,16 @@ class ModelSpec:
             if field != "family":
                 kind = bool if field == "nextn" else int
                 _require(type(value) is kind, field, "true or false" if kind is bool else "an integer", value)
-        for field, least in LEAST.items():
+        limits = {
+            "layers": 1,
+            "experts": 2,
+            "heads": 1,
+            "kv_heads": 1,
+            "q_lora_rank": 1,
+            "shared_experts": 0,
+            "seed": 0,
+        }
+        for field, least in limits.items():
             _require(getattr(self, field) >= least, field, f"at least {least}", getattr(self, field))
         for field in ("hidden", "moe_intermediate", "intermediate"):
             value = getattr(self, field)
@@ -349,10 +350,7 @@ def tensors(spec: ModelSpec, vocabulary: int) -> Iterator[Tensor]:
     hidden = spec.hidden
 
     def mlp(
-        prefix: str,
-        intermediate: int,
-        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        expert: bool = False,
+        prefix: str, intermediate: int, names: tuple[str, ...] = PROJECTIONS, expert: bool = False
     ) -> Iterator[Tensor]:
         shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
         for name, shape in zip(names, shapes, strict=True):

@@ -11,10 +11,8 @@ the BLAS chooses. (With longer rows only sums beyond 2**33 round, in a bit that 
 all but never shows.) The activation is evaluated in float64 for the same reason, and the experts of a token are added
 in the order of their numbers.
 
-Differences from the real kernels, all in the rounding: they accumulate in float32, use approximate reciprocals, and
-round each expert's output to bfloat16 before the weighted sum.
-
-Nothing is installed by importing this module.
+The real kernels round otherwise: they accumulate in float32, use approximate reciprocals, and round each expert's
+output to bfloat16 before the weighted sum.
 """
 
 import importlib
@@ -264,15 +262,10 @@ class _Layer:
 
         :returns: float64 [rows, intermediate], of float64 [rows, columns of the first product].
         """
+        scales = self.output1_scale_gate_scalar, self.output1_scale_scalar
+        options = self.gemm1_alpha, self.gemm1_beta, self.gemm1_clamp_limit
         gate_scale, scale, alpha, beta, limit = (
-            None if value is None else value[expert].double()
-            for value in (
-                self.output1_scale_gate_scalar,
-                self.output1_scale_scalar,
-                self.gemm1_alpha,
-                self.gemm1_beta,
-                self.gemm1_clamp_limit,
-            )
+            None if value is None else value[expert].double() for value in (*scales, *options)
         )
         if not self.gated:
             return _NOT_GATED[self.activation_type](x * gate_scale) * scale
@@ -469,14 +462,18 @@ def _unshuffle_orders(
     return order.argsort().to(device), scale_order.argsort().to(device)
 
 
-def _load_weights(
-    packed: torch.Tensor, interleaved_scale: torch.Tensor, orders: tuple[torch.Tensor, torch.Tensor]
+def load_weights(
+    packed: torch.Tensor, interleaved_scale: torch.Tensor, orders: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out."""
+    """One expert's weights, [rows, K] in float64, from the layout of the kernel; the whole-tensor scale left out.
+
+    :param orders: where the layout has put row i, of codes and of block scales; ``None``: where it is.
+    """
     rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
     scales = undo_block_scale_interleave(interleaved_scale, rows, cols)
-    order, scale_order = orders
-    return nvfp4.decode(packed[order], scales[scale_order].view(torch.float8_e4m3fn)).double()
+    if orders:
+        packed, scales = packed[orders[0]], scales[orders[1]]
+    return nvfp4.decode(packed, scales.view(torch.float8_e4m3fn)).double()
 
 
 def _answer(
@@ -491,13 +488,8 @@ def _answer(
     if do_finalize:
         if output is None:
             output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
-        elif (
-            output.dtype != torch.bfloat16
-            or output.dim() != 2
-            or output.shape[0] != tokens
-            or output.shape[1] > hidden
-            or not output.is_contiguous()
-        ):
+        fits = output.dim() == 2 and output.shape[0] == tokens and output.shape[1] <= hidden
+        if not fits or output.dtype != torch.bfloat16 or not output.is_contiguous():
             # The real kernel takes the address and assumes the rest.
             raise ValueError(f"output must be contiguous bfloat16 [{tokens}, up to {hidden}], got {_describe(output)}")
         _run_experts(layer, ids, weights.float(), output)
@@ -527,7 +519,8 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
     tokens, hidden, device = layer.hidden_states.shape[0], layer.hidden, layer.hidden_states.device
     if tokens == 0:
         return
-    workspace = _workspace(device)  # noqa: F841 - held until the result is there
+    # Memory that the vendor's kernel would take while it runs, held until the result is there.
+    workspace = torch.empty(REFERENCE_WORKSPACE_MB.read() << 20, dtype=torch.uint8, device=device)  # noqa: F841
     w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", layer.rows, hidden, layer.gated, device)
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, layer.intermediate_size, None, device)
     block_scale = layer.hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)
@@ -539,8 +532,8 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
     for expert in ids[(ids >= 0) & (ids < layer.local_num_experts)].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gemm1 = x[token] @ _load_weights(layer.gemm1_weights[expert], layer.gemm1_weights_scale[expert], w13_orders).T
-        w2 = _load_weights(layer.gemm2_weights[expert], layer.gemm2_weights_scale[expert], w2_orders)
+        gemm1 = x[token] @ load_weights(layer.gemm1_weights[expert], layer.gemm1_weights_scale[expert], w13_orders).T
+        w2 = load_weights(layer.gemm2_weights[expert], layer.gemm2_weights_scale[expert], w2_orders)
         if layer.per_token_scale is None:
             # The multiplier for the intermediate is in output1_scale_scalar, so 1 here.
             gemm2 = nvfp4.decode(*nvfp4.quantize(layer.activate(gemm1, expert), 1.0)).double() @ w2.T
@@ -569,15 +562,7 @@ def _scaled_by_token(
 @cache
 def _triton() -> Any:
     """The same on a GPU within bounded memory, or None where Triton is missing."""
-    return (
-        importlib.import_module("sglang_moe_patches.lab.reference.nvfp4_triton") if util.find_spec("triton") else None
-    )
-
-
-def _workspace(device: torch.device) -> torch.Tensor | None:
-    """Memory that the vendor's kernel would take while it runs, where that is asked for."""
-    size = REFERENCE_WORKSPACE_MB.read() << 20
-    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    return importlib.import_module(f"{__package__}.nvfp4_triton") if util.find_spec("triton") else None
 
 
 def _check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -3,14 +3,15 @@
 ``make_model`` fills it with random numbers; ``benchmark/tiny_moe`` trains one of the same form and writes it with
 ``quantize_experts`` and ``write_checkpoint`` from here.
 
-The architecture is the model family's own (attention, routing, shared experts: see ``families``), only the sizes are
-small. The weights are random numbers drawn from a seed, so the model talks nonsense, but always the same nonsense, and
-nonsense that depends on every part of the model: a wrong expert, a wrong scale or an overwritten activation changes the
-answer. That is what comparing two servers needs; it says nothing about accuracy on real questions.
+The architecture is the model family's own (see ``families``), only the sizes are small. The model talks nonsense, but
+always the same nonsense, which depends on every part of the model: a wrong expert, a wrong scale or an overwritten
+activation changes the answer. That is what comparing two servers needs; it says nothing about accuracy.
 
 Quantization follows ModelOpt's layout: the routed experts of the main model are NVFP4, everything else is bfloat16.
 The NextN (multi-token prediction) layer is bfloat16 altogether, because the engine turns ``modelopt_fp4`` off there.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -119,7 +120,7 @@ def config(spec: ModelSpec, quantized: bool = True) -> dict[str, Any]:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
+def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """float32 N(0, 1) of the given shape, from a random stream of its own.
 
     So a tensor depends on the seed, its name and its shape, and not on the rest.
@@ -131,7 +132,7 @@ def _normal(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> "torch.Tensor
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":
+def scaled(tensor: Tensor, normal: torch.Tensor) -> torch.Tensor:
     """What the model has for a tensor, from random numbers N(0, 1) of its shape.
 
     :returns: bfloat16 (the router's correction bias float32, as in the models).
@@ -149,7 +150,7 @@ def scaled(tensor: Tensor, normal: "torch.Tensor") -> "torch.Tensor":
     return (normal * CORRECTION_BIAS_STD).bfloat16().float()
 
 
-def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
+def original_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """The model before quantization, by its family's checkpoint names.
 
     :returns: Tensors on the CPU, as ``scaled`` returns them.
@@ -164,22 +165,9 @@ def original_weights(spec: ModelSpec) -> "dict[str, torch.Tensor]":
     return weights
 
 
-def _input_scale(activations: "torch.Tensor") -> "torch.Tensor":
-    """float32 scalar amax / (448 * 6) with a margin.
-
-    The amax is rounded up to a quarter, which hides the last bits of a matrix product: those depend on the machine.
-    """
-    import torch
-
-    from sglang_moe_patches.lab.reference.nvfp4 import E2M1_MAX, E4M3_MAX
-
-    amax = math.ceil(float(activations.abs().max()) * CALIBRATION_MARGIN * 4) / 4
-    return torch.tensor(amax / (E4M3_MAX * E2M1_MAX), dtype=torch.float32)
-
-
 def _quantize_expert(
-    gate: "torch.Tensor", up: "torch.Tensor", down: "torch.Tensor", tokens: "torch.Tensor"
-) -> "tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]":
+    gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, tokens: torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
     """ModelOpt's four tensors for each projection of one expert: gate, up, down.
 
     :param gate, up: bfloat16 [intermediate, hidden].
@@ -188,33 +176,33 @@ def _quantize_expert(
     """
     import torch
 
-    from sglang_moe_patches.lab.reference.nvfp4 import global_scale_for, quantize
+    from sglang_moe_patches.lab.reference.nvfp4 import E2M1_MAX, E4M3_MAX, global_scale_for, quantize
 
     # One GEMM computes gate and up together, so they must share their scale.
     gate_up_scale = global_scale_for(torch.cat((gate, up)))
     intermediate = torch.nn.functional.silu(tokens @ gate.float().T) * (tokens @ up.float().T)
 
-    def quantized(
-        weight: "torch.Tensor", scale: "torch.Tensor", activations: "torch.Tensor"
-    ) -> "dict[str, torch.Tensor]":
+    def quantized(weight: torch.Tensor, scale: torch.Tensor, activations: torch.Tensor) -> dict[str, torch.Tensor]:
         packed, block_scale = quantize(weight, scale)
+        # Up to a quarter, which hides the last bits of a matrix product: those depend on the machine.
+        amax = math.ceil(float(activations.abs().max()) * CALIBRATION_MARGIN * 4) / 4
         return {
             "weight": packed,
             "weight_scale": block_scale,
             "weight_scale_2": (1 / scale).reshape(()),
-            "input_scale": _input_scale(activations),
+            "input_scale": torch.tensor(amax / (E4M3_MAX * E2M1_MAX), dtype=torch.float32),
         }
 
-    return (
+    return [
         quantized(gate, gate_up_scale, tokens),
         quantized(up, gate_up_scale, tokens),
         quantized(down, global_scale_for(down), intermediate),
-    )
+    ]
 
 
 def quantize_experts(
-    spec: ModelSpec, weights: "Mapping[str, torch.Tensor]", seen: "Callable[[int, int], torch.Tensor]"
-) -> "dict[str, torch.Tensor]":
+    spec: ModelSpec, weights: Mapping[str, torch.Tensor], seen: Callable[[int, int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The weights with the routed experts of the main model in ModelOpt NVFP4, and the others as they were.
 
     :param weights: as ``original_weights`` returns them.
@@ -230,7 +218,7 @@ def quantize_experts(
     return quantized
 
 
-def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> "dict[str, torch.Tensor]":
+def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> dict[str, torch.Tensor]:
     """The model as model.safetensors stores it: ``original_weights``, if ``quantized`` with ModelOpt NVFP4 experts.
 
     :returns: CPU tensors by name. Each projection of a routed expert, [rows, K], then has ``.weight`` uint8 [rows,
@@ -278,10 +266,8 @@ def vocab_size() -> int:
 def _unprintable_ids() -> list[int]:
     """Ids that decode to no ASCII text: control and non-ASCII bytes, and the special tokens but end of sentence."""
     readable = {chr(byte) for byte in range(0x21, 0x7F)} | {"Ġ", "Ċ", SPECIAL_TOKENS[EOS_ID]}
-    return [index for token, index in _vocabulary()[0].items() if token not in readable and len(token) == 1] + [
-        BOS_ID,
-        PAD_ID,
-    ]
+    unreadable = [index for token, index in _vocabulary()[0].items() if token not in readable and len(token) == 1]
+    return [*unreadable, BOS_ID, PAD_ID]
 
 
 def tokenizer_json() -> str:
@@ -373,7 +359,7 @@ def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> N
 
 
 def write_checkpoint(
-    directory: Path, spec: ModelSpec, weights: "Mapping[str, torch.Tensor]", *, quantized: bool = True
+    directory: Path, spec: ModelSpec, weights: Mapping[str, torch.Tensor], *, quantized: bool = True
 ) -> None:
     """Write given weights as a checkpoint, as ``make_model`` does its own.
 
