@@ -49,9 +49,9 @@ def test_the_tokenizer_round_trips_any_text(tokenizer, text):
 
 @pytest.fixture(scope="module")
 def tokenizer(directory):
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    return AutoTokenizer.from_pretrained(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def test_tokenizer_and_config_agree(tokenizer, directory, weights):
