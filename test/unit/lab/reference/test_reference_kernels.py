@@ -363,8 +363,9 @@ class TestActivations:
             (3, lambda up, gate: silu_gate(np.clip(up, -2, 2), np.minimum(gate, 2)), {"gemm1_clamp_limit": 2.0}),
             (3, swiglu_oai, {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 2.0}),
             (10, situ, {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}),
+            (10, lambda up, gate: np.tanh(up) * np.tanh(gate) / (1 + np.exp(-gate)), {}),
         ],
-        ids=["geglu", "limited swiglu", "gpt-oss", "situ"],
+        ids=["geglu", "limited swiglu", "gpt-oss", "situ", "situ by default"],
     )
     def test_with_a_gate(self, kind: int, activation: Any, options: dict[str, float]) -> None:
         layer = Layer()
