@@ -308,8 +308,10 @@ def _weight(packed: torch.Tensor, scale: torch.Tensor, expert: int, experts: int
 
 def _without_streams(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Around ``CuteDslMoEWrapper.__init__``: all its buffers, and no CUDA stream and events beside them."""
-    without = dict.fromkeys(("Stream", "Event"), lambda *args, **kwargs: None)
-    with mock.patch.multiple(torch.cuda, **without):
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    with mock.patch.multiple(torch.cuda, Stream=nothing, Event=nothing):
         original(self, *args, **kwargs)
 
 
