@@ -200,7 +200,13 @@ def small(monkeypatch):
 def quick(monkeypatch, request):
     """Our kernels take long in the interpreter: one test is enough."""
     if INTERPRETED and "kernels" not in request.node.name:
-        monkeypatch.setattr(sum_and_copy, "sum_and_copy", sum_and_copy.sum_and_copy_torch)
+
+        def sum_then_copy(expert_outputs, output, scale, copies):
+            moe_sum.moe_sum_torch(expert_outputs, output, scale)
+            for source, start, stop, part in copies:
+                part.copy_(source[..., start:stop])
+
+        monkeypatch.setattr(sum_and_copy, "sum_and_copy", sum_then_copy)
 
 
 @pytest.fixture
@@ -243,7 +249,8 @@ def biases():
         pytest.param({"routed_scaling_factor": None}, "", FOUR, id="no factor"),
         pytest.param({"hidden": 640, "top_k": 4}, "", [*FOUR, (512, 640)], id="top-k of 4"),
         pytest.param({"top_k": 1}, "", FOUR, id="top-k of 1"),
-        pytest.param({"inplace": True}, "", FOUR, id="in place"),
+        pytest.param({"inplace": True}, "", FOUR, id="in place, for which the engine's callers never ask"),
+        pytest.param({"beside": True}, "", FOUR, id="not in place, beside another stream"),
         pytest.param({"is_k_full": False}, "", FOUR, id="k is not full"),
         pytest.param({"clamp_limit": 0.5}, "clamp_limit", FOUR, id="a clamp"),
         pytest.param({"is_gated": False, "gated": False, "activation": "relu2"}, "is_gated", FOUR, id="no gate"),
@@ -252,10 +259,11 @@ def biases():
         pytest.param(biases(), "w2_bias", FOUR, id="biases"),
     ],
 )
-def test_columns_give_the_answers_of_the_whole(module, ran, more, needs, slices):
+def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, more, needs, slices):
     if needs and not takes(module, needs):
         pytest.skip("not in this release")
-    given = layer(**more)
+    monkeypatch.setattr(streams, "has_concurrent_reader", "beside" in more)
+    given = layer(**{name: value for name, value in more.items() if name != "beside"})
     if more.get("kind") == "mxfp4":
         given["hidden_states"] = given["hidden_states"].bfloat16()
     stock, ours = both(module, given)
@@ -286,16 +294,6 @@ def test_experts_elsewhere_add_nothing(module, ran, given_map):
     assert same(stock, ours)
     if given_map:
         assert not ours[2::4].any()
-
-
-def test_the_input_is_read_no_more_when_the_output_is_written_over_it(module):
-    """``inplace``: the engine's callers never ask for it."""
-    given = layer(inplace=True)
-    stock, x = run(module, given), given["hidden_states"].clone()
-    with patched():
-        ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
-    assert ours.data_ptr() == x.data_ptr()
-    assert same(stock, ours)
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -417,13 +415,6 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
     said = [record.getMessage() for record in caplog.records if "stays whole" in record.getMessage()]
     assert len(said) == (reason is not None)
     assert reason is None or reason in said[0]
-
-
-def test_beside_another_stream_what_is_not_in_place_is_cut(module, ran, monkeypatch):
-    monkeypatch.setattr(streams, "has_concurrent_reader", True)
-    stock, ours = both(module, layer())
-    assert ran == [FOUR]
-    assert same(stock, ours)
 
 
 @pytest.mark.parametrize("why", ["small tensors", "dynamo traces"])

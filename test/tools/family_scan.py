@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.core.dead_input import proofs
-from sglang_moe_patches.core.dead_input.families import MODELS, REFUSED
+from sglang_moe_patches.core.dead_input.families import MODELS
 
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
 """What routed experts are made by."""
@@ -284,7 +284,6 @@ class _Engine:
         return (
             proofs.layer_skip_reason(name, forward, functools.partial(self.method, layer))
             or proofs.loop_skip_reason(stack.node.name, loop)
-            or REFUSED.get(name)
             or self._sum_skip_reason(layer, forward)
             or self._experts_skip_reason(layer)
         )

@@ -4,9 +4,6 @@ A *change* is one module or package in ``changes`` or ``memory``. It states one 
 :class:`Plan`, it probes the installed engine and answers with a status and, where it has something to install, with
 the function that does: the branch taken while probing *is* the installer, so nothing is probed twice. Probing never
 changes anything; installing goes through a :class:`Patcher`, and either succeeds whole or is undone.
-
-This file goes the way of a server: what a change states, the variables that select changes, how they are applied, and
-the patcher with which each is put in place.
 """
 
 from __future__ import annotations

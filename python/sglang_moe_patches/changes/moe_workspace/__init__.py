@@ -2,41 +2,25 @@
 
 Why
     Between its second GEMM and the sum over the top-k the runner holds the expert outputs, [tokens, top-k, hidden].
-    Tensor parallelism does not shard that tensor and nothing bounds it: 1,879 MB for Kimi-K2.5 or DeepSeek-V3 at 16,384
-    tokens, more than all other activations together.
+    Tensor parallelism does not shard that tensor and nothing bounds it.
 
 Hook points
-    What offers the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`);
-    ``_fused_moe_kernel_sequence`` (:mod:`.triton`, by way of the wrapper that changes share,
-    :mod:`sglang_moe_patches.core.triton_sequence`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model``
-    (:mod:`.streams`); on request ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
+    What offers the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`); ``_fused_moe_kernel_sequence``
+    (:mod:`.triton`), ``fused_marlin_moe`` (:mod:`.marlin`), ``ModelRunner.load_model`` (:mod:`.streams`); on request
+    ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
 
 Skipped
-    without CUDA. On AMD it acts only where token slices are asked for. Other runners are left alone. By layer, with
-    Triton:
-    where Dynamo traces (:mod:`sglang_moe_patches.core.triton_sequence`); small tensors (``route`` in
-    :func:`.triton.install`); 32 tokens and fewer, LoRA hooks, a top-k of 1 or 2, a deferred sum
-    (:func:`.triton.can_run_in_columns`); where one slice is best (:func:`.column_slices.slice_width`); operands of an
-    unexpected shape or layout (:func:`.deferred_tensor.column_skip_reason`). With Marlin: small tensors
-    (:func:`.marlin.install`), all else in :func:`.marlin.column_skip_reason`.
+    without CUDA; on AMD it acts only where token slices are asked for. Other runners are left alone. By layer: "What
+    runs in columns" on the page.
 
 Costs
     An estimated 2 % of the layer's time at most (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`), with
     ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` whatever the slices cost; below the threshold one comparison.
 
-How: the files, in the order of a Triton forward
-    1. This file: :func:`_plan` probes both runners; one that is unsupported leaves the other in place.
-    2. :mod:`.triton`: the engine's own sequence runs with three replaced globals (``torch``, the GEMM, the sum).
-    3. :mod:`.deferred_tensor`: ``torch.empty`` gives a deferred tensor, the GEMM's call is captured in it, and the sum
-       runs the engine's GEMM and our sum (:mod:`.kernels.moe_sum`) slice by slice, on views of weights, scales and
-       bias. Routing, tiles and their configuration are those of the whole: the same bits.
-    4. :mod:`.column_slices`: how many slices, from sizes alone, and what they cost.
-    5. :mod:`.streams`: the staging buffer for models that read the layer's input on another stream.
-
-    In place, the layer's dead input (:mod:`sglang_moe_patches.core.dead_input`) holds the activation's output if it is
-    large enough. A tensor that the engine allocates and never writes (``no_combine``,
-    ``--enable-fused-moe-sum-all-reduce``) is not allocated. :mod:`.marlin` copies each slice's packed weights first;
-    its output, never its input, goes into the dead input.
+How
+    In the order of a Triton forward: :mod:`.triton` runs the engine's own sequence with three replaced globals, in
+    which :mod:`.deferred_tensor` stands in for the tensor; :mod:`.column_slices` says how many slices;
+    :mod:`.streams`, whether they need a staging buffer.
 
 Upstream
     None.

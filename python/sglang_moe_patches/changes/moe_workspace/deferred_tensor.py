@@ -1,8 +1,7 @@
 """The Triton runner's [tokens, top-k, hidden] tensor, deferred: computed and summed one column slice at a time.
 
-The engine's sequence allocates that tensor, has its second GEMM write it, and sums it over the top-k. Here the
-allocation gives a :class:`DeferredTensor`, the GEMM's call is captured in it (:class:`SecondGemm`), and the sum runs
-both (:func:`gemm_and_sum`).
+The allocation gives a :class:`DeferredTensor`, the GEMM's call is captured in it (:class:`SecondGemm`), and the sum
+runs the engine's GEMM and our sum (:func:`gemm_and_sum`).
 """
 
 from __future__ import annotations
@@ -60,19 +59,19 @@ class SecondGemm(NamedTuple):
         kernel(*operands, *self.rest, **self.kwargs)
 
 
+@dataclass(slots=True, eq=False)
 class DeferredTensor:
     """A [tokens, top-k, hidden] tensor that the sequence believes to have allocated.
 
     All state is on this object: two forwards in flight, in whatever threads, share nothing.
     """
 
-    __slots__ = ("device", "dtype", "gemm", "shape", "tensor")
-
-    def __init__(self, shape: tuple[int, int, int], device: Any, dtype: Any) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
-        self.gemm: SecondGemm | None = None
-        self.tensor: Any = None
-        """The tensor itself, where it is the output."""
+    shape: tuple[int, int, int]
+    device: Any
+    dtype: Any
+    gemm: SecondGemm | None = None
+    tensor: Any = None
+    """The tensor itself, where it is the output."""
 
     def view(self, *shape: int) -> DeferredTensor:
         assert shape == self.shape
@@ -88,12 +87,6 @@ class DeferredTensor:
         import torch
 
         return torch.empty(shape, device=self.device, dtype=self.dtype)
-
-    def take_gemm(self) -> SecondGemm:
-        """The captured call; no reference is kept, so that its activations can be freed."""
-        assert self.gemm is not None
-        gemm, self.gemm = self.gemm, None
-        return gemm
 
 
 class _QuantizationDone(Exception):
@@ -235,7 +228,8 @@ def gemm_and_sum(
     """
     slices = choose_column_slices(deferred, output)
     tokens, top_k, hidden = deferred.shape
-    gemm = deferred.take_gemm()
+    gemm, deferred.gemm = deferred.gemm, None  # so that its activations can be freed
+    assert gemm is not None
     if len(slices) == 1:
         whole = deferred.allocate(deferred.shape)
         gemm.run(invoke, whole)

@@ -6,8 +6,6 @@ our sum, one column slice after another. Marlin's weights lie in tiles of 16 row
 layer's whole width, so that a column slice is no view. Its weights and scales (columns change places only within a
 tile) are copied into memory of a slice's size ahead of each GEMM, in the launch that sums the slice before. All of it
 runs on the caller's stream, and nothing outlives the call.
-
-The engine registers an operator; the function under it (:func:`find_function`) runs with some globals replaced.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, streams, triton
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, MarlinGemm
@@ -56,77 +55,77 @@ _EXPECTED_USES = {
 # --- What stands in for tensors --------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class MarlinCall:
     """A run of the engine's function in column slices.
 
     :param rows: tokens x top-k.
     :param gate_columns: of the first GEMM's output.
     :param slices: columns of the second one.
+    :param first: the first GEMM's output, until the second one begins.
+    :param gemm: arguments of the second GEMM: activations, those after its output, keyword arguments.
+    :param zeroed: the engine clears the second output, of which the GEMM leaves some rows alone.
     """
 
-    __slots__ = ("first", "gate_columns", "gemm", "rows", "slices", "zeroed")
-
-    def __init__(self, rows: int, gate_columns: int, slices: list[tuple[int, int]]) -> None:
-        self.rows, self.gate_columns, self.slices = rows, gate_columns, slices
-        self.first: Any = None
-        """The first GEMM's output, until the second one begins."""
-        self.gemm: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        """Arguments of the second GEMM: activations, those after its output, keyword arguments."""
-        self.zeroed = False
-        """The engine clears the second output, of which the GEMM leaves some rows alone."""
+    rows: int
+    gate_columns: int
+    slices: list[tuple[int, int]]
+    first: Any = None
+    gemm: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+    zeroed: bool = False
 
 
 _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 
 
+@dataclass(slots=True, eq=False)
 class _BothOutputs:
-    """The one tensor for both outputs, which is never allocated: the engine slices the first one off first."""
+    """The one tensor for both outputs, which is never allocated: the engine slices the first one off first.
 
-    __slots__ = ("_allocate", "_call", "_first_taken")
+    :param elements: memory of so many elements.
+    """
 
-    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
-        self._call, self._allocate, self._first_taken = call, allocate, False
+    call: MarlinCall
+    elements: Callable[[int], Any]
+    first_taken: bool = False
 
     def __getitem__(self, part: slice) -> _FirstOutput | DeferredOutput:
-        call = self._call
-        if self._first_taken:
+        call = self.call
+        if self.first_taken:
             assert part.stop == call.rows * call.slices[-1][1]
-            return DeferredOutput(call, self._allocate)
-        self._first_taken = True
+            return DeferredOutput(call, self.elements)
+        self.first_taken = True
         assert part.stop == call.rows * call.gate_columns
-        return _FirstOutput(call, self._allocate)
+        return _FirstOutput(call, self.elements)
 
 
+@dataclass(slots=True, eq=False)
 class _FirstOutput:
     """The first GEMM's output: allocated when that GEMM runs, and referenced by the call alone."""
 
-    __slots__ = ("_allocate", "_call")
-
-    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
-        self._call, self._allocate = call, allocate
+    call: MarlinCall
+    elements: Callable[[int], Any]
 
     def allocate(self) -> Any:
-        call = self._call
-        call.first = self._allocate(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
+        call = self.call
+        call.first = self.elements(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
         return call.first
 
     def view(self, *shape: int) -> Any:
-        assert shape == (-1, self._call.gate_columns)
-        return self if self._call.first is None else self._call.first
+        assert shape == (-1, self.call.gate_columns)
+        return self if self.call.first is None else self.call.first
 
 
+@dataclass(slots=True, eq=False)
 class DeferredOutput:
     """The second GEMM's output, [tokens, top-k, hidden], until the sum runs.
 
-    :param allocate: memory of so many elements.
+    :cvar dtype: ``None`` is none of the dtypes for which the engine has a special sum: it takes the general one.
     """
 
-    __slots__ = ("allocate", "call")
-    dtype = None
-    """``None`` is none of the dtypes for which the engine has a special sum: it takes the general one."""
-
-    def __init__(self, call: MarlinCall, allocate: Callable[[int], Any]) -> None:
-        self.call, self.allocate = call, allocate
+    call: MarlinCall
+    elements: Callable[[int], Any]
+    dtype: ClassVar[None] = None
 
     def view(self, *shape: int) -> DeferredOutput:
         assert shape[-1] == self.call.slices[-1][1]
@@ -256,7 +255,7 @@ def gemm_and_sum(
     tokens, hidden = output.shape
     words = weights.shape[2] // hidden
     max_width = call.slices[0][1]
-    scratch = deferred.allocate(call.rows * max_width)
+    scratch = deferred.elements(call.rows * max_width)
     own_weights, own_scales = (tensor.new_empty(tensor.numel() // hidden * max_width) for tensor in (weights, scales))
     to_sum = scratch.view(tokens, -1, max_width)[:0], output[:0, :max_width], scale
     for start, stop in call.slices:
@@ -285,11 +284,7 @@ def gemm_and_sum(
 
 
 def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> None:
-    """Wrap the engine's operator, where its callers find it.
-
-    :param module: the engine's.
-    :param function: what the operator runs.
-    """
+    """Wrap the engine's operator, where its callers find it; ``function`` is what it runs (:func:`find_function`)."""
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.sum_and_copy import sum_and_copy

@@ -1,10 +1,8 @@
 """Column slices in the Triton runner: the engine's own sequence with a few globals replaced.
 
-:func:`plan` probes the engine and answers with :func:`install`, which adds a route to the sequence. In a forward
-``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of its globals
-replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). That is a copy of the
-function with other globals: the engine's module stays as it is. The sum runs both, slice by slice
-(:mod:`.deferred_tensor`).
+In a forward ``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of
+its globals replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs
+both, slice by slice (:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
@@ -101,11 +99,7 @@ def local_row_fraction(filter_expert: Any) -> float:
 
 
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
-    """Wrap the engine's sequence.
-
-    :param module: the engine's, with the sequence.
-    :param kernels: the engine's, with the GEMM.
-    """
+    """Wrap the engine's sequence, of ``module``, whose GEMM is of ``kernels``."""
     original: FunctionType = engine.own(module, SEQUENCE)
     symmetric_memory = runners.symmetric_memory()
     by_columns = _sequence_in_columns(original, patcher, module, kernels, symmetric_memory)

@@ -5,7 +5,5 @@ There is no list of those that offer: the layers of the model that is being buil
 
 DEEPSEEK = "deepseek_v2"
 """In this family shared experts can run last, and attention's inputs are dropped early."""
-REFUSED: dict[str, str] = {}
-"""Decoder layers that offer nothing although every proof holds, by their class, with the reason."""
 MODELS = "sglang.srt.models"
 """The engine's package of models."""

@@ -222,7 +222,7 @@ def probe_layer(layer: type) -> LayerFacts:
 
     kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
     forward = engine.own(kind, "forward")
-    reason = proofs.layer_skip_reason(name, forward, method_of) or families.REFUSED.get(name)
+    reason = proofs.layer_skip_reason(name, forward, method_of)
     engine.require(reason is None, str(reason))
     attention = proofs.follow_attention(forward, method_of)
     assert attention is not None

@@ -1,4 +1,4 @@
-"""Where a runner takes the offered buffer: the namespaces that stand in for ``torch``, and the runners' own.
+"""Where a runner takes the offered buffer.
 
 A runner's own function does the work: it runs with one name of its globals replaced, ``torch``, by a namespace with an
 ``empty`` or ``empty_like`` that may answer with the offered buffer.
@@ -24,28 +24,20 @@ if TYPE_CHECKING:
 TRTLLM_RUNNER = "fused_experts_none_to_flashinfer_trtllm_fp4"
 
 
-class Torch:
-    """Stands in for the name ``torch`` in a function of the engine's; subclasses replace what allocates."""
-
-    def __init__(self, torch_module: Any) -> None:
-        self._torch = torch_module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._torch, name)
-        setattr(self, name, value)  # asked once: this runs in every layer
-        return value
-
-
-class OutputTorch(Torch):
-    """``empty_like`` may answer with the offered buffer.
+class OutputTorch:
+    """Stands in for the name ``torch`` in an engine function: ``empty_like`` may answer with the offered buffer.
 
     In place, the engine's output shares its input's memory, in the pool of NCCL symmetric memory where there is one.
     A fresh output must come from that pool as well, so that the next collective stays symmetric.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:
-        super().__init__(torch_module)
-        self._symmetric_memory = symmetric_memory
+        self._torch, self._symmetric_memory = torch_module, symmetric_memory
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._torch, name)
+        setattr(self, name, value)  # asked once: this runs in every layer
+        return value
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._symmetric_memory.for_an_output():

@@ -121,15 +121,3 @@ def sum_and_copy(
         SECOND_BLOCK=blocks[1],
         num_warps=max(1, block // 256),
     )
-
-
-def sum_and_copy_torch(
-    expert_outputs: torch.Tensor,
-    output: torch.Tensor,
-    scale: float,
-    copies: Sequence[tuple[torch.Tensor, int, int, torch.Tensor]],
-) -> None:
-    """The same in plain PyTorch: what the kernel is checked against."""
-    moe_sum.moe_sum_torch(expert_outputs, output, scale)
-    for source, start, stop, target in copies:
-        target.copy_(source[..., start:stop])
