@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[..., Path]) -> Any:
-    from harness import InProcess
+    from common.in_process import InProcess
 
     return InProcess(checkpoint())
 

@@ -13,20 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common.in_process import InProcess
-from common.triton_on_cpu import triton_runner
 from sglang_moe_patches.lab.observers import forwards
-
-__all__ = [
-    "InProcess",
-    "Kernels",
-    "Pool",
-    "graph_arguments",
-    "load_unquantized",
-    "padded_tokens",
-    "triton_runner",
-    "watch",
-]
 
 
 def watch(layer: Any, see: Any) -> None:

@@ -18,7 +18,7 @@ from sglang_moe_patches.lab.reference.families import FAMILIES
 OTHERS = [name for name in FAMILIES if name != "deepseek-v3"]  # which all other files are about
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (9, 130, 1)]
-STEPS = 7
+STEPS = 4
 
 
 def moe_layer(model: Any, family: str) -> Any:

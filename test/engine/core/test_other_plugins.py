@@ -23,7 +23,7 @@ from sglang_moe_patches.core.dead_input import channel, probe
 from sglang_moe_patches.core.patch import Patcher, Status
 from sglang_moe_patches.core.variables import STRICT
 from sglang_moe_patches.registry import CHANGES
-from snapshot import PACKAGES, contents, differences, put_back
+from snapshot import PACKAGES, Contents, contents, differences, put_back
 
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
@@ -48,6 +48,10 @@ class Recorder(Patcher):
     def __init__(self) -> None:
         super().__init__()
         self.hook_points: dict[tuple[int, str], HookPoint] = {}
+
+    @property
+    def touched(self) -> list[str]:
+        return [dotted(*hook_point) for hook_point in self.hook_points.values()]
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         if dotted(owner).partition(".")[0] in PACKAGES:
@@ -128,8 +132,11 @@ BY_HOOKS = [hooks_around, hooks_instead]
 
 
 @contextmanager
-def another_plugin(takeover: Callable[[Any, str], None], *hook_points: HookPoint) -> Iterator[None]:
-    before = contents()
+def another_plugin(
+    takeover: Callable[[Any, str], None], *hook_points: HookPoint, stock: Contents | None = None
+) -> Iterator[None]:
+    """:param stock: what the engine holds without it, where that is known."""
+    before = contents() if stock is None else stock
     try:
         for owner, name in hook_points:
             takeover(owner, name)
@@ -162,25 +169,23 @@ def test_a_hook_point_that_is_somebody_elses_is_left_to_it(change, takeover):
         hook_points = [hook_point for hook_point in hook_points if isinstance(hook_point[0], type)]
     if not hook_points:
         pytest.skip(f"{change.name} replaces nothing of the kind on this engine release")
-    taken = []
+    taken, stock = [], contents()
     for owner, name in hook_points:
-        with another_plugin(takeover, (owner, name)):
-            before = contents()
-            outcome, patcher = patch.probe(change), Patcher()
+        with another_plugin(takeover, (owner, name), stock=stock):
+            outcome, patcher = patch.probe(change), Recorder()
             if outcome.install is not None:
                 outcome.install(patcher)
-            touched = differences(before)
             patcher.undo()
             if outcome.install is not None and (offering := {owner.__name__, name} & OFFERING):
                 # A hook stands where the function is defined, whichever module has it.
-                left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in touched
+                left = any(word in outcome.reason for word in offering) and dotted(owner, name) not in patcher.touched
             else:
-                left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and not touched
+                left = outcome.status is Status.UNSUPPORTED and bool(outcome.reason) and outcome.install is None
             if dotted(owner, name).endswith((BY_NAME, LOADING)):
-                left = left or dotted(owner, name) not in touched
+                left = left or dotted(owner, name) not in patcher.touched
             if not left:
-                taken.append(f"{dotted(owner, name)}: {outcome}; touched {touched}")
-        assert patch.probe(change).install is not None  # what the other plugin did is undone
+                taken.append(f"{dotted(owner, name)}: {outcome}; touched {patcher.touched}")
+    assert patch.probe(change).install is not None  # what the other plugin did is undone
     assert taken == []
 
 
