@@ -38,11 +38,6 @@ def module():
     return made
 
 
-def test_the_engines_own_function_is_found(module):
-    assert engine.own(module, "run") is module.run
-    assert engine.own(engine.own(module, "Layer"), "forward") is module.run
-
-
 def test_what_is_missing_is_named(module):
     with pytest.raises(Unsupported, match=r"sglang\.srt\.made_up has no walk"):
         engine.own(module, "walk")
@@ -52,43 +47,31 @@ def test_what_is_missing_is_named(module):
         engine.module("sglang_moe_patches.a", "sglang_moe_patches.b")
 
 
-def test_wrappers_of_ours_are_looked_through(module):
-    own = module.run
-    module.run = wrapped_by("sglang_moe_patches.changes.first", own)
-    module.run = wrapped_by("sglang_moe_patches.changes.second", module.run)
-    assert engine.own(module, "run") is own
+OURS = "sglang_moe_patches.changes.first"
 
 
 @pytest.mark.parametrize(
-    ("name", "who"),
-    [("somebody_else.plugin", "somebody_else.plugin"), ("sglang.srt.plugins.hook_registry", "another plugin's hook")],
+    ("wrappers", "own"),
+    [
+        ([OURS, "sglang_moe_patches.changes.second"], 0),
+        (["torch.utils._contextlib", "sglang.srt.utils"], 2),
+        (["somebody_else.plugin"], "somebody_else.plugin"),
+        (["somebody_else.plugin", OURS], "somebody_else.plugin"),
+        (["sglang.srt.plugins.hook_registry", OURS], "another plugin's hook"),
+    ],
+    ids=["ours", "the engine's and PyTorch's", "another plugin's", "ours around it", "ours around a hook"],
 )
-def test_a_function_that_somebody_wrapped_is_not_the_engines_own(module, name, who):
-    module.run = wrapped_by(name, module.run)
-    with pytest.raises(Unsupported, match=f"run is wrapped or replaced by {who}"):
-        engine.own(module, "run")
-    # Nor is it when ours came on top.
-    module.run = wrapped_by("sglang_moe_patches.changes.first", module.run)
-    with pytest.raises(Unsupported, match="run is wrapped or replaced by"):
-        engine.own(module, "run")
-
-
-def test_a_function_that_somebody_replaced_is_not_the_engines_own(module):
-    module.run = of_module(template, "somebody_else")
-    with pytest.raises(Unsupported, match="replaced by somebody_else"):
-        engine.own(module, "run")
-
-
-def test_a_class_that_somebody_replaced_is_not_the_engines_own(module):
-    module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
-    with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
-        engine.own(module, "Layer")
-
-
-def test_the_engines_own_decorators_are_the_engines(module):
-    own = module.run
-    module.run = wrapped_by("sglang.srt.utils", wrapped_by("torch.utils._contextlib", own))
-    assert engine.own(module, "run") is module.run
+def test_whose_a_function_is_that_was_wrapped(module, wrappers, own):
+    """:param own: after how many wrappers it is the engine's own, or who has wrapped it."""
+    functions = [module.run]
+    for name in wrappers:
+        functions.append(wrapped_by(name, functions[-1]))
+    module.run = functions[-1]
+    if isinstance(own, int):
+        assert engine.own(module, "run") is functions[own]
+    else:
+        with pytest.raises(Unsupported, match=f"run is wrapped or replaced by {own}"):
+            engine.own(module, "run")
 
 
 def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
