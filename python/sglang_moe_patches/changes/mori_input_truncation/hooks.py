@@ -134,9 +134,7 @@ def _assert_received(received: Any, rows: int) -> None:
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
-def _wrap_init(
-    original: Callable[..., None], read_policy: Callable[[Any], Policy | None] = read_policy
-) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
