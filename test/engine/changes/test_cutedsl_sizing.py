@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
@@ -60,6 +61,12 @@ def run(engine, path, *changes, steps=STEPS, **arguments):
         return *engine.generate(model, PROMPTS, steps), model
 
 
+@pytest.fixture(scope="module")
+def stock(engine, checkpoint):
+    """Tokens and logits of the stock engine, and the model, once for each checkpoint."""
+    return functools.cache(lambda **options: run(engine, checkpoint(**options)))
+
+
 def same(a, b):
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
@@ -80,18 +87,24 @@ def poisoned(monkeypatch):
         yield
 
 
+def wrappers(model):
+    return {layer._cutedsl_wrapper for layer in experts(model)}
+
+
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer(
-    engine, checkpoint, monkeypatch, dense_layers
+    engine, checkpoint, stock, monkeypatch, dense_layers
 ):
     path = checkpoint(dense_layers=dense_layers)
-    stock = run(engine, path)
-    assert len({id(layer._cutedsl_wrapper) for layer in experts(stock[2])}) == 4 - dense_layers
+    right = stock(dense_layers=dense_layers)
+    assert len(wrappers(right[2])) == 4 - dense_layers
     with poisoned(monkeypatch):
         patched = run(engine, path, *CHANGES)
-    assert len({id(layer._cutedsl_wrapper) for layer in experts(patched[2])}) == 1
-    assert same(stock, patched)
-    assert same(stock, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
+    (shared,) = wrappers(patched[2])
+    assert same(right, patched)
+    assert same(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
+    # Less than one layer's: the output is none of the buffers.
+    assert 0 < (4 - dense_layers) * _held_bytes({shared._wrapper}) < _held_bytes(wrappers(right[2]))
 
 
 def dispatched(layer, seed, tokens=4):
@@ -120,28 +133,16 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     assert torch.equal(output, before) == guarded
 
 
-def test_buffers_of_many_layers_are_those_of_one(engine, checkpoint):
-    many = run(engine, checkpoint(dense_layers=0), *CHANGES, steps=0)[2]
-    one = run(engine, checkpoint(dense_layers=3), *CHANGES, steps=0)[2]
-    held = [_held_bytes({layer._cutedsl_wrapper._wrapper for layer in experts(model)}) for model in (many, one)]
-    assert (len(experts(many)), len(experts(one))) == (4, 1)
-    assert held[0] == held[1] > 0
-    stock = run(engine, checkpoint(dense_layers=0), steps=0)[2]
-    assert _held_bytes({layer._cutedsl_wrapper for layer in experts(stock)}) > 4 * held[0]
-
-
-def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, monkeypatch):
+def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
     """Target and draft take turns, each with the answers it gives alone; the next model's wrapper is the same one."""
-    target, draft = checkpoint(dense_layers=0), checkpoint(dense_layers=0, seed=7)
-    alone = [run(engine, path) for path in (target, draft)]
+    target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
+    alone = [stock(**options) for options in target_and_draft]
     with engine.arguments(**large_enough()), installed(*CHANGES), poisoned(monkeypatch):
-        models = [engine.load(path) for path in (target, draft)]
+        models = [engine.load(checkpoint(**options)) for options in target_and_draft]
         for _ in range(2):
-            for model, (tokens, logits, _) in zip(models, alone, strict=True):
-                found = engine.generate(model, PROMPTS, STEPS)
-                assert found[0] == tokens
-                assert torch.equal(found[1], logits)
-        assert len({id(layer._cutedsl_wrapper) for model in models for layer in experts(model)}) == 1
+            for model, right in zip(models, alone, strict=True):
+                assert same(engine.generate(model, PROMPTS, STEPS), right)
+        assert len(wrappers(models[0]) | wrappers(models[1])) == 1
     assert alone[0][0] != alone[1][0]
 
 
@@ -156,30 +157,27 @@ def test_buffers_go_with_the_models_that_used_them(engine, checkpoint):
 
 
 @pytest.mark.parametrize("option", ["enable_two_batch_overlap", "enable_pdmux"])
-def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint, option):
+def test_layers_that_overlap_in_time_do_not_share(engine, checkpoint, stock, option):
     from sglang.srt.layers.moe.moe_runner import flashinfer_cutedsl
 
-    path = checkpoint(dense_layers=0)
-    stock = run(engine, path)
+    right = stock(dense_layers=0)
     with engine.arguments(**large_enough()), installed(*CHANGES):
-        model = engine.load(path)
+        model = engine.load(checkpoint(dense_layers=0))
         with engine.arguments(**{option: True}):
             for layer in experts(model):
                 flashinfer_cutedsl.ensure_cutedsl_wrapper(layer)
-        assert len({id(layer._cutedsl_wrapper) for layer in experts(model)}) == 4
-        tokens, logits = engine.generate(model, PROMPTS, STEPS)
-    assert same(stock, (tokens, logits))
+        assert len(wrappers(model)) == 4
+        assert same(engine.generate(model, PROMPTS, STEPS), right)
 
 
-def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, caplog):
+def test_a_larger_forward_runs_in_slices_with_one_warning(engine, checkpoint, stock, caplog):
     path = checkpoint(dense_layers=0)
-    stock = run(engine, path)
     with pytest.raises(ValueError, match=r"num_tokens \(176\) exceeds max_num_tokens \(64\)"):
         run(engine, path, **small())
     with caplog.at_level(logging.WARNING, "sglang.srt.moe_patches"):
         patched = run(engine, path, *CHANGES, **small())
     assert [layer._cutedsl_wrapper.max_num_tokens for layer in experts(patched[2])] == [64] * 4
-    assert same(stock, patched)
+    assert same(stock(dense_layers=0), patched)
     told = [record.message for record in caplog.records if "cutedsl-sizing" in record.message]
     assert len(told) == 1
     assert f"{TOKENS} tokens" in told[0]

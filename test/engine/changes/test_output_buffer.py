@@ -46,54 +46,72 @@ def hardened():
         pytest.skip("this engine release has no output buffer of its own")
 
 
-@pytest.fixture
-def run(engine):
-    """Builds a model, patched or without any buffer, and gives its greedy tokens and logits."""
+@pytest.fixture(scope="module")
+def stock(engine):
+    """The greedy tokens and logits of the stock engine without any buffer, once for each model and runner."""
+    known = {}
 
-    def run(path, *changes, prompts=PROMPTS, steps=STEPS):
-        with installed(*changes) if changes else without_buffer():
-            return engine.generate(engine.load(path), prompts, steps)
+    def stock(path):
+        key = path, engine.server_args.moe_runner_backend
+        if key not in known:
+            with without_buffer():
+                known[key] = engine.generate(engine.load(path), PROMPTS, STEPS)
+        return known[key]
 
-    return run
+    return stock
+
+
+def patched(engine, path):
+    with installed(*CHANGES):
+        return engine.generate(engine.load(path), PROMPTS, STEPS)
 
 
 def same(a, b):
     return a[0] == b[0] and torch.equal(a[1], b[1])
 
 
+def alike(see):
+    """What ``see`` gives of the stock engine, once it is known that it gives the same of the patched one."""
+    with without_buffer():
+        stock = see()
+    with installed(*CHANGES):
+        patched = see()
+    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+    return stock
+
+
 @pytest.mark.compatibility
 @pytest.mark.parametrize("dense_layers", [1, 0])
 def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
-    backend, dense_layers, engine, checkpoint, kernels, run
+    backend, dense_layers, engine, checkpoint, kernels, stock
 ):
     path = checkpoint(dense_layers=dense_layers)
-    stock = run(path)
-    assert stock[1].isfinite().all()
+    assert stock(path)[1].isfinite().all()
     moe_layers = 4 - dense_layers
     with without_buffer():
         model = engine.load(path)
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
-
-    assert same(run(path, *CHANGES), stock)
     with installed(*CHANGES):
         patched = engine.load(path)
         assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
+        assert same(engine.generate(patched, PROMPTS, STEPS), stock(path))
 
 
 @pytest.mark.compatibility
 @pytest.mark.usefixtures("hardened")
-def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(backend, engine, checkpoint, run, monkeypatch):
+def test_the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it(
+    backend, engine, checkpoint, stock, monkeypatch
+):
     """``first_k_dense_replace: 0``: the first layer is MoE and has no residual. Only there is the engine wrong."""
     first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
-    with installed():
-        stock = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
-    assert same(stock[first_is_dense], run(first_is_dense))
-    assert stock[first_is_moe][0] != run(first_is_moe)[0]
+    engines = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
+    assert same(engines[first_is_dense], stock(first_is_dense))
+    assert engines[first_is_moe][0] != stock(first_is_moe)[0]
     for path in (first_is_dense, first_is_moe):
-        assert same(run(path, *CHANGES), run(path))
+        assert same(patched(engine, path), stock(path))
     # The guard removed: the engine's own offer stands beside ours.
     monkeypatch.setattr(offer, "make_no_offer", lambda original: original)
-    assert run(first_is_moe, *CHANGES)[0] != run(first_is_moe)[0]
+    assert patched(engine, first_is_moe)[0] != stock(first_is_moe)[0]
 
 
 @pytest.mark.compatibility
@@ -113,15 +131,15 @@ def test_ours_is_the_only_offer(engine, checkpoint, kernels, monkeypatch):
     assert [buffer.untyped_storage().data_ptr() for buffer in meanwhile[1:]] == kernels.calls[1:]
 
 
-def test_offering_the_residual_would_be_seen(checkpoint, run, monkeypatch):
+def test_offering_the_residual_would_be_seen(engine, checkpoint, stock, monkeypatch):
     """The norm is in place here as on a GPU: without the guard, a model whose first layer is MoE answers wrongly."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
 
     path = checkpoint(dense_layers=0)
-    stock = run(path)
+    right = stock(path)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     monkeypatch.setattr(DeepseekV2DecoderLayer, offer._OFFERS_FROM, 0, raising=False)  # of the first one, too
-    assert not same(run(path, *CHANGES), stock)
+    assert not same(patched(engine, path), right)
 
 
 def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
@@ -167,15 +185,7 @@ def test_input_embeds_of_the_caller_end_as_with_the_stock_engine(engine, checkpo
         embeds = stack.embed_tokens(input_ids).clone()
         return embeds, forward(input_ids, positions, batch, embeds, *args, **kwargs)
 
-    def embeds_after():
-        return inside_a_forward(engine, monkeypatch, engine.load(path), PROMPTS[:1], with_embeds)
-
-    with without_buffer():
-        stock = embeds_after()
-    with installed(*CHANGES):
-        patched = embeds_after()
-    assert torch.equal(patched[0], stock[0])
-    assert torch.equal(patched[1], stock[1])
+    alike(lambda: inside_a_forward(engine, monkeypatch, engine.load(path), PROMPTS[:1], with_embeds))
 
 
 def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoint, monkeypatch):
@@ -192,12 +202,8 @@ def test_hidden_states_captured_for_eagle3_survive_the_forward(engine, checkpoin
 
         return inside_a_forward(engine, monkeypatch, model, PROMPTS[:1], capturing)
 
-    with without_buffer():
-        stock = captured()
-    with installed(*CHANGES):
-        patched = captured()
-    assert stock[1].shape[-1] == 2 * stock[0].shape[-1]
-    assert all(torch.equal(a, b) for a, b in zip(stock, patched, strict=True))
+    hidden, aux = alike(captured)
+    assert aux.shape[-1] == 2 * hidden.shape[-1]
 
 
 def test_the_allreduce_fusion_mark_does_not_travel(engine, checkpoint, kernels, monkeypatch):
@@ -272,14 +278,13 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     assert stock - patched >= (0.9 if native else 1.9) * hidden_tensor
 
 
-def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, monkeypatch):
-    with without_buffer():
-        stock = engine.generate(engine.load(checkpoint()), PROMPTS, STEPS)
+def test_with_symmetric_memory_only_a_buffer_from_the_pool_is_reused(engine, checkpoint, kernels, stock, monkeypatch):
+    right = stock(checkpoint())
     pool, outputs = Pool(monkeypatch), []
     kernels.at_entry = lambda: outputs.append(kernels.calls[-1] in pool.addresses)
     with installed(*CHANGES):
         model = engine.load(checkpoint())
-        assert same(engine.generate(model, PROMPTS, STEPS), stock)
+        assert same(engine.generate(model, PROMPTS, STEPS), right)
         # The dense layer's output is outside the pool: the first MoE layer allocates, the others reuse.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (3, 1)
     assert outputs == [True] * 3 * (STEPS + 2)
@@ -300,9 +305,9 @@ def test_runners_are_marked_as_leaving_their_input_alone(engine, checkpoint):
 
 
 @pytest.mark.usefixtures("applied")
-def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
+def test_a_wrong_shape_is_not_taken(engine, checkpoint, stock, monkeypatch):
     """Data-parallel attention: the layer's input has local tokens, the experts work on gathered ones."""
-    stock = run(checkpoint())
+    right = stock(checkpoint())
 
     def offer_fewer_tokens(original, **how):
         def forward(self, positions, hidden_states, forward_batch, residual, *args, **kwargs):
@@ -312,16 +317,16 @@ def test_a_wrong_shape_is_not_taken(engine, checkpoint, run, monkeypatch):
         return forward
 
     monkeypatch.setattr(offer, "make_layer_forward", offer_fewer_tokens)
-    assert same(run(checkpoint(), *CHANGES), stock)
+    assert same(patched(engine, checkpoint()), right)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: True)
     with pytest.raises((RuntimeError, ValueError)):
-        run(checkpoint(), *CHANGES)
+        patched(engine, checkpoint())
 
 
 @pytest.mark.usefixtures("applied")
-def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, monkeypatch):
+def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, stock, monkeypatch):
     """The shared experts read the MoE input after the routed experts have written their output."""
-    stock = run(checkpoint())
+    right = stock(checkpoint())
     monkeypatch.setattr(offer, "make_layer_forward", lambda original, **how: original)
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
 
@@ -332,6 +337,6 @@ def test_the_moe_input_itself_is_never_written_into(engine, checkpoint, run, mon
             return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV2MoE, "forward", offer_the_moe_input)
-    assert same(run(checkpoint(), *CHANGES), stock)
+    assert same(patched(engine, checkpoint()), right)
     monkeypatch.setattr(takers, "shares_storage", lambda a, b: False)
-    assert not same(run(checkpoint(), *CHANGES), stock)
+    assert not same(patched(engine, checkpoint()), right)

@@ -32,17 +32,6 @@ def test_may_defer(values):
     assert may_defer(**facts) == (not any(reasons_not_to))
 
 
-def test_shared_experts_are_computed_when_they_are_added_and_in_place():
-    computed = []
-    deferred = DeferredSharedExperts(lambda: computed.append(True) or torch.full((2, 3), 2.0))
-    routed = alias = torch.ones(2, 3)
-    assert not computed
-    routed += deferred
-    assert routed is alias
-    assert torch.equal(routed, torch.full((2, 3), 3.0))
-    assert computed == [True]
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -184,20 +173,18 @@ def with_runner(name):
     return SimpleNamespace(runner_backend=SimpleNamespace(value=name))
 
 
+def by(name):
+    """What has a runner of that name: a quantization method, its scheme, or the scheme's kernel."""
+    return UnknownMethod(runner=with_runner(name))
+
+
 @pytest.mark.parametrize(
     ("layer", "asked", "expected"),
     [
-        (experts(UnknownMethod(runner=with_runner("triton"))), "auto", True),
-        (experts(UnknownMethod(runner=with_runner("marlin"))), "auto", True),
-        (experts(UnknownMethod(runner=with_runner("flashinfer_cutlass"))), "auto", True),
-        (experts(UnknownMethod(runner=with_runner("deep_gemm"))), "auto", False),
-        (experts(UnknownMethod(runner=with_runner("aiter"))), "auto", False),
-        (experts(UnknownMethod(), scheme=UnknownMethod(runner=with_runner("marlin"))), "auto", True),
-        (
-            experts(UnknownMethod(), scheme=UnknownMethod(kernel=UnknownMethod(runner=with_runner("marlin")))),
-            "auto",
-            True,
-        ),
+        *((experts(by(name)), "auto", True) for name in ("triton", "marlin", "flashinfer_cutlass")),
+        *((experts(by(name)), "auto", False) for name in ("deep_gemm", "aiter")),
+        (experts(UnknownMethod(), scheme=by("marlin")), "auto", True),
+        (experts(UnknownMethod(), scheme=UnknownMethod(kernel=by("marlin"))), "auto", True),
         (experts(UnknownMethod()), "triton", False),
         (experts(UnknownMethod()), "cutlass", False),
         (experts(Fp8MoEMethod(runner=None)), "cutlass", True),

@@ -43,22 +43,6 @@ def test_a_buffer_must_be_contiguous_whole_and_not_empty():
     assert not fits(whole, (4, 6), torch.float32, torch.device("meta"))
 
 
-@pytest.mark.parametrize(("needed", "inside"), [(False, False), (False, True), (True, False), (True, True)])
-def test_symmetric_memory_is_asked_for_only_where_needed(needed, inside):
-    buffer = torch.empty(2, 2)
-    asked = []
-    result = fits(
-        buffer,
-        (2, 2),
-        torch.float32,
-        CPU,
-        needs_symmetric_memory=needed,
-        in_symmetric_memory=lambda tensor: asked.append(tensor) or inside,
-    )
-    assert result == (inside or not needed)
-    assert bool(asked) == needed
-
-
 def test_a_layer_input_that_is_the_residual_is_not_offered():
     hidden = torch.empty(3, 4)
     assert may_offer(hidden, torch.empty(3, 4))
@@ -198,28 +182,22 @@ def test_a_name_that_is_more_than_a_global_is_noticed():
     assert not engine.only_a_global(imported, "torch")
 
 
-def test_offers_stay_in_their_own_context(run):
+def test_offers_stay_in_their_own_context():
     """Two forwards in flight: in another thread, and in another context of the same thread."""
-    hidden, mine, other = torch.ones(2, 3), torch.empty(2, 3), torch.empty(2, 3)
     seen: list[Any] = []
 
-    def elsewhere(buffer):
+    def elsewhere():
         seen.append(channel.offered())
-        with moe_output_buffer_ctx(buffer):
-            seen.append(run(Dispatched(hidden), 7))
+        seen.append(channel.take((2, 3), torch.float32, CPU))
 
-    empty_context = copy_context()
+    empty_context, mine = copy_context(), torch.empty(2, 3)
     with moe_output_buffer_ctx(mine):
-        thread = threading.Thread(target=elsewhere, args=(other,))
+        thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        empty_context.run(elsewhere, None)
-        output = run(Dispatched(hidden), 2)
-    assert seen[0] is seen[2] is None
-    assert shares_storage(seen[1], other)
-    assert not shares_storage(seen[3], mine)
-    assert shares_storage(output, mine)
-    assert torch.equal(output, torch.full((2, 3), 2.0))
+        empty_context.run(elsewhere)
+        assert channel.offered() is mine
+    assert seen == [None] * 4
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
@@ -326,13 +304,11 @@ class Run:
 
         self.forward = offer.make_layer_forward(forward, lambda: False, **how)
 
-    def offers(self, layer, residual=True, idle=False, hidden=None, by_name=False):
+    def offers(self, layer, residual=True, idle=False, hidden=None):
         """Whether the layer's own input was on offer; nothing else may be."""
         hidden = torch.empty(2, 3) if hidden is None else hidden
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle))
-        given = {"positions": None, "hidden_states": hidden, "forward_batch": batch}
-        given["residual"] = torch.empty(2, 3) if residual else None
-        self.forward(layer, **given) if by_name else self.forward(layer, *given.values())
+        self.forward(layer, None, hidden, batch, torch.empty(2, 3) if residual else None)
         assert channel.offered() is None
         assert self.seen is None or shares_storage(self.seen, getattr(hidden, "tensor", hidden))
         return self.seen is not None
@@ -345,9 +321,7 @@ def a_layer(least=0):
 def test_a_layer_offers_its_input_where_it_is_dead():
     run, layer = Run(), a_layer()
     assert run.offers(layer)
-    assert run.offers(layer, by_name=True)
     assert not run.offers(layer, residual=False)
-    assert not run.offers(layer, residual=False, by_name=True)
     assert not run.offers(layer, idle=True)
     assert not run.offers(layer, hidden=torch.empty(4, 3)[:2])
     assert not run.offers(layer, hidden=torch.empty(3, 2).T)
