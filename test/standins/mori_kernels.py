@@ -198,7 +198,6 @@ class EpDispatchCombineOp:
         self.config = config
         self._meeting = _Meeting.of(config)
         self._received: Received | None = None
-        self._pending: torch.Tensor | None = None
 
     def dispatch(
         self,
@@ -211,7 +210,8 @@ class EpDispatchCombineOp:
         warp_per_block: int = -1,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """:returns: rows, weights, scales, ids and the received count, the first four of buffer size."""
-        mine = self._received = self._meeting.dispatch(self.config.rank, Sent(input, indices, weights, scales))
+        sent = Sent(input, indices, weights, scales)
+        mine = self._received = self._meeting.meet(self.config.rank, sent, self._meeting.network.dispatch)
         return mine.rows, mine.weights, mine.scales, mine.ids, mine.count
 
     dispatch_send = dispatch
@@ -223,13 +223,12 @@ class EpDispatchCombineOp:
         self, input: torch.Tensor, weights: torch.Tensor | None, indices: torch.Tensor, *args: int, **kwargs: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """:returns: [``max_num_inp_token_per_rank``, hidden], and ``None`` for the weights."""
-        assert self._received is not None
-        return self._meeting.combine(self.config.rank, input, self._received), None
+        network = self._meeting.network
+        mine = (input, self._received)
+        return self._meeting.meet(self.config.rank, mine, lambda all: network.combine(*zip(*all, strict=True))), None
 
     combine_send = combine
-
-    def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
-        pass
+    combine_recv = dispatch_recv
 
 
 class _Meeting:
@@ -252,20 +251,12 @@ class _Meeting:
                 cls._all[key] = cls(Network(*key, buffer_rows=config.max_total_recv_tokens or None))
             return cls._all[key]
 
-    def _meet(self, rank: int, mine: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
+    def meet(self, rank: int, mine: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
         self._given[rank] = mine
         if self._barrier.wait() == 0:
             self._result = together(list(self._given))
         self._barrier.wait()
         return self._result[rank]
-
-    def dispatch(self, rank: int, sent: Sent) -> Received:
-        return self._meet(rank, sent, self.network.dispatch)
-
-    def combine(self, rank: int, output: torch.Tensor, received: Received) -> torch.Tensor:
-        return self._meet(
-            rank, (output, received), lambda all: self.network.combine([o for o, _ in all], [r for _, r in all])
-        )
 
 
 def networks() -> list[Network]:

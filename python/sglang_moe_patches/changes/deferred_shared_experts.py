@@ -1,8 +1,7 @@
 """deferred-shared-experts: run the shared experts after the routed ones where the routed kernel leaves its input alone.
 
 Why
-    In ``DeepseekV2MoE.forward_normal`` the shared experts run first, so their hidden-size output stays allocated while
-    the routed kernel has its workspace: 235 MB at a 16K-token prefill of Kimi-K2.5.
+    The shared experts run first, so their hidden-size output stays allocated while the routed kernel has its workspace.
 
 Hook points
     ``DeepseekV2MoE.__init__``; in 0.5.11 its ``forward_normal`` and ``_forward_shared_experts``, too. Of
@@ -13,10 +12,8 @@ Skipped
     single-batch overlap; Triton in a server with LoRA adapters, and on AMD.
 
 How
-    The runners that leave their input alone are marked as what they are (``inplace`` off): the TRT-LLM kernels, Marlin,
-    CUTLASS, FlashInfer CUTLASS. Triton can be told to; its output then goes into the layer's dead input, so that it
-    costs nothing. Releases from 0.5.12 defer by themselves where ``inplace`` is off; from 0.5.13 on it is off for the
-    TRT-LLM runners.
+    The runners that leave their input alone are marked as what they are (``inplace`` off). Triton can be told to; its
+    output then goes into the layer's dead input. Releases from 0.5.12 defer by themselves where ``inplace`` is off.
 
     In 0.5.11, ``_forward_shared_experts`` returns a stand-in during ``forward_normal`` of a layer that defers. The
     engine's own ``final_hidden_states += shared_output`` then computes and adds it, at the place where the engine adds

@@ -1,10 +1,7 @@
 """cutedsl-sizing: CuteDSL buffers that fit every forward, and are allocated once instead of once per layer.
 
 Why
-    With ``--moe-runner-backend flashinfer_cutedsl`` every MoE layer owns a FlashInfer ``CuteDslMoEWrapper`` whose
-    buffers are sized by a guess (``chunked_prefill_size``, ``cuda_graph_max_bs``). A larger forward ends the server:
-    ``ValueError: num_tokens (4073) exceeds max_num_tokens (2048)``. Sized for the worst forward, and paid once per
-    layer, they cost 17.3 GB in Kimi-K2.5 at TP=4.
+    Each layer has a wrapper of its own, whose buffers are sized by a guess. A larger forward ends the server.
 
 Hook points
     ``ensure_cutedsl_wrapper`` of the engine's CuteDSL runner, ``ModelOptNvFp4FusedMoEMethod.apply``,
@@ -32,41 +29,33 @@ Remove when
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, hook_server_args
+from sglang_moe_patches.changes.cutedsl_sizing import wrapper
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, extend_server_args
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.core.patch import Change, Count, Plan
-
-
-def _plan() -> Plan:
-    from sglang_moe_patches.changes.cutedsl_sizing import wrapper
-
-    if absent := runners.without_flashinfer():
-        return absent
-    return wrapper.plan()
-
-
-def _is_shared(wrapper: Any, *args: Any, **kwargs: Any) -> int:
-    return int(type(wrapper).__name__ == "SharedMoE")
-
+from sglang_moe_patches.core.patch import Change, Count
 
 CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
-    plan=_plan,
+    plan=wrapper.plan,
     skip_reason=runners.skip_reason_without(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
-        Count("shares", "gave a layer buffers that others have", f"{__name__}.wrapper", "_construct", _is_shared),
+        Count(
+            "shares",
+            "gave a layer buffers that others have",
+            wrapper.__name__,
+            "_construct",
+            lambda made, *args, **kwargs: isinstance(made, wrapper.SharedMoE),
+        ),
         Count(
             "slices",
             "ran in token slices",
-            f"{__name__}.wrapper",
+            wrapper.__name__,
             "split_tokens",
             lambda slices, *args: len(slices),
             unit="slices",
         ),
     ),
-    launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
+    launcher_hooks=(("sglang.srt.server_args", extend_server_args),),
 )

@@ -149,19 +149,20 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
         raise ValueError(error)
 
 
-def extend_server_args(server_args_class: Any, patcher: Patcher) -> None:
+def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     """Give ``ServerArgs`` the method and the start-up check, unless the engine has them.
 
     Where it has, both keep the engine's own number: other things are sized by it, and a dispatcher's budget that the
     engine accepts is not refused here. The wrapper's buffers are sized by ours.
 
     Called in every process, the launcher's too: there ``check_server_args`` runs when all arguments are resolved.
-    """
-    if hasattr(server_args_class, METHOD) or sized_by_engine(server_args_class):
-        return
-    patcher.add(server_args_class, METHOD, _cutedsl_moe_max_num_tokens)
 
-    patcher.wrap(server_args_class, "check_server_args", _wrap_check_server_args)
+    :param module: the engine's, as soon as it is imported.
+    """
+    if hasattr(module.ServerArgs, METHOD) or sized_by_engine(module.ServerArgs):
+        return
+    patcher.add(module.ServerArgs, METHOD, _cutedsl_moe_max_num_tokens)
+    patcher.wrap(module.ServerArgs, "check_server_args", _wrap_check_server_args)
 
 
 def _wrap_check_server_args(original: Callable[..., None]) -> Callable[..., None]:
@@ -178,8 +179,3 @@ def sized_by_engine(server_args_class: Any) -> bool:
     # Later releases moved the method into a module of their own, which earlier ones do not have.
     own = vars(server_args_class).get(METHOD)
     return own not in (None, _cutedsl_moe_max_num_tokens) or engine.has_module("sglang.srt.runtime_context")
-
-
-def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
-    """Extend ``ServerArgs`` as soon as the engine has imported it."""
-    extend_server_args(module.ServerArgs, patcher)

@@ -14,7 +14,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
     sized_by_engine,
 )
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
-from sglang_moe_patches.core import engine, log
+from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.patch import Patcher, Plan
 
@@ -203,8 +203,11 @@ def keeps_buffers(wrapper_class: Any) -> bool:
 
 def plan() -> Plan:
     """:raises engine.Unsupported: the engine is not what this expects."""
+    if absent := runners.without_flashinfer():
+        return absent
     modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
-    server_args = engine.own(engine.module("sglang.srt.server_args"), "ServerArgs")
+    server_args_module = engine.module("sglang.srt.server_args")
+    server_args = engine.own(server_args_module, "ServerArgs")
     flashinfer = engine.module("flashinfer")
     if not hasattr(flashinfer, "CuteDslMoEWrapper"):
         return Plan.not_needed("this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
@@ -235,7 +238,7 @@ def plan() -> Plan:
         engine.require(name in fields, f"ServerArgs has no {name}")
 
     def install(patcher: Patcher) -> None:
-        extend_server_args(server_args, patcher)
+        extend_server_args(server_args_module, patcher)
         patcher.wrap(
             runner,
             "ensure_cutedsl_wrapper",

@@ -1,10 +1,7 @@
 """mori-input-truncation: the MoE kernel behind MoRI gets the rows that can have arrived, and never loses one.
 
 Why
-    On AMD, MoRI's expert-parallel dispatch gives the MoE kernel its whole receive buffer, sized for the worst case
-    (``SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` times the ranks), and AITER chooses its kernel by that row count.
-    The engine's own limit, ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, drops tokens when it is below the rows received, and
-    MoRI's combine reads past the end of what is left: wrong answers without a word.
+    The MoE kernel is given MoRI's whole receive buffer, and the engine's own limit drops tokens without a word.
 
 Hook points
     ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI, and in releases from 0.5.13 to 0.5.21 the AITER
@@ -13,14 +10,14 @@ Hook points
 Skipped
     without ``--moe-a2a-backend mori``; off while neither variable is set.
 
+Costs
+    In each layer one cached lookup by values that the CPU has. Nothing is read from the device.
+
 How
     Reading the received count back would stall every layer. The CPU knows an upper bound (:mod:`.bound`): the rows
     that each data-parallel rank brings into this forward, and those that this rank has sent. A cut to that bound needs
     no check. Where it cannot be proven, the user's limit is applied under an assertion on the device. While graphs are
     captured, the bound is that of the padded batch, with which every rank replays.
-
-Costs
-    In each layer one cached lookup by values that the CPU has. Nothing is read from the device.
 
 Upstream
     sgl-project/sglang#22952, the unsafe limit, in releases from 0.5.11. Releases from 0.5.19 have
@@ -35,8 +32,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.core.patch import Change, Count, Off, Plan
+from sglang_moe_patches.core.patch import Change, Count, Off
 
 
 def _skip_reason(server_args: Any) -> str | None:
@@ -45,12 +43,6 @@ def _skip_reason(server_args: Any) -> str | None:
     if not (LIMIT.read() or BOUND.read()):
         return Off(f"neither {LIMIT.name} nor {BOUND.name} is set")
     return None
-
-
-def _plan() -> Plan:
-    from sglang_moe_patches.changes.mori_input_truncation import hooks
-
-    return hooks.plan()
 
 
 def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
@@ -62,8 +54,8 @@ def _rows_cut(cut: Any, dispatched: Any, *args: Any) -> int:
 CHANGE = Change(
     name="mori-input-truncation",
     summary="the MoE input behind MoRI is cut to the rows that can have arrived, never below",
-    plan=_plan,
+    plan=hooks.plan,
     skip_reason=_skip_reason,
     variables=(LIMIT, BOUND),
-    counts=(Count("cut", "cut the input", f"{__name__}.hooks", "truncate", _rows_cut, unit="rows"),),
+    counts=(Count("cut", "cut the input", hooks.__name__, "truncate", _rows_cut, unit="rows"),),
 )

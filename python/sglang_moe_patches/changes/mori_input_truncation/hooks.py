@@ -46,6 +46,8 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward.
     :raises RuntimeError: a CPU tensor has more rows than an unprovable limit; on a GPU the process is ended.
     """
+    import torch
+
     buffer_rows = dispatched.hidden_states.shape[0]
     counts = None
     if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
@@ -67,7 +69,11 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
         if not policy.assertions:
             rows = buffer_rows
         elif rows < buffer_rows:
-            _assert_received(dispatched.num_recv_tokens_per_expert, rows)
+            message = (
+                f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
+            )
+            within = dispatched.num_recv_tokens_per_expert <= rows
+            torch._assert_async(within, log.of("mori-input-truncation", message))
     return _cut_to(dispatched, rows)
 
 
@@ -76,36 +82,27 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
     reason = policy.unreliable or "the engine's per-rank token counts do not cover every rank that sends"
     arguments: tuple[Any, ...]
     if bound is not None:
-        key, message = (
-            "raised",
-            (
-                "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
-                "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that."
-            ),
+        kind, arguments = "raised", (LIMIT.name, policy.limit, bound, cut.rows, BOUND.name)
+        message = (
+            "%s=%d is less than the %d rows that this rank can receive: a forward gets what it needs instead "
+            "(here %d rows). Set %s=1 and leave the limit out, or set a limit of at least that."
         )
-        arguments = LIMIT.name, policy.limit, bound, cut.rows, BOUND.name
     elif not cut.assert_needed:
-        key, message = "uncut", "how many rows a rank can receive is not known (%s): such input is not cut"
-        arguments = (reason,)
+        kind, arguments = "uncut", (reason,)
+        message = "how many rows a rank can receive is not known (%s): such input is not cut"
     elif not policy.assertions:
-        key, message = (
-            "unguarded",
-            (
-                "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
-                "device-side assertions out, so that a lost token would go unnoticed"
-            ),
+        kind, arguments = "unguarded", (LIMIT.name, reason)
+        message = (
+            "%s is not applied where the rows that a rank can receive are not known (%s): this PyTorch leaves "
+            "device-side assertions out, so that a lost token would go unnoticed"
         )
-        arguments = LIMIT.name, reason
     else:  # beforehand: on ROCm a failed assertion aborts the process without its message
-        key, message = (
-            "asserted",
-            (
-                "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
-                "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens."
-            ),
+        kind, arguments = "asserted", (reason, LIMIT.name, policy.limit)
+        message = (
+            "how many rows a rank can receive is not known (%s): %s=%d is applied, and a device-side "
+            "assertion ends this process should more arrive. Raise the limit, or unset it, if that happens."
         )
-        arguments = reason, LIMIT.name, policy.limit
-    log.once(logging.WARNING, f"mori {key}", log.of("mori-input-truncation", message), *arguments)
+    log.once(logging.WARNING, f"mori {kind}", log.of("mori-input-truncation", message), *arguments)
 
 
 def _cut_to(dispatched: Any, rows: int) -> Any:
@@ -122,13 +119,6 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
 def host_counts(counts: Any) -> Any:
     """``counts``, or none of use where one lives on the device: reading it would stall every layer."""
     return counts if counts is None or all(isinstance(count, int) for count in counts) else ()
-
-
-def _assert_received(received: Any, rows: int) -> None:
-    import torch
-
-    message = f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
-    torch._assert_async(received <= rows, log.of("mori-input-truncation", message))
 
 
 # --- The wrappers ----------------------------------------------------------------------------------------------------

@@ -1,23 +1,19 @@
 """nvfp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
 
 Why
-    After loading, the engine permutes every expert's NVFP4 weights and block scales into the layout that the TRT-LLM
-    MoE kernel reads, expert by expert, through lists and ``torch.stack``: thousands of allocations a layer, which
-    fragment the memory pool, and for a moment more than a second copy of the layer. ``create_weights`` allocates
-    swizzled block scales that only other backends ever read (264 MB a layer for Kimi-K2.5 at TP=4). Marlin, which
-    serves these checkpoints on Hopper and Ampere from 0.5.13 on, never reads them either: there they stay for good.
+    The engine shuffles through thousands of allocations and more than a second copy of the layer. ``create_weights``
+    allocates swizzled block scales that neither TRT-LLM nor Marlin ever reads; with Marlin they stay for good.
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and where it was imported by name.
       :mod:`.shuffle` writes into the tensors that came in. ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies
       each result into the parameter it was made from, which costs nothing: ``Tensor.copy_`` returns at once when source
-      and destination are the same view of the same storage (PyTorch checks storage, offset, strides, sizes and dtype),
-      and ``contiguous()`` returns its input. Where the engine pads the intermediate size first, the padded tensors are
-      fresh ones, which are shuffled in place and rebound.
+      and destination are the same view of the same storage. Where the engine pads the intermediate size first, the
+      padded tensors are fresh ones, which are shuffled in place and rebound.
     * ``swizzle_blockscale``, only while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend: a
       placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on need none of it.
-    * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer, right after ``create_weights``:
-      such a placeholder replaces the layer's swizzled block scales.
+    * ``create_moe_runner``, in which the engine decides, right after ``create_weights``, whether Marlin runs a layer:
+      such a placeholder replaces its scales.
 
 Skipped
     with runners other than TRT-LLM's and Marlin's, and where FlashInfer is not installed.
@@ -77,8 +73,7 @@ _no_swizzled_scales: ContextVar[bool] = ContextVar("sglang_moe_patches_no_swizzl
 def _placeholder(scale: Any) -> Any:
     """In the place of swizzled block scales that nobody reads: a byte for each expert.
 
-    One byte and not none: the engine's shared-memory weight offloader cannot map zero bytes, and divides the number of
-    experts, the first dimension, by the number of ranks.
+    Not none: the engine's weight offloader cannot map zero bytes, and divides the first dimension by the ranks.
     """
     return scale.detach().new_zeros((scale.shape[0], 1, 1))
 

@@ -308,14 +308,20 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 # --- The same in plain PyTorch ---------------------------------------------------------------------------------------
 
 
-def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Permute the rows of every matrix in place, by way of `scratch`, a slice of experts (or of columns) at a time.
+def _scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
+    """uint8, as many bytes as `matrices` have, but at most SCRATCH_BYTES, or the bytes that one step needs."""
+    size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
+    return torch.empty(size, dtype=torch.uint8, device=matrices.device)
+
+
+def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor) -> None:
+    """Permute the rows of every matrix in place, a slice of experts (or of columns) at a time.
 
     :param matrices: uint8 ``[experts, rows, row_bytes]``, contiguous.
     :param index: int64 ``[rows]`` on the same device; ``result[i] = source[index[i]]``.
-    :param scratch: uint8 ``[n]`` on the same device, n at least `rows`.
     """
     experts, rows, row_bytes = matrices.shape
+    scratch = _scratch(matrices, at_least=rows)
     width = min(row_bytes, scratch.numel() // rows)
     step = max(1, scratch.numel() // (rows * row_bytes))
     for first in range(0, experts, step):
@@ -326,15 +332,15 @@ def permute_rows_plain(matrices: torch.Tensor, index: torch.Tensor, scratch: tor
             part.copy_(permuted)
 
 
-def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None, scratch: torch.Tensor) -> None:
-    """Interleave every 128-row tile of scales in place, by way of `scratch`, its rows permuted first if asked.
+def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None) -> None:
+    """Interleave every 128-row tile of scales in place, some tiles at a time, its rows permuted first if asked.
 
     :param scales: uint8 ``[experts, rows, row_bytes]``, contiguous, rows a multiple of 128, row_bytes of 4.
     :param index: int64 ``[TILE_ROWS]`` on the same device, or ``None`` to leave the rows in order.
-    :param scratch: uint8 ``[n]`` on the same device, n at least ``128 * row_bytes``.
     """
     row_bytes = scales.shape[-1]
     tiles = scales.view(-1, TILE_ROWS, row_bytes)
+    scratch = _scratch(scales, at_least=TILE_ROWS * row_bytes)
     step = scratch.numel() // (TILE_ROWS * row_bytes)
     for first in range(0, tiles.shape[0], step):
         part = tiles[first : first + step]
@@ -347,73 +353,61 @@ def interleave_tiles_plain(scales: torch.Tensor, index: torch.Tensor | None, scr
         part.view(blocks.shape).copy_(blocks)
 
 
-# --- One layer -------------------------------------------------------------------------------------------------------
+# --- One layer: the Triton kernels where they can run, else plain PyTorch --------------------------------------------
 
 
 def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None
 
 
-class _Shuffler:
-    """The operations of one call: the Triton kernel where it can run, else plain PyTorch.
+def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
+    """Each permutation's `kernel_index` for the kernels; ``None`` where none can run.
 
-    A kernel that cannot be compiled or launched has not touched its tensor, so each operation falls back by itself.
+    One upload, and one allocation, of at most some tens of KB. From pageable memory the driver has taken its copy when
+    the call returns, so this needs no wait for the stream.
     """
+    if not uses_triton(device):
+        return [None] * len(permutations)
+    indices = [permutation.kernel_index for permutation in permutations]
+    packed = torch.cat(indices).to(torch.int32).to(device, non_blocking=True)
+    return packed.split([index.numel() for index in indices])
 
-    def __init__(self, permutations: Sequence[RowPermutation], device: torch.device) -> None:
-        self.device = device
-        self._scratch: torch.Tensor | None = None
-        self._kernel_index: dict[int, torch.Tensor] = {}
-        if uses_triton(device):
-            # One upload, and one allocation, for the four of them: at most some tens of KB. From pageable memory the
-            # driver has taken its copy when the call returns, so this needs no wait for the stream.
-            indices = [p.kernel_index for p in permutations]
-            packed = torch.cat(indices).to(torch.int32).to(device, non_blocking=True)
-            uploaded = packed.split([i.numel() for i in indices])
-            self._kernel_index = {id(p): index for p, index in zip(permutations, uploaded, strict=True)}
 
-    def _get_scratch(self, at_least: int, useful: int) -> torch.Tensor:
-        size = max(at_least, min(SCRATCH_BYTES, useful))
-        if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = None  # free it before asking for a larger one
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._scratch
+def _ran_kernel(
+    name: str, uploaded: torch.Tensor | None, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any
+) -> bool:
+    """Launch a kernel, if it can run: one that cannot be compiled or launched has not touched its tensor."""
+    if uploaded is None or matrices.data_ptr() % 16:
+        return False
+    try:
+        launch(matrices, *arguments)
+        return True
+    except Exception as error:
+        _warn_no_kernel(name, str(error) or type(error).__name__)
+        return False
 
-    def _ran_kernel(self, name: str, launch: Callable[..., None], matrices: torch.Tensor, *arguments: Any) -> bool:
-        """Launch a kernel, if it can run."""
-        if not self._kernel_index or matrices.data_ptr() % 16:
-            return False
-        try:
-            launch(matrices, *arguments)
-            return True
-        except Exception as error:
-            _warn_no_kernel(name, str(error) or type(error).__name__)
-            return False
 
-    def permute_rows(self, matrices: torch.Tensor, permutation: RowPermutation) -> None:
-        _, rows, row_bytes = matrices.shape
-        config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
-        kernel_index = self._kernel_index.get(id(permutation))
-        if config and self._ran_kernel("row permutation", permute_rows_triton, matrices, kernel_index, config):
-            return
-        # The tile is the smallest closed set of rows: permuted as so many small matrices it needs less scratch.
-        index = permutation.kernel_index
-        matrices = matrices.view(-1, index.numel(), row_bytes)
-        scratch = self._get_scratch(index.numel(), matrices.numel())
-        permute_rows_plain(matrices, index.to(self.device), scratch)
+def _permute_rows(matrices: torch.Tensor, permutation: RowPermutation, uploaded: torch.Tensor | None) -> None:
+    _, rows, row_bytes = matrices.shape
+    config = row_kernel_config(rows, row_bytes, permutation.tile is not None)
+    if config and _ran_kernel("row permutation", uploaded, permute_rows_triton, matrices, uploaded, config):
+        return
+    # The tile is the smallest closed set of rows: permuted as so many small matrices it needs less scratch.
+    index = permutation.kernel_index
+    permute_rows_plain(matrices.view(-1, index.numel(), row_bytes), index.to(matrices.device))
 
-    def shuffle_scales(self, scales: torch.Tensor, permutation: RowPermutation) -> None:
-        if permutation.tile is None:
-            # Rows come from anywhere in the expert, whose whole matrix is too large for one program: two passes, each
-            # in place, over an eighth of the layer's bytes.
-            self.permute_rows(scales, permutation)
-        row_bytes = scales.shape[-1]
-        warps = interleave_warps(row_bytes)
-        kernel_index = None if permutation.tile is None else self._kernel_index.get(id(permutation))
-        if warps and self._ran_kernel("interleave", interleave_tiles_triton, scales, kernel_index, warps):
-            return
-        scratch = self._get_scratch(TILE_ROWS * row_bytes, scales.numel())
-        interleave_tiles_plain(scales, None if permutation.tile is None else permutation.tile.to(self.device), scratch)
+
+def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded: torch.Tensor | None) -> None:
+    tile = permutation.tile
+    if tile is None:
+        # Rows come from anywhere in the expert, whose whole matrix is too large for one program: two passes, each
+        # in place, over an eighth of the layer's bytes.
+        _permute_rows(scales, permutation, uploaded)
+    warps = interleave_warps(scales.shape[-1])
+    index = None if tile is None else uploaded
+    if warps and _ran_kernel("interleave", uploaded, interleave_tiles_triton, scales, index, warps):
+        return
+    interleave_tiles_plain(scales, None if tile is None else tile.to(scales.device))
 
 
 @functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
@@ -423,16 +417,11 @@ def _warn_no_kernel(name: str, reason: str) -> None:
 
 def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> str | None:
     """Which tensor's sizes the layout does not allow, and why."""
+    rows_rule = f"must be a multiple of {TILE_ROWS}, the rows of one interleaved block of scales"
     if gemm1_rows % TILE_ROWS:
-        return (
-            f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) must be a multiple of {TILE_ROWS}, "
-            "the rows of one interleaved block of scales"
-        )
+        return f"gemm1_scales_linear_fp4_bytes: its rows ({gemm1_rows}) {rows_rule}"
     if hidden_size % TILE_ROWS:
-        return (
-            f"gemm2_scales_linear_fp4_bytes: its rows (hidden_size {hidden_size}) must be a multiple of {TILE_ROWS}, "
-            "the rows of one interleaved block of scales"
-        )
+        return f"gemm2_scales_linear_fp4_bytes: its rows (hidden_size {hidden_size}) {rows_rule}"
     if intermediate_size % (4 * SCALE_BLOCK):
         return (
             f"gemm2_scales_linear_fp4_bytes: its columns (intermediate_size {intermediate_size} / {SCALE_BLOCK}) must "
@@ -516,9 +505,9 @@ def prepare_static_weights_for_trtllm_fp4_moe(
         raise ValueError(layout_error or message) from error
     if permutations is None or layout_error is not None:
         raise NotInPlace(layout_error or "gemm1_weights, gemm2_weights: the layout is no permutation of rows")
-    shuffler = _Shuffler(permutations, device)
-    shuffler.permute_rows(gemm1, permutations[0])
-    shuffler.shuffle_scales(gemm1_scales, permutations[1])
-    shuffler.permute_rows(gemm2, permutations[2])
-    shuffler.shuffle_scales(gemm2_scales, permutations[3])
+    uploaded = _upload(permutations, device)
+    _permute_rows(gemm1, permutations[0], uploaded[0])
+    _shuffle_scales(gemm1_scales, permutations[1], uploaded[1])
+    _permute_rows(gemm2, permutations[2], uploaded[2])
+    _shuffle_scales(gemm2_scales, permutations[3], uploaded[3])
     return gemm1, gemm1_scales.view(torch.float8_e4m3fn), gemm2, gemm2_scales.view(torch.float8_e4m3fn)

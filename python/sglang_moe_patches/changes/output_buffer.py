@@ -1,14 +1,12 @@
 """output-buffer: the routed experts write into the layer's own dead input instead of a fresh tensor.
 
 Why
-    Every MoE layer allocates a hidden-size output while the layer's input, dead since attention read it, is still
-    referenced by the model's loop. At a 16K-token prefill of Kimi-K2.5 each of those tensors is 235 MB, and the
-    attention inputs (another one, and the q/kv latents) stay referenced until the next layer replaces them.
+    Each MoE layer allocates a tensor of the hidden size while two others of that size are dead, and still referenced.
 
 Hook points
     ``_initialize_model``, after which each known decoder layer's ``forward`` offers its input; where the engine has no
     buffer, ``fused_experts_none_to_flashinfer_trtllm_fp4``, ``FusedMoE.__init__`` and
-    ``DeepseekV2AttentionMLA.forward`` (:mod:`.attention_inputs`); where it has one, its ``moe_output_buffer_ctx``.
+    ``DeepseekV2AttentionMLA.forward``; where it has one, its ``moe_output_buffer_ctx``.
 
 Skipped
     never for a server; layer by layer where the input is not proven dead, while a module has forward hooks, and under
@@ -20,11 +18,7 @@ Costs
 How
     A decoder layer offers its input where it is dead (:mod:`sglang_moe_patches.core.dead_input`: the families of
     models, and when). The NVFP4 TRT-LLM runner takes it where it would have allocated its output, if it fits; the
-    CuteDSL runner does so through cutedsl-sizing.
-
-    Where the engine has no buffer, its TRT-LLM runner is made to take the offered one
-    (:mod:`sglang_moe_patches.core.dead_input.takers`), and marked as not mutating its input, which it never did;
-    attention inputs are dropped when ``self_attn`` returns, whatever the runner.
+    CuteDSL runner does so through cutedsl-sizing. Attention inputs are dropped when ``self_attn`` returns.
 
     Where the engine has all this built in, it offers the input of every DeepSeek MoE layer, also of one that starts
     without a residual, whose input *becomes* the residual: every answer is wrong. Its own offer is withheld there, in
@@ -39,17 +33,20 @@ Remove when
 
 from __future__ import annotations
 
-from sglang_moe_patches.changes.output_buffer import attention_inputs
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, probe, takers
-from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status
 
 
 def _plan() -> Plan:
     offers = probe.offers()
     if probe.engine_offers():
         return Plan(Status.HARDENED, offers.note, offers.install)
-    installs = [attention_inputs.probe()]
+    installs = [_probe_attention_inputs()]
     if engine.has_module("flashinfer"):
         installs += [takers.trtllm(), offers.install]
 
@@ -58,6 +55,38 @@ def _plan() -> Plan:
             part(patcher)
 
     return Plan(Status.APPLIED, offers.note, install)
+
+
+def _probe_attention_inputs() -> Install:
+    """Probe what keeps attention's inputs; installed, they are dropped when attention returns, whatever the runner.
+
+    :raises engine.Unsupported: the engine is not what this expects.
+    """
+    import torch
+
+    communicator = engine.module("sglang.srt.layers.communicator")
+    try:
+        deepseek = engine.module("sglang.srt.models.deepseek_v2")
+    except engine.Unsupported:  # the engine serves none of its models either
+        return lambda patcher: None
+    attention = engine.own(deepseek, "DeepseekV2AttentionMLA")
+    engine.own(attention, "forward")
+    engine.require("forward" in vars(attention), "DeepseekV2AttentionMLA has no forward of its own")
+    context = engine.get(communicator, "get_attn_tp_context")()
+    engine.get(context, "set_attn_inputs")
+    is_compiling = torch.compiler.is_compiling
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            if not is_compiling():
+                context.set_attn_inputs(None)
+            return output
+
+        return forward
+
+    return lambda patcher: patcher.wrap(attention, "forward", wrap)
 
 
 ATTENTION_INPUTS = Count(
