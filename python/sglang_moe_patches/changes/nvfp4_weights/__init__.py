@@ -47,16 +47,6 @@ _COMPRESSED_TENSORS = "sglang.srt.layers.quantization.compressed_tensors.schemes
 _RUNNER = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
 
 _FUNCTION = "prepare_static_weights_for_trtllm_fp4_moe"
-_FUNCTION_PARAMETERS = (
-    "gemm1_weights",
-    "gemm2_weights",
-    "gemm1_scales_linear_fp4_bytes",
-    "gemm2_scales_linear_fp4_bytes",
-    "hidden_size",
-    "intermediate_size",
-    "num_experts",
-    "is_gated",
-)
 _METHOD = "ModelOptNvFp4FusedMoEMethod"
 _MARLIN_UTILS = "sglang.srt.layers.quantization.marlin_utils_fp4"
 _PREPARE_FOR_MARLIN = "prepare_moe_nvfp4_layer_for_marlin"
@@ -155,6 +145,8 @@ def _wrap_create_weights(original: Any, modelopt: Any) -> Any:
 
 def _probe_shuffle() -> Install:
     """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
+    from sglang_moe_patches.changes.nvfp4_weights import shuffle
+
     utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
     core = engine.module("flashinfer.fused_moe.core")
     for helper, keywords in (
@@ -163,7 +155,8 @@ def _probe_shuffle() -> Install:
     ):
         taken = set(engine.parameters(engine.own(core, helper, "flashinfer")))
         engine.require(keywords <= taken, f"flashinfer's {helper} takes other arguments")
-    engine.require_parameters(engine.own(utils, _FUNCTION), _FUNCTION_PARAMETERS, exactly=True)
+    ours = engine.parameters(shuffle.prepare_static_weights_for_trtllm_fp4_moe)
+    engine.require_parameters(engine.own(utils, _FUNCTION), ours, exactly=True)
 
     align = engine.own(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
     engine.require(
