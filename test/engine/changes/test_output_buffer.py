@@ -257,7 +257,7 @@ def test_attention_inputs_are_dropped_when_attention_returns(engine, checkpoint,
 
 
 def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernels):
-    prompt = [list(range(100, 400)) * 3]
+    prompt = [list(range(100, 400))]
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def live():
