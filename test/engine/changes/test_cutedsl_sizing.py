@@ -28,7 +28,7 @@ pytestmark = pytest.mark.every_release
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 700) for _ in range(length)] for length in (5, 40, 130, 1)]
 TOKENS = sum(map(len, PROMPTS))
-STEPS = 6
+STEPS = 4
 CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 

@@ -272,28 +272,21 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 
 _INTERPRETED = """
 import torch
-from sglang_moe_patches.changes.nvfp4_weights import shuffle  # noqa: E402
+from sglang_moe_patches.changes.nvfp4_weights import shuffle
 torch.manual_seed(0)
-def interleave(scales):
-    rows, columns = scales.shape[-2:]
-    return scales.view(-1, rows // 128, 4, 32, columns // 4, 4).transpose(2, 4).reshape(scales.shape)
 for hidden, intermediate, is_gated in ((128, 64, True), (256, 192, True), (384, 128, False), (128, 320, True)):
-    for which, permutation in enumerate(shuffle.row_permutations(hidden, intermediate, is_gated)):
-        rows, width = permutation.rows.numel(), intermediate if which > 1 else hidden
-        matrices = torch.randint(0, 256, (2, rows, width // (16 if which % 2 else 2)), dtype=torch.uint8)
-        index = permutation.kernel_index.to(torch.int32)
-        expected = matrices[:, permutation.rows]
-        config = shuffle.row_kernel_config(rows, matrices.shape[-1], permutation.tile is not None)
-        moved = matrices.clone()
-        shuffle.permute_rows_triton(moved, index, config)
-        assert torch.equal(moved, expected), ("rows", hidden, intermediate, which)
-        if which % 2:
-            warps = shuffle.interleave_warps(matrices.shape[-1])
-            shuffle.interleave_tiles_triton(moved, None, warps)
-            assert torch.equal(moved, interleave(expected)), ("interleave", hidden, intermediate, which)
-            if permutation.tile is not None:
-                shuffle.interleave_tiles_triton(matrices, index, warps)
-                assert torch.equal(matrices, interleave(expected)), ("both", hidden, intermediate, which)
+    rows = (2 if is_gated else 1) * intermediate
+    shapes = (rows, hidden // 2), (hidden, intermediate // 2), (rows, hidden // 16), (hidden, intermediate // 16)
+    layer = [torch.randint(0, 256, (2, *shape), dtype=torch.uint8) for shape in shapes]
+    shuffled = []
+    for kernels in (False, True):
+        shuffle.uses_triton = lambda device: kernels
+        copies = [tensor.clone() for tensor in layer]
+        shuffle.prepare_static_weights_for_trtllm_fp4_moe(*copies, hidden, intermediate, 2, is_gated)
+        shuffled.append(copies)
+    for which, (plain, by_kernels) in enumerate(zip(*shuffled)):
+        assert torch.equal(plain, by_kernels), (hidden, intermediate, which)
+assert shuffle._warn_no_kernel.cache_info().currsize == 0, "a kernel did not run"
 narrow = shuffle.RowKernelConfig(384, 64, 4)  # rows and columns that fill no power of two
 matrices = torch.randint(0, 256, (3, 384, 96), dtype=torch.uint8)
 index = torch.randperm(384)

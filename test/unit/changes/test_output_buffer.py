@@ -117,8 +117,8 @@ def test_as_many_addresses_of_the_pool_are_remembered_as_there_is_room_for(monke
     lookups = []
     asks = runners.remembering(lambda tensor: bool(lookups.append(tensor)))
     tensors = [torch.empty(1) for _ in range(3)]
-    assert not any(asks(tensor) for tensor in (*tensors, tensors[2]))
-    assert len(lookups) == 3
+    assert not any(asks(tensor) for tensor in (*tensors, tensors[2], tensors[0]))
+    assert len(lookups) == 4  # the first one twice
 
 
 def test_other_names_are_looked_up_at_call_time_and_the_engines_own_function_stays(run, monkeypatch):
