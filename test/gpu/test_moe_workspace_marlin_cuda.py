@@ -296,6 +296,16 @@ def test_experts_elsewhere_add_nothing(module, ran, given_map):
         assert not ours[2::4].any()
 
 
+def test_the_input_is_read_no_more_when_the_output_is_written_over_it(module):
+    """``inplace``: the engine's callers never ask for it."""
+    given = layer(inplace=True)
+    stock, x = run(module, given), given["hidden_states"].clone()
+    with patched():
+        ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
+    assert ours.data_ptr() == x.data_ptr()
+    assert same(stock, ours)
+
+
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -196,6 +196,13 @@ def test_what_is_asked_of_marlin_is_kept_with_the_fewest_slices_that_keep_it(lay
         check_asked_limit(layer, gemm, width, column_slices.MARLIN_ALIGNMENT_COLUMNS, limit, marlin_bytes)
 
 
+@given(packed_layers, packed_gemms, max_bytes)
+def test_what_is_too_small_to_look_at_on_marlin_would_stay_whole(layer, gemm, limit):
+    layer = layer._replace(intermediate=min(layer.intermediate, layer.gate_columns))
+    if tensor_bytes(layer) < column_slices.min_packed_tensor_bytes(limit):
+        assert packed_slice_width(layer, gemm, limit) == layer.hidden
+
+
 @pytest.mark.parametrize(("rows", "group", "cut"), [(128, 1, False), (64, 1, True), (128, 32, True)])
 def test_tiles_that_go_through_the_columns_first_stay_whole_in_fp8(rows, group, cut):
     layer, tiles = LayerShape(16384, 8, 7168, 512), {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": group}
@@ -605,7 +612,7 @@ BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full
 
 
 @pytest.mark.parametrize(
-    ("marks", "passed"), [("not product", 95), pytest.param("product", 16, marks=pytest.mark.product)]
+    ("marks", "passed"), [("not product", 96), pytest.param("product", 16, marks=pytest.mark.product)]
 )
 def test_the_engines_sequence_and_marlins_in_the_interpreter(marks: str, passed: int) -> None:
     """On the CPU a server never runs them: here the engine's CUDA branch is taken, its kernels interpreted, and

@@ -74,6 +74,18 @@ def test_whose_a_function_is_that_was_wrapped(module, wrappers, own):
             engine.own(module, "run")
 
 
+def test_a_function_that_somebody_replaced_is_not_the_engines_own(module):
+    module.run = of_module(template, "somebody_else")
+    with pytest.raises(Unsupported, match="replaced by somebody_else"):
+        engine.own(module, "run")
+
+
+def test_a_class_that_somebody_replaced_is_not_the_engines_own(module):
+    module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
+    with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
+        engine.own(module, "Layer")
+
+
 def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):
     for function in (module.run, wrapped_by("sglang.srt.utils", module.run)):
         assert engine.mentions(function, "hidden_states", "mark", "range", "layers", "shape")

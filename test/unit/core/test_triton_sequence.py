@@ -63,6 +63,17 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
     assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
 
 
+def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
+    patchers = [Patcher(), Patcher()]
+    for patcher, route in zip(patchers, FIRST, strict=True):
+        triton_sequence.add_route(patcher, route)
+    for patcher in patchers:
+        patcher.undo()
+    assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
+    triton_sequence.add_route(Patcher(), HOOKED)
+    assert answerer(module, inplace=True) == "the engine's"
+
+
 @pytest.mark.parametrize("by_place", range(6))
 def test_arguments_may_come_by_their_names(module, by_place):
     triton_sequence.add_route(Patcher(), IN_PLACE)

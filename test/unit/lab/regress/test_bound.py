@@ -1,14 +1,15 @@
-"""The interval of the drop, against all tables."""
+"""The interval of the drop: against all tables, and against simulated runs."""
 
 from __future__ import annotations
 
 import functools
+import random
 from math import comb, log
 
 import pytest
 from scipy.optimize import minimize_scalar
 from sglang_moe_patches.lab.regress import bound
-from sglang_moe_patches.lab.regress.compare import MAX_DROP
+from sglang_moe_patches.lab.regress.compare import MAX_DROP, mcnemar
 from sglang_moe_patches.lab.regress.gsm8k import GSM8K
 
 ALPHA = 0.05
@@ -59,6 +60,26 @@ def test_no_worse_is_said_of_a_server_that_is_worse_with_less_than_alpha(n, drop
     for gain in (0.0, 0.001, 0.003, 0.01, 0.02, 0.03):
         wrong = sum(probability(n, *table, gain + drop, gain) for table in said)
         assert 0 < wrong <= ALPHA, gain
+
+
+def test_simulated_runs_are_judged_as_is_claimed():
+    n, runs = bound.questions_for(THREE, ALPHA), 1000
+    found = {}
+    for drop in (0.0, THREE, 0.05):
+        draw = random.Random(25)
+        judged = {"no worse": 0, "worse": 0}
+        for _ in range(runs):
+            numbers = [draw.randrange(2000) for _ in range(n)]
+            losses = sum(number < 30 + 2000 * drop for number in numbers)  # 1.5 %, and the drop
+            gains = sum(number >= 1970 for number in numbers)  # 1.5 %
+            worse = losses > gains and mcnemar(losses, gains)[1] < ALPHA
+            judged["worse" if worse else "no worse"] += worse or no_worse(n, losses, gains)
+        found[drop] = {verdict: count / runs for verdict, count in judged.items()}
+    assert found[0.0]["no worse"] == pytest.approx(bound.POWER, abs=0.03)
+    assert found[0.0]["worse"] <= ALPHA
+    assert found[THREE]["no worse"] <= ALPHA + 0.01
+    assert found[0.05]["no worse"] <= 0.01
+    assert found[0.05]["worse"] >= 0.7
 
 
 @pytest.mark.parametrize(("drop", "questions"), [(0.03, 282), (0.02, 558), (0.01, 1971), (0.1, 46)])
