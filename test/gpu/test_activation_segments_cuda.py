@@ -35,7 +35,7 @@ from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: 
 BEGIN = """
 from contextlib import contextmanager
 import torch
-from sglang_moe_patches.memory.activation_segments import eligibility, switch
+from sglang_moe_patches.memory.activation_segments import switch
 from sglang_moe_patches.core.patch import Patcher
 
 MB = 1 << 20
@@ -45,7 +45,7 @@ class Coordinator:
     def graph_capture(self):
         yield torch.empty(33 * MB, dtype=torch.uint8, device="cuda")
 
-assert eligibility.allocator_skip_reason(switch.allocator()) is None, switch.allocator()
+assert switch.allocator_skip_reason() is None, switch.allocator_skip_reason()
 turn, patcher = switch.Switch(switch.setter()), Patcher()
 
 def start(guarded=True):

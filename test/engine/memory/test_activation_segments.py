@@ -21,7 +21,7 @@ from sglang_moe_patches.memory.activation_segments import eligibility, switch
 pytestmark = pytest.mark.every_release
 
 WRITES = """
-import functools, json, os
+import functools, json, os, types
 import wrapt
 
 def write(what):
@@ -36,10 +36,11 @@ def register():
 def allow(eligibility):
     original = eligibility.skip_reason
 
-    def skip_reason(asked, server):
-        if server.device == "cpu":  # the server's, not what holds for every server
-            assert original(asked, server) == "--device is cpu"
-        return original(asked, __import__("dataclasses").replace(server, device="cuda"))
+    def skip_reason(asked, environ, pytorch, server_args=None):
+        if server_args is not None:  # not what holds for every server
+            assert original(asked, environ, pytorch, server_args) == "--device is cpu"
+            server_args = types.SimpleNamespace(**{**vars(server_args), "device": "cuda"})
+        return original(asked, environ, pytorch, server_args)
 
     eligibility.skip_reason = skip_reason
 
@@ -150,7 +151,9 @@ def test_the_engines_own_region_around_captures_holds_it_off(monkeypatch):
         with parallel_state.GroupCoordinator.graph_capture(group) as context:
             given.append("captures")
             assert context.stream is stream
+        with pytest.raises(KeyError), parallel_state.GroupCoordinator.graph_capture(group):
+            raise KeyError
         graph = torch.cuda.CUDAGraph
         assert graph.capture_begin.__wrapped__.__qualname__ == "CUDAGraph.capture_begin"
-    assert given == [switch.ON, switch.OFF, "registers", "captures", switch.ON]
+    assert given == [switch.ON, switch.OFF, "registers", "captures", switch.ON, switch.OFF, "registers", switch.ON]
     assert not hasattr(graph.capture_begin, "__wrapped__")

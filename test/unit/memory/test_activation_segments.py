@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
@@ -18,8 +17,6 @@ from sglang_moe_patches.memory.activation_segments.eligibility import (
     FEATURES,
     SEGMENTS,
     VIT_GRAPHS,
-    Allocator,
-    Situation,
     skip_reason,
 )
 
@@ -58,18 +55,7 @@ def arguments(**more):
 
 
 def reason(asked=None, environ=None, pytorch=SEEN, **more):
-    return skip_reason(asked, eligibility.situation_of(arguments(**more), environ or {}, pytorch))
-
-
-def test_a_plain_server_is_switched_of_a_release_without_any_feature_too():
-    for server in (arguments(), SimpleNamespace(device="cuda")):
-        assert eligibility.situation_of(server, {}, SEEN) == Situation()
-    assert skip_reason(None, Situation()) is skip_reason(True, Situation()) is None
-
-
-def test_what_was_seen_is_switched_without_being_asked():
-    seen = {**dict.fromkeys(("tp_size", "ep_size", "pp_size", "dp_size"), 2), "lora_paths": ["a"]}
-    assert reason(**seen) is None
+    return skip_reason(asked, environ or {}, pytorch, arguments(**more))
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
@@ -77,8 +63,6 @@ def test_each_feature_is_known_by_its_argument_and_left_alone_by_name(feature):
     has = {feature.argument: VALUES.get(feature.argument, (False, True))[1]}
     assert str(feature) in str(reason(**has))
     assert bool(reason(True, **has)) is bool(feature.why), "what hands memory to others, even where it is asked for"
-    found = eligibility.situation_of(arguments(**has), {}, SEEN)
-    assert (len(found.never), len(found.unseen)) == ((1, 0) if feature.why else (0, 1))
 
 
 def test_what_hands_memory_to_others_is_never_switched():
@@ -93,6 +77,8 @@ UNSEEN = f"{{}} was not seen with it on a GPU; {NAME}=on turns it on"
 @pytest.mark.parametrize(
     ("more", "unasked", "on"),
     [
+        ({}, None, None),
+        ({**dict.fromkeys(("tp_size", "ep_size", "pp_size", "dp_size"), 2), "lora_paths": ["a"]}, None, None),
         ({"device": "cpu"}, *["--device is cpu"] * 2),
         *[
             ({"environ": {name: "x:1"}}, *[SET.format(name)] * 2)
@@ -126,34 +112,42 @@ def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
     for asked, why in (("", UNSEEN.format("--dcp-size")), ("on", None), ("off", f"{NAME} is off")):
         environ.setenv(NAME, asked)
         assert CHANGE.skip_reason(arguments(dcp_size=2)) == why
+    environ.delenv(NAME)
+    assert CHANGE.skip_reason(SimpleNamespace(device="cuda")) is None  # of a release without any feature
+
+
+NOT_SETTABLE = "this PyTorch's allocator cannot be set while it runs"
 
 
 @pytest.mark.parametrize(
-    ("variables", "pytorch", "allocator", "told"),
+    ("variables", "owner", "name", "value", "told"),
     [
-        ({}, SEEN, {}, "applied"),
-        ({}, SEEN, {"maps": None}, "applied"),
-        ({}, "2.14.1", {}, f"off, because {UNSEEN.format('PyTorch 2.14')}"),
-        ({NAME: "on"}, "2.14.1", {}, "applied"),
-        ({NAME: "off"}, SEEN, {}, f"off, because {NAME} is off"),
-        ({"PYTORCH_ALLOC_CONF": "x:1"}, SEEN, {}, f"not needed here, because {SET.format('PYTORCH_ALLOC_CONF')}"),
-        ({}, SEEN, {"maps": False}, "not needed here, because the driver has no virtual memory management"),
-        ({}, SEEN, {"hip": True}, "not needed here, because this PyTorch is AMD's: not seen"),
+        ({}, switch, "_driver_maps", True, "applied"),
+        ({}, switch, "_driver_maps", None, "applied"),
+        ({}, activation_segments, "_pytorch", "2.14.1", f"off, because {UNSEEN.format('PyTorch 2.14')}"),
+        ({NAME: "on"}, activation_segments, "_pytorch", "2.14.1", "applied"),
+        ({NAME: "off"}, switch, "_driver_maps", True, f"off, because {NAME} is off"),
         (
-            {},
-            SEEN,
-            {"settable": False},
-            "not needed here, because this PyTorch's allocator cannot be set while it runs",
+            *({"PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_maps", True),
+            f"not needed here, because {SET.format('PYTORCH_ALLOC_CONF')}",
         ),
-        ({NAME: "off"}, SEEN, {"backend": "x"}, "not needed here, because the allocator is x, not PyTorch's own"),
+        *[
+            ({NAME: "off"}, owner, name, value, f"not needed here, because {why}")
+            for owner, name, value, why in (
+                (switch, "_driver_maps", False, "the driver has no virtual memory management"),
+                (torch.version, "hip", "6.0", "this PyTorch is AMD's: not seen"),
+                (switch, "setter", None, NOT_SETTABLE),
+                (torch.cuda, "get_allocator_backend", "x", "the allocator is x, not PyTorch's own"),
+            )
+        ],
     ],
 )
-def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, variables, pytorch, allocator, told):
-    environ.setattr(activation_segments, "_pytorch", lambda: pytorch)
-    environ.setattr(switch, "allocator", lambda: Allocator(**allocator))
+def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, variables, owner, name, value, told):
+    environ.setattr(switch, "_driver_maps", lambda: True)
+    environ.setattr(owner, name, value if name == "hip" else lambda: value)
     environ.setattr(switch, "probe", lambda: lambda patcher: None)
-    for name, value in variables.items():
-        environ.setenv(name, value)
+    for variable, text in variables.items():
+        environ.setenv(variable, text)
     assert str(CHANGE.plan()) == told
 
 
@@ -161,7 +155,7 @@ def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, var
 
 
 class Settings:
-    """An allocator's settings, and every one that it was given."""
+    """An allocator's settings: every one that it was given."""
 
     def __init__(self):
         self.given = []
@@ -235,26 +229,12 @@ def test_whatever_the_order_it_is_on_exactly_while_nobody_holds_it(steps):
         assert settings.on == (holding == 0)
 
 
-def test_threads_that_hold_it_leave_it_on(turned, settings):
-    def work():
-        for _ in range(200):
-            with turned.held():
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert settings.on
-
-
 # --- Where it is turned ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def wrapped(monkeypatch, settings, turned):
-    """A graph's class and a coordinator's, guarded; ``torch.cuda.use_mem_pool`` as well: each says whether it is on."""
+    """A graph's class, guarded; ``torch.cuda.use_mem_pool`` as well: each says whether it is on."""
 
     class Graph:
         """As ``torch.cuda.CUDAGraph``."""
@@ -268,15 +248,6 @@ def wrapped(monkeypatch, settings, turned):
         def capture_end(self):
             assert self.fails != "end", "end"
 
-    class Coordinator:
-        """As the engine's ``GroupCoordinator``."""
-
-        @contextmanager
-        def graph_capture(self, context=None):
-            self.entered = settings.on
-            yield context
-            self.left = settings.on  # where the engine registers what was captured
-
     @contextmanager
     def use_mem_pool(pool):
         yield settings.on
@@ -284,14 +255,14 @@ def wrapped(monkeypatch, settings, turned):
     for module in (torch.cuda, torch.cuda.memory):
         monkeypatch.setattr(module, "use_mem_pool", use_mem_pool)
     patcher = Patcher()
-    switch.hold_off(turned, patcher, Graph, Coordinator)
-    yield SimpleNamespace(graph=Graph, coordinator=Coordinator)
+    switch.hold_off(turned, patcher, Graph, SimpleNamespace(graph_capture=use_mem_pool))
+    yield Graph
     patcher.undo()
     assert torch.cuda.use_mem_pool is use_mem_pool
 
 
 def test_a_capture_sees_it_off_and_leaves_it_on(wrapped, settings):
-    graph = wrapped.graph()
+    graph = wrapped()
     graph.capture_begin(pool=(0, 1))
     assert not graph.during
     assert not settings.on
@@ -301,7 +272,7 @@ def test_a_capture_sees_it_off_and_leaves_it_on(wrapped, settings):
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
 def test_a_capture_that_fails_leaves_it_on(wrapped, settings, fails):
-    graph = wrapped.graph()
+    graph = wrapped()
     graph.fails = fails
     with suppress(AssertionError):
         graph.capture_begin()
@@ -311,26 +282,12 @@ def test_a_capture_that_fails_leaves_it_on(wrapped, settings, fails):
 
 
 def test_a_capture_that_ends_twice_or_was_never_begun_releases_nothing_more(wrapped, settings, turned):
-    graph = wrapped.graph()
+    graph = wrapped()
     with turned.held():
         graph.capture_begin()
-        graph.capture_end()
-        graph.capture_end()
-        wrapped.graph().capture_end()
+        for each in (graph, graph, wrapped()):
+            each.capture_end()
         assert not settings.on
-    assert settings.on
-
-
-def test_in_the_engines_region_it_is_off_until_buffers_are_registered(wrapped, settings):
-    coordinator, graph = wrapped.coordinator(), wrapped.graph()
-    with coordinator.graph_capture("context") as context:
-        assert context == "context"
-        graph.capture_begin()
-        graph.capture_end()
-        assert not settings.on, "between two graphs, as of a breakable capture, too"
-    assert (coordinator.entered, coordinator.left, settings.on) == (False, False, True)
-    with pytest.raises(KeyError), coordinator.graph_capture():
-        raise KeyError
     assert settings.on
 
 

@@ -48,18 +48,16 @@ def _pytorch() -> str:
 
 
 def _skip_reason(server_args: Any) -> str | None:
-    return eligibility.skip_reason(
-        eligibility.SEGMENTS.read(), eligibility.situation_of(server_args, os.environ, _pytorch())
-    )
+    return eligibility.skip_reason(eligibility.SEGMENTS.read(), os.environ, _pytorch(), server_args)
 
 
 def _plan() -> Plan:
     from sglang_moe_patches.memory.activation_segments import switch
 
-    if reason := eligibility.allocator_skip_reason(switch.allocator()):
+    if reason := switch.allocator_skip_reason():
         return Plan.not_needed(reason)
     # Without a server too, as for doctor.
-    if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), eligibility.of_process(os.environ, _pytorch())):
+    if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), os.environ, _pytorch()):
         return Plan.skipped(reason)
     return Plan.applied(switch.probe())
 

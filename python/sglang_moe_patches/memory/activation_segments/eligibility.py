@@ -94,91 +94,31 @@ VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
 """The engine's variable by which a vision tower captures graphs while it serves. Not tested on a GPU."""
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A server, as far as it matters here.
-
-    :param device: ``--device``.
-    :param configured: which of ``CONFIGURATIONS`` is set; "": none.
-    :param never: why it is left alone even with ``on``, each with its feature's name.
-    :param unseen: names of what it has that was not seen on a GPU.
-    """
-
-    device: str = "cuda"
-    configured: str = ""
-    never: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
-
-
-def situation_of(server_args: Any, environ: Mapping[str, str], pytorch: str) -> Situation:
-    """What the engine's (resolved) ``ServerArgs`` and the process say.
-
-    :param pytorch: its version.
-    """
-    features = [feature for feature in FEATURES if feature.has(getattr(server_args, feature.argument, None))]
-    unseen = [*_unseen_pytorch(pytorch), *(str(feature) for feature in features if not feature.why)]
-    if environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true"):
-        unseen.append(VIT_GRAPHS)
-    never = tuple(f"of {feature}, {feature.why}" for feature in features if feature.why)
-    return Situation(server_args.device, _configured(environ), never, tuple(unseen))
-
-
-def of_process(environ: Mapping[str, str], pytorch: str) -> Situation:
-    """The same without a server: what holds for all of this environment's."""
-    return Situation(configured=_configured(environ), unseen=_unseen_pytorch(pytorch))
-
-
-def _configured(environ: Mapping[str, str]) -> str:
-    return next((name for name in CONFIGURATIONS if environ.get(name, "").strip()), "")
-
-
-def _unseen_pytorch(version: str) -> tuple[str, ...]:
-    release = ".".join(version.split(".")[:2])
-    return () if release in SEEN_PYTORCH else (f"PyTorch {release}",)
-
-
-def skip_reason(asked: bool | None, server: Situation) -> str | None:
+def skip_reason(
+    asked: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None
+) -> str | None:
     """Why a server's allocator is left as it is; ``None``: it is switched over.
 
     :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
+    :param pytorch: its version.
+    :param server_args: the engine's ``ServerArgs``, resolved; ``None``: what holds for all servers of this environment.
     """
     if asked is False:
         return Off(f"{SEGMENTS.name} is off")
-    if server.device != "cuda":
-        return f"--device is {server.device}"
-    if server.configured:
-        return f"{server.configured} is set, and the switch would undo it"
-    if server.never:
-        return server.never[0]
-    if server.unseen and not asked:
-        return Off(f"{server.unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on")
-    return None
-
-
-@dataclass(frozen=True)
-class Allocator:
-    """PyTorch's allocator of this process.
-
-    :param hip: a PyTorch for AMD's GPUs.
-    :param settable: its settings can be changed while it runs.
-    :param backend: "native", or another one.
-    :param maps: the driver maps memory where it is told to (virtual memory management); ``None``: no driver to ask.
-    """
-
-    hip: bool = False
-    settable: bool = True
-    backend: str = "native"
-    maps: bool | None = True
-
-
-def allocator_skip_reason(allocator: Allocator) -> str | None:
-    """What the allocator lacks for it, or ``None``."""
-    if allocator.hip:
-        return "this PyTorch is AMD's: not seen"
-    if not allocator.settable:
-        return "this PyTorch's allocator cannot be set while it runs"
-    if allocator.backend != "native":
-        return f"the allocator is {allocator.backend}, not PyTorch's own"
-    if allocator.maps is False:
-        return "the driver has no virtual memory management"
+    if server_args is not None and server_args.device != "cuda":
+        return f"--device is {server_args.device}"
+    for name in CONFIGURATIONS:
+        if environ.get(name, "").strip():
+            return f"{name} is set, and the switch would undo it"
+    features = [feature for feature in FEATURES if feature.has(getattr(server_args, feature.argument, None))]
+    for feature in features:
+        if feature.why:
+            return f"of {feature}, {feature.why}"
+    unseen = list(map(str, features))
+    if (release := ".".join(pytorch.split(".")[:2])) not in SEEN_PYTORCH:
+        unseen.insert(0, f"PyTorch {release}")
+    if server_args is not None and environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true"):
+        unseen.append(VIT_GRAPHS)
+    if unseen and not asked:
+        return Off(f"{unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on")
     return None

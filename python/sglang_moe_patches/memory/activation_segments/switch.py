@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang_moe_patches.core import engine, log
 from sglang_moe_patches.core.patch import Install, Patcher
-from sglang_moe_patches.memory.activation_segments.eligibility import Allocator
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 PROBE_BYTES = 2 << 20
@@ -87,18 +86,23 @@ def setter() -> Set | None:
     return newer or getattr(torch.cuda.memory, "_set_allocator_settings", None)
 
 
-def allocator() -> Allocator:
+def allocator_skip_reason() -> str | None:
+    """What PyTorch's allocator of this process lacks for it, or ``None``."""
     import torch
 
-    return Allocator(
-        hip=torch.version.hip is not None,
-        settable=setter() is not None,
-        backend=torch.cuda.get_allocator_backend(),
-        maps=_driver_maps(),
-    )
+    if torch.version.hip is not None:
+        return "this PyTorch is AMD's: not seen"
+    if setter() is None:
+        return "this PyTorch's allocator cannot be set while it runs"
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        return f"the allocator is {backend}, not PyTorch's own"
+    if _driver_maps() is False:
+        return "the driver has no virtual memory management"
+    return None
 
 
 def _driver_maps() -> bool | None:
+    """Whether the driver maps memory where it is told to; ``None``: there is no driver to ask."""
     value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
