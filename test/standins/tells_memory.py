@@ -137,13 +137,13 @@ def learn_the_rule(hooks):
             hooks.sizing.LaunchMemory.margin = int(BEFORE * (1 - fraction)) - NEED - GAIN
         return original(state, runner, before, fraction, arguments)
 
-    sizes = hooks._size
+    apply = hooks.apply
 
-    def size(state, runner, *args):
-        sizes(state, runner, *args)
+    def apply_and_learn(outcome, inputs, state, runner, in_context):
+        apply(outcome, inputs, state, runner, in_context)
         in_force[0] = runner.mem_fraction_static
 
-    hooks._report, hooks._size = report, size
+    hooks._report, hooks.apply = report, apply_and_learn
     if NEED:  # else what is free has nothing to do with what the pools take
         hooks._free_before_pools = lambda state, runner: free_before_pools()
 

@@ -32,17 +32,9 @@ Remove when
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 from sglang_moe_patches.core.patch import Change, Plan
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args, hook_warmup
-
-
-def _skip_reason(server_args: Any) -> str | None:
-    asked = eligibility.KV_SIZING.read()
-    return eligibility.skip_reason(asked, eligibility.arguments_of(server_args) if asked else {}, os.environ)
+from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args, hook_warmup, skip_reason
 
 
 def _plan() -> Plan:
@@ -56,7 +48,7 @@ CHANGE = Change(
     summary="a start measures what forwards need, and the next gives the rest to the KV cache; "
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
-    skip_reason=_skip_reason,
+    skip_reason=skip_reason,
     variables=(eligibility.KV_SIZING, eligibility.KV_RECORD),
     launcher_hooks=(
         ("sglang.srt.server_args", hook_server_args),

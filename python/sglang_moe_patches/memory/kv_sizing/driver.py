@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import (
@@ -47,7 +48,7 @@ class LoadDriver:
         self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = self.out_of_time = False
-        self._count = 0
+        self._numbers = count(1)
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
         self._reached = self._decoding = self._idle = self._ended = False
@@ -138,10 +139,6 @@ class LoadDriver:
         self._waiting.clear()
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
-        made = []
-        for prompt in prompts:
-            self._count += 1
-            name = f"rehearsal-{self._count}"
-            self._waiting.add(name)
-            made.append(self._make(name, prompt, new, phase))
-        return made
+        names = [f"rehearsal-{next(self._numbers)}" for _ in prompts]
+        self._waiting.update(names)
+        return [self._make(name, prompt, new, phase) for name, prompt in zip(names, prompts, strict=True)]

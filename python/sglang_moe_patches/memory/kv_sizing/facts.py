@@ -15,6 +15,7 @@ REHEARSED = {"SWAKVPool": WINDOWS, "HybridLinearKVPool": MAMBA}
 
 def batch_facts(batch: Any) -> Batch:
     """What the engine's ``ForwardBatch`` says of itself."""
+    lengths = getattr(batch, "seq_lens_cpu", None)
     prefixes = _numbers(getattr(batch, "extend_prefix_lens_cpu", None))
     gathered = _numbers(getattr(batch, "global_num_tokens_cpu", None))
     return Batch(
@@ -23,13 +24,9 @@ def batch_facts(batch: Any) -> Batch:
         requests=int(batch.batch_size),
         prefix=sum(prefixes),
         longest_prefix=max(prefixes, default=0),
-        longest=_longest(getattr(batch, "seq_lens_cpu", None)),
+        longest=0 if lengths is None or not len(lengths) else int(lengths.max()),
         all_ranks=sum(gathered),
     )
-
-
-def _longest(lengths: Any) -> int:
-    return 0 if lengths is None or not len(lengths) else int(lengths.max())
 
 
 def _numbers(values: Any) -> list[int]:

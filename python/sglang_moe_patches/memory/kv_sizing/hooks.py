@@ -115,8 +115,8 @@ def probe() -> Install:
     scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
-    engine.own(scheduler, "process_input_requests")
-    engine.own(scheduler, "is_fully_idle")
+    for seam in ("process_input_requests", "is_fully_idle"):
+        engine.own(scheduler, seam)
     if engine.has_module(rehearsal.RECEIVER):
         receiver = engine.own(engine.module(rehearsal.RECEIVER), "SchedulerRequestReceiver")
         engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
@@ -146,7 +146,8 @@ def _make_init_memory_pool(original: Callable[..., Any], state: State, in_contex
         if is_draft or state.launch is not None:
             return original(self, *args, **kwargs)
         given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
-        _size(state, self, given if given is not None else self.pre_model_load_memory, in_context)
+        inputs = gather(state, self, given if given is not None else self.pre_model_load_memory)
+        apply(sizing.decide_sizing(inputs), inputs, state, self, in_context)
         before = _free_before_pools(state, self)
         result = original(self, *args, **kwargs)
         state.rank_reserve = _rank_reserve(state, self, before)
@@ -194,12 +195,6 @@ def _rank_reserve(state: State, runner: Any, before: int) -> int:
         with suppress(Exception):
             return max(reserve, before - server_facts(runner).kv_bytes)
     return reserve
-
-
-def _size(state: State, runner: Any, free_before_load_gib: float, in_context: bool) -> None:
-    """Choose the fraction of this server: gather, decide, apply."""
-    inputs = gather(state, runner, free_before_load_gib)
-    apply(sizing.decide_sizing(inputs), inputs, state, runner, in_context)
 
 
 def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.SizingInputs:

@@ -36,15 +36,16 @@ def _make_post_init(original: Callable[..., None]) -> Callable[..., None]:
         by_rule = self.mem_fraction_static is None
         original(self, *args, **kwargs)
         # Schedulers that size nothing would show it among their arguments.
-        if by_rule and _skip_reason(self) is None:
+        if by_rule and skip_reason(self) is None:
             setattr(self, MARK, True)
 
     return __post_init__
 
 
-def _skip_reason(server_args: Any) -> str | None:
-    asked, arguments = KV_SIZING.read(os.environ), eligibility.arguments_of(server_args)
-    return eligibility.skip_reason(asked, arguments, os.environ)
+def skip_reason(server_args: Any) -> str | None:
+    """Why this server is neither sized nor recorded, by its arguments and this process's environment."""
+    asked = KV_SIZING.read()
+    return eligibility.skip_reason(asked, eligibility.arguments_of(server_args) if asked else {}, os.environ)
 
 
 def given_by_the_user(server_args: Any) -> bool:
@@ -81,7 +82,7 @@ def _make_wait_and_warmup(original: Callable[..., None]) -> Callable[..., None]:
     def wait_and_warmup(server_args: Any, *args: Any, **kwargs: Any) -> None:
         try:
             arguments = eligibility.arguments_of(server_args)
-            if arguments.get("skip_server_warmup") and _skip_reason(server_args) is None:
+            if arguments.get("skip_server_warmup") and skip_reason(server_args) is None:
                 _wait_for_scheduler(server_args.url(), arguments.get("api_key"))
         except Exception as error:
             message = log.of("kv-sizing", "the server may say too early that it is ready: %s")

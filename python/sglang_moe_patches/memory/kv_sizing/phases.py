@@ -213,13 +213,23 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
     """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready."""
     states = info.get("internal_states") or [{}]
     chunk = info.get("chunked_prefill_size")
+    draft_tokens = draft_slots = 0
+    if speculates(info):
+        draft_tokens = int(info.get("speculative_num_draft_tokens") or 1)
+        tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
+        # While one batch is verified the slots of the next are taken already.
+        draft_slots = 2 * max(draft_tokens, tree)
+    captured = _asked_to_capture(info)
+    if facts.captured is not None:
+        # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
+        captured = min(captured, facts.captured)
     return Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
         # The engine refuses a prompt of as many tokens as that.
         input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
         cache_tokens=int(info.get("max_total_num_tokens") or facts.kv_tokens),
         requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
-        captured=_captured(info, facts),
+        captured=captured,
         page=facts.page,
         stages=int(info.get("pp_size") or 1),
         micro_batch=int(info.get("pp_max_micro_batch_size") or 0),
@@ -234,8 +244,8 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
         window_tokens=facts.window_tokens,
         states=facts.hybrid == MAMBA,
         images=facts.images,
-        draft_tokens=_draft_tokens(info),
-        draft_slots=_draft_slots(info),
+        draft_tokens=draft_tokens,
+        draft_slots=draft_slots,
     )
 
 
@@ -245,18 +255,6 @@ def speculates(info: Mapping[str, Any]) -> bool:
     :param info: a server's arguments, as resolved or as it tells them.
     """
     return bool(info.get("speculative_algorithm"))
-
-
-def _draft_tokens(info: Mapping[str, Any]) -> int:
-    return int(info.get("speculative_num_draft_tokens") or 1) if speculates(info) else 0
-
-
-def _draft_slots(info: Mapping[str, Any]) -> int:
-    if not speculates(info):
-        return 0
-    tree = int(info.get("speculative_eagle_topk") or 1) * int(info.get("speculative_num_steps") or 1)
-    # While one batch is verified the slots of the next are taken already.
-    return 2 * max(_draft_tokens(info), tree)
 
 
 def ranks(info: Mapping[str, Any]) -> int:
@@ -284,12 +282,6 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
     """
     states = info.get("internal_states") or [{}]
     return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
-
-
-def _captured(info: Mapping[str, Any], facts: ServerFacts) -> int:
-    asked = _asked_to_capture(info)
-    # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
-    return asked if facts.captured is None else min(asked, facts.captured)
 
 
 def _asked_to_capture(info: Mapping[str, Any]) -> int:
@@ -383,25 +375,16 @@ def derive_phases(c: Limits) -> Load:
     """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
     phases: list[Phase] = []
     missing: list[str] = []
+
     chunk = c.largest
     whole = chunk // c.page * c.page
-
     prefill = Bound(PREFILLS, tokens=whole)
     name = "longest prefill" if c.chunk is None else "prefill chunk"
-    phases.append(
-        Phase(
-            PhaseKind.PREFILL,
-            name,
-            prefill,
-            lambda tokens: [tokens.some(count) for count in growing_lengths(chunk)],
-            in_turn=True,
-        )
-    )
+    phases.append(Phase(PhaseKind.PREFILL, name, prefill, _growing(chunk), in_turn=True))
     if c.together > 1:
         several = Bound(PREFILLS, tokens=c.packed, requests=c.together)
-        phases.append(
-            Phase(PhaseKind.TOGETHER, f"{c.together} of the longest prompts", several, _several(chunk, c.together))
-        )
+        name = f"{c.together} of the longest prompts"
+        phases.append(Phase(PhaseKind.TOGETHER, name, several, _several(chunk, c.together)))
 
     room = min(c.input_tokens, c.cache_tokens - 2 * c.page - c.draft_slots)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -414,19 +397,11 @@ def derive_phases(c: Limits) -> Load:
     elif cached < step:
         missing.append("a long cached prefix: the longest request is a chunk")
     else:
-        behind = replace(prefill, longest_prefix=cached)
+        name, behind = "prefill chunk behind the longest prefix", replace(prefill, longest_prefix=cached)
         prompts = _behind(before, chunk, c)
-        phases.append(
-            Phase(
-                PhaseKind.BEHIND_PREFIX,
-                "prefill chunk behind the longest prefix",
-                behind,
-                prompts,
-                in_turn=True,
-                # A part has at most twice the tokens of the one before, behind twice as many; or four times, if whole.
-                growth=4.0 if c.radix_cache else FIRST_PART_FRACTION**-2,
-            )
-        )
+        # A part has at most twice the tokens of the one before, behind twice as many; or four times, if whole.
+        growth = 4.0 if c.radix_cache else FIRST_PART_FRACTION**-2
+        phases.append(Phase(PhaseKind.BEHIND_PREFIX, name, behind, prompts, in_turn=True, growth=growth))
         # The filler is one of the requests that run at once.
         sharers = min(SHARED_PREFIX_REQUESTS, c.requests - 1, c.batch, c.prefill_requests or SHARED_PREFIX_REQUESTS)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
@@ -440,14 +415,8 @@ def derive_phases(c: Limits) -> Load:
         if c.radix_cache and part > 0 and fits:
             # The filler runs while the others arrive, so that they share the forward after its last chunk.
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
-            phases.append(
-                Phase(
-                    PhaseKind.SHARED_PREFIX,
-                    f"{sharers} requests behind one prefix",
-                    sharing,
-                    _sharing(filler, before, part, sharers, c),
-                )
-            )
+            name, prompts = f"{sharers} requests behind one prefix", _sharing(filler, before, part, sharers, c)
+            phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
         else:
             missing.append(
                 "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
@@ -461,9 +430,8 @@ def derive_phases(c: Limits) -> Load:
 
     captured = min(c.captured, c.batch)
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
-    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // (
-        -(-SHORT_PROMPT_TOKENS // c.page) * c.page
-    )
+    paged = -(-SHORT_PROMPT_TOKENS // c.page) * c.page
+    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // paged
     if c.stages > 1 and fit < captured < c.batch:
         missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
     elif captured:
@@ -471,9 +439,8 @@ def derive_phases(c: Limits) -> Load:
     if c.batch > captured:
         phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.batch} requests", c.batch, c))
     phases += _sampled_decodes(c)
-    phases.append(
-        Phase(PhaseKind.VARIED, "prompts of many lengths", prefill, _varied(chunk, c), new_tokens=4, to_the_end=True)
-    )
+    name, prompts = "prompts of many lengths", _varied(chunk, c)
+    phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
     if c.images:
         missing.append("images: the engine's own allowance is kept for them")
     if c.gathered > 1 and captured == c.batch:
@@ -527,6 +494,10 @@ def _in_step(phase: Phase, c: Limits) -> Phase:
 def growing_lengths(chunk: int) -> list[int]:
     """Lengths of prompts up to a chunk, each longer than the one before."""
     return sorted({-(-chunk * part // GROWING_PROMPTS) for part in range(1, GROWING_PROMPTS + 1)})
+
+
+def _growing(chunk: int) -> Callable[[Tokens], list[list[int]]]:
+    return lambda tokens: [tokens.some(count) for count in growing_lengths(chunk)]
 
 
 def growing_parts(longest: int, chunk: int) -> list[int]:
