@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,12 +52,7 @@ def prompts_of(phase, vocabulary=5000):
 
 def at_its_bound(phase):
     """A batch that is as large as any phase asks for."""
-    return Batch(phase.bound.modes[0], **dict.fromkeys(BOUND_FIELDS, 10**9))
-
-
-def observed(batch, graph):
-    """A forward as a driver sees it."""
-    return replace(batch, graph=graph)
+    return Batch(phase.bound.modes[0], **dict.fromkeys(BOUND_FIELDS, 10**9), graph=bool(phase.bound.graph))
 
 
 def a_pool(name, *bases, **has):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import prometheus_client
@@ -138,5 +139,5 @@ def two_machines(monkeypatch, start, tmp_path):
 
     (one, other), _, _ = begin()
     assert one.key == other.key
-    record.update(paths[0], one.key, lambda old: MEASURED)
+    record.update(paths[0], one.key, lambda old: replace(MEASURED, fingerprint_inputs=one.fingerprint_inputs))
     return paths, one.key, begin

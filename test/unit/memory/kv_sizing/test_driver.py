@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import LIMITS, at_its_bound, observed
+from kv_servers import LIMITS, at_its_bound
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind
@@ -37,24 +37,25 @@ class Server:
         self.put += new
         return new
 
+    def run(self, between=lambda got: None):
+        """To the end: its driver. Time passes in ``between``."""
+        for _ in range(5000):
+            got = self.step(idle=True)
+            if self.driver.over:
+                return self.driver
+            between(got)
+            self.serve(got)
+        raise AssertionError("it never ends")
+
     def serve(self, requests):
         for phase in {id(each.phase): each.phase for each in requests}.values():
             batch = Batch(phase.bound.modes[0], 1, 1) if phase.name in self.refuses else at_its_bound(phase)
-            self.driver.saw(observed(batch, bool(phase.bound.graph)))
+            self.driver.saw(batch)
         self.answer([each for each in requests if each.phase.name not in self.loses])
 
     def answer(self, requests):
         for each in requests:
             self.driver.answered(each.name)
-
-    def run(self):
-        """To the end: its driver."""
-        for _ in range(5000):
-            got = self.step(idle=True)
-            if self.driver.over:
-                return self.driver
-            self.serve(got)
-        raise AssertionError("it never ends")
 
 
 def test_every_phase_is_brought_about_in_turn():
@@ -70,7 +71,7 @@ def test_every_phase_is_brought_about_in_turn():
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
-    server.driver.saw(observed(at_its_bound(prefix.phase), graph=False))  # one of its own chunks
+    server.driver.saw(at_its_bound(prefix.phase))  # one of its own chunks
     assert (server.step(), server.aborts) == ([], 0)
     server.answer([prefix])
     (behind,) = server.step()
@@ -89,25 +90,26 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
 def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put, out_of_time):
     """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server."""
     left = [360.0]
+
+    def pass_time(requests):
+        left[0] -= taken_s if requests else 0
+
     server = Server(only=PhaseKind.BEHIND_PREFIX, left_s=lambda: left[0], radix_cache=radix_cache)
-    while not server.driver.over:
-        got = server.step(idle=True)
-        left[0] -= taken_s if got else 0
-        server.serve(got)
-    assert (len(server.put), server.driver.out_of_time) == (put, out_of_time)
+    assert (server.run(pass_time).out_of_time, len(server.put)) == (out_of_time, put)
 
 
 @pytest.mark.parametrize(("left_s", "put"), [(200, True), (99, False)])
 def test_a_long_prompt_that_nothing_has_in_a_cache_is_put_if_there_is_time_for_another(left_s, put):
     left = [1e9]
-    server = Server(left_s=lambda: left[0], radix_cache=False)
-    while not server.driver.over:
-        got = server.step(idle=True)
-        kinds = {each.phase.kind for each in got}
+
+    def pass_time(requests):
+        kinds = {each.phase.kind for each in requests}
         left[0] -= 100 if PhaseKind.BEHIND_PREFIX in kinds else 0
         if PhaseKind.PENALTIES in kinds:
             left[0] = left_s
-        server.serve(got)
+
+    server = Server(left_s=lambda: left[0], radix_cache=False)
+    server.run(pass_time)
     assert (PhaseKind.LONG_AMONG_SHORT in {each.phase.kind for each in server.put}) == put
 
 
@@ -145,7 +147,7 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, abort
     first = server.step()
     assert len(first) == LIMITS.requests
     assert (server.step(), server.aborts) == ([], 0)
-    server.driver.saw(observed(Batch(mode, 4 * LIMITS.requests, LIMITS.requests), graph=False))
+    server.driver.saw(Batch(mode, 4 * LIMITS.requests, LIMITS.requests))
     for count in aborts:
         assert (server.step(), server.aborts) == ([], count)
     assert not server.driver.over  # what was aborted is still to be answered

@@ -1,4 +1,4 @@
-"""What the engine says of a model runner's pools, and what its rule keeps for images."""
+"""What the engine says of a model runner's pools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from kv_servers import PLAIN_TABLE, a_pool, a_runner
-from sglang_moe_patches.memory.kv_sizing import facts, images, phases
+from sglang_moe_patches.memory.kv_sizing import facts, phases
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 
 PLAIN = a_pool("MHATokenToKVPool", mem_usage=2)
@@ -59,21 +59,3 @@ def test_the_kv_caches_that_drafts_have_of_their_own_are_counted_once():
     shared_by_two_drafts = a_pool("MHATokenToKVPool", mem_usage=1)
     drafts = [a_runner(pool) for pool in (shared_by_two_drafts, shared_by_two_drafts, PLAIN)]
     assert facts.draft_kv_bytes(drafts, a_runner(PLAIN)) == GIB
-
-
-@pytest.fixture
-def rule(monkeypatch):
-    """A model runner that takes images, for which the rule makes the fraction a tenth smaller."""
-    monkeypatch.setattr(images, "factor", lambda config: config)
-    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.5)
-    return SimpleNamespace(model_config=0.9)
-
-
-def test_the_rules_share_for_images_and_their_cache_are_kept(rule):
-    assert images.allowance(rule, {}, 0.81, 100) == pytest.approx(9.5 * GIB, abs=1)
-
-
-def test_graphs_that_images_have_captured_while_serving_leave_the_rule(rule, monkeypatch):
-    monkeypatch.setenv(images.GRAPHS, "1")
-    with pytest.raises(images.NoAllowance, match=f"nor what {images.GRAPHS} captures"):
-        images.allowance(rule, {}, 0.81, 100)

@@ -18,9 +18,19 @@ def key(**arguments):
     return record.fingerprint({"arguments": lasting_arguments({"device": "cuda", "tp_size": 8, **arguments})})
 
 
-def test_what_listens_elsewhere_is_the_same_server_and_what_runs_otherwise_is_not():
-    assert key(port=1, host="a", log_level="error", mem_fraction_static=0.9) == key(port=2, mem_fraction_static=0.8)
-    assert key(some_new_flag=False) == key()
+NO_MATTER = {
+    **{"decode_log_interval": 7, "download_dir": "/d", "enable_cache_report": True, "tokenizer_path": "/t"},
+    **{"port": 5, "host": "a", "log_level": "error", "log_requests": True, "enable_metrics": True},
+    **{"mem_fraction_static": 0.9, "skip_server_warmup": True, "weight_version": "7", "enable_trace": True},
+    **{"extra_metric_labels": {"pod": "a-7"}, "otlp_traces_endpoint": "10.0.0.1:4317"},
+    **{"export_metrics_to_file": True, "export_metrics_to_file_dir": "/d"},
+    **{"enable_metrics_for_all_schedulers": True, "enable_request_time_stats_logging": True},
+    **{"log_requests_format": "json", "uvicorn_access_log_exclude_prefixes": ["/health"]},
+}
+
+
+def test_what_a_restart_may_have_otherwise_is_no_other_configuration():
+    assert lasting_arguments({"tp_size": 8, "some_new_flag": False, **NO_MATTER}) == {"tp_size": 8}
     assert len({key(), key(chunked_prefill_size=8192), key(tp_size=4), key(some_new_flag=True)}) == 4
 
 

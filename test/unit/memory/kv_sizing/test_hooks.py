@@ -33,29 +33,35 @@ def test_all_ranks_are_sized_by_what_the_first_has_read_whatever_another_would(r
         assert set(record.read(recorded)[states[0].key].unserved) == {states[0].process}  # until it serves
 
 
-def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(recorded, start):
+@pytest.mark.parametrize(("kept", "of"), [("unfinished", "0 of {}"), ("unserved", "{}")])
+def test_launches_that_are_alive_are_no_failures_and_those_that_ended_are(kept, of, recorded, start):
     both = Rank(recorded), Rank(recorded)
     own = start(*both)[0][0].process
-    for launch, fraction in ((own, SIZED), ("a third", 0.8)):
-        change(recorded, unfinished=("0 of another", f"1 of {launch}"))
-        assert start(*both)[1] == {fraction}
+    for launches, fractions in ((("another", own), {SIZED}), (("another", "a third"), {0.8})):
+        # One that ended alone is no reason to keep the rule, but a start that did makes the next smaller.
+        change(recorded, **{kept: tuple(map(of.format, launches[kept == "unserved" and own in launches :]))})
+        assert start(*both)[1] == fractions
 
 
 def test_a_server_that_takes_images_keeps_what_the_rule_keeps_for_them(recorded, start, monkeypatch):
     monkeypatch.setattr(images, "factor", lambda config: 0.95)
-    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.0)
+    monkeypatch.setattr(images, "cache_gib", lambda arguments: 0.5)
     states, (fraction,), (said,) = start(Rank(recorded), Rank(recorded), images=True)
-    kept = 0.8 / 0.95 - 0.8
-    assert fraction == pytest.approx(SIZED - kept, abs=2 * sizing.FRACTION_STEP)
-    assert [state.launch.images for state in states] == [pytest.approx(kept * 140 * GB, abs=GIB)] * 2
-    assert "5,895 MB the engine's for images" in said
+    kept = (0.8 / 0.95 - 0.8) * 140 * GB + GIB / 2
+    assert [state.launch.images for state in states] == [pytest.approx(kept, abs=1)] * 2
+    assert fraction == pytest.approx(SIZED - kept / (140 * GB), abs=2 * sizing.FRACTION_STEP)
+    assert f"{kept / 1e6:,.0f} MB the engine's for images" in said
 
 
-def test_where_nothing_is_kept_for_images_the_rule_stands(recorded, start, monkeypatch):
-    monkeypatch.setattr(images, "factor", lambda config: 1.0)
+@pytest.mark.parametrize(
+    ("factor", "graphs", "why"),
+    [(1.0, "", ", and the rule keeps nothing for them"), (0.9, "1", f", nor what {images.GRAPHS} captures of them")],
+)
+def test_where_nothing_is_kept_for_images_the_rule_stands(factor, graphs, why, recorded, start, monkeypatch):
+    monkeypatch.setattr(images, "factor", lambda config: factor)
+    monkeypatch.setenv(images.GRAPHS, graphs)
     states, fractions, said = start(Rank(recorded), Rank(recorded), images=True)
-    why = "images are not rehearsed yet, and the rule keeps nothing for them"
-    assert (fractions, said) == ({0.8}, [RULE + why])
+    assert (fractions, said) == ({0.8}, [f"{RULE}images are not rehearsed yet{why}"])
     assert [state.launch for state in states] == [None, None]
 
 
@@ -199,15 +205,9 @@ def test_where_machines_do_not_decide_together_nobody_is_waited_for(tmp_path, st
         assert all("using the engine's default fraction 0.8000 because of --nnodes, " in line for line in said)
 
 
-def test_two_machines_are_sized_by_the_record_of_the_first(two_machines):
-    _, _, begin = two_machines
-    states, fractions, _ = begin()
-    assert fractions == {SIZED}
-    assert [state.elsewhere for state in states] == [False, True]
-
-
 def test_what_another_machine_has_seen_while_serving_counts_for_all(two_machines):
     (_, path), key, begin = two_machines
+    assert begin()[1] == {SIZED}
     record.update(path, key, lambda old: record.with_serving(Record({"model": "m"}), 12 * GB, GB))
     states, (less,), _ = begin()
     assert less == pytest.approx(1 - (11 * GB + START.margin) / (140 * GB), abs=2 * sizing.FRACTION_STEP)

@@ -19,8 +19,8 @@ KEY = "secret"
 class Resolving:
     """As the engine's ``ServerArgs`` up to 0.5.19: construction fills in the fraction."""
 
-    def __init__(self, fraction=None):
-        self.mem_fraction_static, self.device = fraction, "cuda"
+    def __init__(self, fraction=None, device="cuda"):
+        self.mem_fraction_static, self.device = fraction, device
         self.__post_init__()
 
     def __post_init__(self):
@@ -44,6 +44,8 @@ def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):
         assert not launcher.given_by_the_user(Resolving())
         assert launcher.given_by_the_user(Resolving(0.88))
         assert launcher.given_by_the_user(early)  # it arrived resolved
+        # Of a server that is not sized no scheduler would take the mark off.
+        assert launcher.MARK not in vars(Resolving(device="cpu"))
     finally:
         patcher.undo()
     for raw in (0.9, None):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_servers import LIMITS, observed, of_kind, prompts_of
+from kv_servers import LIMITS, of_kind, prompts_of
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Bound, Limits, PhaseKind
 
@@ -98,13 +98,6 @@ def test_the_longest_cached_prefix_and_a_chunk_are_together_the_longest_prompt(p
     alone = of_kind(replace(LIMITS, radix_cache=False), PhaseKind.BEHIND_PREFIX)
     assert lengths(alone) == [2 * c.chunk, 9 * c.chunk]
     assert alone.growth >= 0.75 * (9 / 2) ** 2  # a part is a whole number of chunks
-
-
-@pytest.mark.parametrize("page", [1, 64])
-def test_a_server_that_speculates_finds_a_prefix_but_for_its_last_page(page):
-    """The cache's keys are pairs of tokens with EAGLE."""
-    phase = of_kind(replace(LIMITS, page=page, draft_tokens=4, draft_slots=8), PhaseKind.BEHIND_PREFIX)
-    assert phase.bound.longest_prefix == lengths(phase)[-2] - page
 
 
 @pytest.mark.parametrize("page", [1, 64, 96])
@@ -201,9 +194,9 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
 @pytest.mark.parametrize(
     "info",
     [
-        pytest.param({"dp_size": 1, "attn_dp_size": 2}, id="as 0.5.20 names it"),
-        pytest.param({"dp_size": 2, "enable_dp_attention": True}, id="as 0.5.19 does"),
-        pytest.param({"attn_dp_size": 2, "enable_dp_attention": True}, id="both, as 0.5.23 does"),
+        {"dp_size": 1, "attn_dp_size": 2},  # as 0.5.20 names it
+        {"dp_size": 2, "enable_dp_attention": True},  # as 0.5.19 does
+        {"attn_dp_size": 2, "enable_dp_attention": True},  # both, as 0.5.23 does
     ],
 )
 def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
@@ -265,6 +258,7 @@ def test_the_fraction_in_force_is_the_schedulers():
         ({"cuda_graph_max_bs": 160, "device": "cpu"}, 0),
         ({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 48}}}, 48),
         ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 48}}}, 0),
+        ({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": None}}}, 0),
         ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full", max_bs=48))}, 48),
     ],
     ids=str,
@@ -322,25 +316,22 @@ def test_no_prompt_is_longer_than_the_server_takes_or_its_cache_holds(c):
             assert sum(prompts) <= c.cache_tokens
 
 
-@given(st.integers(2, 200_000), st.integers(1, 50))
-def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary, count):
-    found = phases.Tokens("seed", vocabulary).some(count)
-    assert len(found) == count
+@pytest.mark.parametrize("vocabulary", [2, 1500, 200_000])
+def test_tokens_lie_in_the_vocabulary_and_are_alike_for_the_same_seed(vocabulary):
+    found = phases.Tokens("seed", vocabulary).some(500)
     assert all(0 < token < vocabulary for token in found)
-    assert found == phases.Tokens("seed", vocabulary).some(count)
+    assert found == phases.Tokens("seed", vocabulary).some(500)
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_batch_below_its_bound_in_one_thing_is_not_at_it(graph):
     bound = Bound(("EXTEND",), **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
 
-    def met(graph=graph, **changed):
-        return bound.met(observed(Batch(**{"mode": "EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), **changed}), graph))
-
-    assert met()
+    at_it = Batch("EXTEND", **dict.fromkeys(BOUND_FIELDS, 7), graph=graph)
+    assert bound.met(at_it)
     assert len(BOUND_FIELDS) == 6
-    below = [met(**{name: 6}) for name in BOUND_FIELDS]
-    assert not any([*below, met(mode="DECODE"), met(graph=not graph)])
+    less = [*({name: 6} for name in BOUND_FIELDS), {"mode": "DECODE"}, {"graph": not graph}]
+    assert not any(bound.met(replace(at_it, **changed)) for changed in less)
 
 
 def test_as_many_prompts_of_many_lengths_come_whatever_the_kv_cache_holds():
