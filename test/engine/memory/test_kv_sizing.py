@@ -12,7 +12,7 @@ import re
 import textwrap
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,34 +200,6 @@ def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
     assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
 
 
-@pytest.mark.every_release
-def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Releases that sum up the time between two decodes have none before the first."""
-    scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
-    if not hasattr(scheduler, "_record_step_counters"):
-        assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
-        return
-    decode_mode = seen.module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
-    result = SimpleNamespace(num_correct_drafts=0, get_num_generated_tokens=lambda requests: requests)
-    channels = dict.fromkeys(("recv_from_tokenizer", "send_to_tokenizer", "send_to_detokenizer"))
-    times = dict.fromkeys(("_prev_decode_launch_ts", "_prev_step", "_prev_prefill_end_ts"))
-    runner = SimpleNamespace(model_runner=SimpleNamespace())
-    made = SimpleNamespace(**channels, **times, tp_worker=runner, forward_ct=0, decode_moment_totals=[0.0] * 6)
-
-    def decode(at_s: float) -> int:
-        made.forward_ct += 1
-        named = {"forward_iter": made.forward_ct, "launch_ts": at_s, "reqs": [SimpleNamespace(rid="a")]}
-        batch = SimpleNamespace(forward_mode=decode_mode, after_idle_gap=False, **named)
-        scheduler._record_step_counters(made, batch, result)
-        return int(made.decode_moment_totals[0])
-
-    run = rehearsal.Rehearsal(made, 0, print, None, leads=False)
-    run._keep_counters()
-    assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
-    run.end()
-    assert [decode(at_s) for at_s in (0.4, 0.5)] == [0, 1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
@@ -299,44 +271,79 @@ def everything(running: Server) -> dict[str, object]:
     return {name: value for name, value in found.items() if not UNALIKE.search(name)}
 
 
-@pytest.mark.every_release
-def test_a_server_says_and_counts_what_stock_does_without_the_variable_without_a_record_and_after_a_rehearsal(
-    folder: Path, checkpoint
-):
+@dataclass(frozen=True)
+class Alike:
+    """What a server answered, says of itself, and what kv-sizing said."""
+
+    answers: list[list[int]]
+    tells: dict[str, object]
+    said: list[str]
+
+
+LIMITED = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
+
+
+def with_limits(name: str, model: Path, folder: Path, **variables: str) -> Server:
+    """The same, with limits of the user's and the cache of prefixes: a rehearsal drops some, and counts them."""
+    made = sized(name, model, folder, *LIMITED, "--random-seed", "1", "--enable-metrics", **variables)
+    made._arguments.remove("--disable-radix-cache")
+    return made
+
+
+@pytest.fixture(scope="module")
+def alike(folder: Path, checkpoint) -> dict[str, Alike]:
+    """By their names: servers that are to be as stock. The record of the one that rehearses is in ``alike``."""
     place = folder / "alike"
     place.mkdir()
-    (place / "file").write_text("no folder")
-    alike = ["--max-total-tokens", "2000", "--random-seed", "1", "--enable-metrics"]
-    nowhere = {eligibility.KV_RECORD.name: str(place / "file" / "records.json")}
-    servers = [
-        sized("stock", checkpoint(), place, *alike, SGLANG_MOE_PATCHES="none"),
-        sized("nowhere", checkpoint(), place, *alike, **nowhere),
-        sized("rehearsed", checkpoint(), place, *alike),
-    ]
+    variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
     if RELEASE == DEFAULT:  # nothing of kv-sizing runs then, whatever the release
-        servers.append(sized("unset", checkpoint(), place, *alike, **{eligibility.KV_SIZING.name: ""}))
-    for each in servers:  # a cache of prefixes drops some in a rehearsal, and counts them
-        each._arguments.remove("--disable-radix-cache")
+        variables["unset"] = {eligibility.KV_SIZING.name: ""}
+    servers = [with_limits(name, checkpoint(), place, **more) for name, more in variables.items()]
     with started(*servers):
-        stock_says, *others_say = answers(*servers)
-        assert all(said == stock_says for said in others_say)
-        stock, *others = map(everything, servers)
-    assert {"/server_info status", "/v1/models status"} <= set(stock)
-    for running, other in zip(servers[1:], others, strict=True):
-        ours = {name for name in other if name.startswith(metrics.PREFIX)}
-        assert bool(ours) == (running.name != "unset")
-        assert {name: value for name, value in other.items() if name not in ours} == stock
-    told = {running.name: said(running) for running in servers}
-    refused = f"no rehearsal: {nowhere[eligibility.KV_RECORD.name]} cannot be written ("
-    assert told["nowhere"][-1].startswith(refused)
-    assert "rehearsed in" in told["rehearsed"][-1]
-    assert told["stock"] == told.get("unset", []) == []
+        every = answers(*servers)
+        return {
+            each.name: Alike(answered, everything(each), said(each))
+            for each, answered in zip(servers, every, strict=True)
+        }
+
+
+@pytest.mark.every_release
+def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after_a_rehearsal(alike: dict[str, Alike]):
+    stock = alike["stock"]
+    assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
+    for name, other in alike.items():
+        assert other.answers == stock.answers
+        ours = {metric for metric in other.tells if metric.startswith(metrics.PREFIX)}
+        assert bool(ours) == (name == "rehearsed")
+        assert {metric: value for metric, value in other.tells.items() if metric not in ours} == stock.tells
+        assert bool(other.said) == (name == "rehearsed")
+    assert "rehearsed in" in alike["rehearsed"].said[-1]
+
+
+@pytest.mark.every_release
+def test_limits_of_the_users_are_used_and_rehearsed_once(
+    folder: Path, checkpoint, alike: dict[str, Alike], monkeypatch
+):
+    """A queue of one would refuse most requests of a rehearsal."""
+    measured = the_record(folder / "alike")
+    assert (measured.missed, measured.rehearsals, measured.tokens <= 2000) == ((), 1, True)
+    second = with_limits("second", checkpoint(), folder / "alike")
+    with started(second):
+        assert sure(second) == {name: alike["stock"].tells[f"/server_info says {name}"] for name in SURE}
+    (told,) = said(second)
+    assert "--max-total-tokens 2,000 is used; " in told
+    assert "would fit" in told
+    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
+    assert told.endswith(kv_records.advice(measured)["next_start"])
+
+
+SURE = ("mem_fraction_static", "max_total_num_tokens")
 
 
 def sure(running: Server) -> dict[str, float]:
     """The fraction and the tokens in force."""
     found = info(running)
-    return {name: found[name] for name in ("mem_fraction_static", "max_total_num_tokens")}
+    return {name: found[name] for name in SURE}
 
 
 @pytest.mark.compatibility
@@ -457,70 +464,6 @@ def test_a_sized_server_that_is_killed_while_it_captures_does_not_try_the_same_a
         fractions.append(float(told.split()[0]))
     assert fractions[0] > fractions[1] > the_record(place).rule_fraction
     assert "2 starts with the record's fraction ended before they served" in start("fourth")
-
-
-@pytest.mark.every_release
-def test_limits_of_the_users_are_used_and_rehearsed_once(folder: Path, checkpoint, monkeypatch):
-    """A queue of one would refuse most requests of a rehearsal."""
-    place = folder / "limits"
-    place.mkdir()
-    limits = ["--max-total-tokens", "2000", "--max-queued-requests", "1", "--prefill-max-requests", "1"]
-    first = sized("first", checkpoint(), place, *limits)
-    with started(first):
-        rule = sure(first)
-    measured = the_record(place)
-    assert (measured.missed, measured.rehearsals, measured.tokens <= 2000) == ((), 1, True)
-    second = sized("second", checkpoint(), place, *limits)
-    with started(second):
-        assert sure(second) == rule
-    (told,) = said(second)
-    assert "--max-total-tokens 2,000 is used; " in told
-    assert "would fit" in told
-    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
-    assert told.endswith(kv_records.advice(measured)["next_start"])
-
-
-@pytest.mark.product
-@pytest.mark.every_release
-def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoint, monkeypatch):
-    """As measured, but for what each record says; what other processes hold meanwhile doctor cannot know."""
-    place = folder / "by record"
-    place.mkdir()
-    with started(sized("first", checkpoint(), place)):
-        pass
-    ((key, measured),) = record.read(place / "records.json").items()
-    held = int(2 * sizing.MAX_FOREIGN_MEMORY_DRIFT * measured.total)
-    records = {
-        "missed": replace(measured, missed=("mixed chunk",), rehearsals=sizing.MAX_INCOMPLETE_REHEARSALS),
-        "no gain": replace(measured, need=measured.reserve - MARGIN - 1_000_000),
-        "others": replace(measured, total=measured.total + held),
-        "half": None,
-    }
-    files = {name: folder / f"by record, {name}" / "records.json" for name in records}
-    for name, new in records.items():
-        file = files[name]
-        file.parent.mkdir()
-        file.write_text('{"format": 1, "records": {"a')
-        if new is not None:
-            record.update(file, key, lambda old, new=new: new)
-    servers = {name: sized(name, checkpoint(), files[name].parent) for name in records}
-    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
-    foreseen = {}
-    for name in records:
-        monkeypatch.setenv(eligibility.KV_RECORD.name, str(files[name]))
-        try:
-            foreseen[name] = kv_records.json_report()["records"][key]["next_start"]
-        except ValueError as error:
-            foreseen[name] = str(error)
-    with started(*servers.values()):
-        told = {name: said(running)[0] for name, running in servers.items()}
-    assert "did not reach: mixed chunk" in foreseen["missed"]
-    assert "less than 2 %" in foreseen["no gain"]
-    assert "is not whole JSON" in foreseen["half"]
-    for name in ("missed", "no gain", "half"):
-        assert f": {foreseen[name]}" in told[name]
-    assert foreseen["others"].startswith("sized by it")
-    assert f": other processes hold {(measured.total - measured.before) / 1e6:,.0f} MB of the GPU" in told["others"]
 
 
 @pytest.mark.every_release
