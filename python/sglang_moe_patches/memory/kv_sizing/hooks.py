@@ -115,8 +115,8 @@ def probe() -> Install:
     scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
-    for seam in ("process_input_requests", "is_fully_idle"):
-        engine.own(scheduler, seam)
+    engine.own(scheduler, "process_input_requests")
+    engine.own(scheduler, "is_fully_idle")
     if engine.has_module(rehearsal.RECEIVER):
         receiver = engine.own(engine.module(rehearsal.RECEIVER), "SchedulerRequestReceiver")
         engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
