@@ -200,6 +200,34 @@ def test_whatever_a_scheduler_counts_is_as_before_after_a_rehearsal():
     assert names - NEVER_SHOWN <= set(rehearsal.COUNTERS)
 
 
+@pytest.mark.every_release
+def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
+    """Releases that sum up the time between two decodes have none before the first."""
+    scheduler = seen.module("sglang.srt.managers.scheduler").Scheduler
+    if not hasattr(scheduler, "_record_step_counters"):
+        assert not seen.mentions(scheduler.__init__, "decode_moment_totals")
+        return
+    decode_mode = seen.module("sglang.srt.model_executor.forward_batch_info").ForwardMode.DECODE
+    result = SimpleNamespace(num_correct_drafts=0, get_num_generated_tokens=lambda requests: requests)
+    channels = dict.fromkeys(("recv_from_tokenizer", "send_to_tokenizer", "send_to_detokenizer"))
+    times = dict.fromkeys(("_prev_decode_launch_ts", "_prev_step", "_prev_prefill_end_ts"))
+    runner = SimpleNamespace(model_runner=SimpleNamespace())
+    made = SimpleNamespace(**channels, **times, tp_worker=runner, forward_ct=0, decode_moment_totals=[0.0] * 6)
+
+    def decode(at_s: float) -> int:
+        made.forward_ct += 1
+        named = {"forward_iter": made.forward_ct, "launch_ts": at_s, "reqs": [SimpleNamespace(rid="a")]}
+        batch = SimpleNamespace(forward_mode=decode_mode, after_idle_gap=False, **named)
+        scheduler._record_step_counters(made, batch, result)
+        return int(made.decode_moment_totals[0])
+
+    run = rehearsal.Rehearsal(made, 0, print, None, leads=False)
+    run._keep_counters()
+    assert [decode(at_s) for at_s in (0.1, 0.2, 0.3)] == [0, 1, 2]
+    run.end()
+    assert [decode(at_s) for at_s in (0.4, 0.5)] == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("kv")
@@ -296,8 +324,10 @@ def alike(folder: Path, checkpoint) -> dict[str, Alike]:
     place = folder / "alike"
     place.mkdir()
     variables = {"stock": {"SGLANG_MOE_PATCHES": "none"}, "rehearsed": {}}
-    if RELEASE == DEFAULT:  # nothing of kv-sizing runs then, whatever the release
+    if RELEASE == DEFAULT:  # the same whatever the release: nothing of kv-sizing runs; no record can be written
+        (place / "file").write_text("no folder")
         variables["unset"] = {eligibility.KV_SIZING.name: ""}
+        variables["unwritable"] = {eligibility.KV_RECORD.name: str(place / "file" / "records.json")}
     servers = [with_limits(name, checkpoint(), place, **more) for name, more in variables.items()]
     with started(*servers):
         every = answers(*servers)
@@ -314,10 +344,10 @@ def test_a_server_says_and_counts_what_stock_does_without_the_variable_and_after
     for name, other in alike.items():
         assert other.answers == stock.answers
         ours = {metric for metric in other.tells if metric.startswith(metrics.PREFIX)}
-        assert bool(ours) == (name == "rehearsed")
+        assert bool(ours) == bool(other.said) == (name in ("rehearsed", "unwritable"))
         assert {metric: value for metric, value in other.tells.items() if metric not in ours} == stock.tells
-        assert bool(other.said) == (name == "rehearsed")
     assert "rehearsed in" in alike["rehearsed"].said[-1]
+    assert RELEASE != DEFAULT or re.match("no rehearsal: .* cannot be written", alike["unwritable"].said[-1])
 
 
 @pytest.mark.every_release
@@ -464,6 +494,49 @@ def test_a_sized_server_that_is_killed_while_it_captures_does_not_try_the_same_a
         fractions.append(float(told.split()[0]))
     assert fractions[0] > fractions[1] > the_record(place).rule_fraction
     assert "2 starts with the record's fraction ended before they served" in start("fourth")
+
+
+@pytest.mark.product
+@pytest.mark.every_release
+def test_a_start_by_a_record_does_what_doctor_says_of_it(folder: Path, checkpoint, monkeypatch):
+    """As measured, but for what each record says; what other processes hold meanwhile doctor cannot know."""
+    place = folder / "by record"
+    place.mkdir()
+    with started(sized("first", checkpoint(), place)):
+        pass
+    ((key, measured),) = record.read(place / "records.json").items()
+    held = int(2 * sizing.MAX_FOREIGN_MEMORY_DRIFT * measured.total)
+    records = {
+        "missed": replace(measured, missed=("mixed chunk",), rehearsals=sizing.MAX_INCOMPLETE_REHEARSALS),
+        "no gain": replace(measured, need=measured.reserve - MARGIN - 1_000_000),
+        "others": replace(measured, total=measured.total + held),
+        "half": None,
+    }
+    files = {name: folder / f"by record, {name}" / "records.json" for name in records}
+    for name, new in records.items():
+        file = files[name]
+        file.parent.mkdir()
+        file.write_text('{"format": 1, "records": {"a')
+        if new is not None:
+            record.update(file, key, lambda old, new=new: new)
+    servers = {name: sized(name, checkpoint(), files[name].parent) for name in records}
+    monkeypatch.setattr(sizing.LaunchMemory, "margin", MARGIN)  # the stand-in's
+    foreseen = {}
+    for name in records:
+        monkeypatch.setenv(eligibility.KV_RECORD.name, str(files[name]))
+        try:
+            foreseen[name] = kv_records.json_report()["records"][key]["next_start"]
+        except ValueError as error:
+            foreseen[name] = str(error)
+    with started(*servers.values()):
+        told = {name: said(running)[0] for name, running in servers.items()}
+    assert "did not reach: mixed chunk" in foreseen["missed"]
+    assert "less than 2 %" in foreseen["no gain"]
+    assert "is not whole JSON" in foreseen["half"]
+    for name in ("missed", "no gain", "half"):
+        assert f": {foreseen[name]}" in told[name]
+    assert foreseen["others"].startswith("sized by it")
+    assert f": other processes hold {(measured.total - measured.before) / 1e6:,.0f} MB of the GPU" in told["others"]
 
 
 @pytest.mark.every_release
