@@ -136,6 +136,12 @@ MUTATIONS: dict[str, Callable[[Patcher], None]] = {
 # --- In a server: an engine plugin that is on PYTHONPATH --------------------------------------------------------------
 
 
+def plugin(folder: Path, body: str) -> str:
+    """An installed plugin of the engine that runs ``body`` in every process, to put on PYTHONPATH."""
+    source = "def register():\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    return str(plugins.write_module(folder, "deliberate_mutation", source))
+
+
 def mutate_this_process(name: str) -> None:
     """What the plugin runs: the mutation is in place as soon as the model's code is imported."""
     import wrapt
@@ -145,9 +151,8 @@ def mutate_this_process(name: str) -> None:
 
 def mutation_path(folder: Path, name: str) -> str:
     """PYTHONPATH of a server that runs with the mutation ``name``."""
-    source = f"def register():\n    from tiny_moe import mutations\n    mutations.mutate_this_process({name!r})\n"
-    plugins.write_module(folder, "deliberate_mutation", source)
-    paths = [str(folder), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    body = f"from tiny_moe import mutations\nmutations.mutate_this_process({name!r})"
+    paths = [plugin(folder, body), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return ":".join(filter(None, paths))
 
 

@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def noted() -> Iterator[Callable[[], None]]:
-    """Within the block, ``SIGNALS`` do nothing but make what this yields raise :class:`KeyboardInterrupt`."""
+    """Within the block, ``SIGNALS`` do nothing but make what this yields raise ``KeyboardInterrupt``."""
     arrived: list[int] = []
 
     def check() -> None:

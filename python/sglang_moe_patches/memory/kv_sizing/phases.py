@@ -22,7 +22,7 @@ MAX_PART_FRACTION = 1 / 16
 """Of the longest prefix, by which it grows at most with each prompt, where there is a radix cache. The engine computes
 an aborted prompt to its end, and the request by which it tests itself waits: unanswered that ends the server."""
 FIRST_PART_FRACTION = 1 / 4
-"""Of the longest prefix, where there is no radix cache: computed before the whole, to tell how long that will take."""
+"""Of the longest prompt, where there is no radix cache: computed before the whole, to tell how long that will take."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
@@ -526,8 +526,9 @@ def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[
 
     def prompts(tokens: Tokens) -> list[list[int]]:
         prefix = _prefix(before, c)
-        first = int(before * FIRST_PART_FRACTION) // chunk * chunk
-        parts = growing_parts(before, chunk) if c.radix_cache else [first] if first else []
+        # Whole chunks, and so many that the whole takes no longer than the square of the fraction says.
+        first = math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk
+        parts = growing_parts(before, chunk) if c.radix_cache else [first]
         return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
 
     return prompts
