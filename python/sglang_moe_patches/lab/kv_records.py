@@ -85,7 +85,9 @@ def advice(found: Record) -> dict[str, Any]:
     launch = sizing.LaunchMemory.of_record(found)
     fraction = sizing.suggested_fraction(launch, found) if launch.free_before_load > 0 else None
     decision = sizing.decide(launch, found)
-    sized = (decision.reason or "sized by it") + ("; rehearses once more" if decision.rehearse else "")
+    sized = decision.reason or "sized by it"
+    if decision.rehearse:
+        sized += "; rehearses once more" if found.need else "; measures during its start"
     return {
         "suggested_fraction": fraction,
         "suggested_tokens": None if fraction is None else sizing.fitting_tokens(launch, found),

@@ -447,8 +447,12 @@ class Serving:
         self._metrics.show_sizing(fraction, suggested, state.source, state.decision.reason)
 
     def _with_rehearsal_begun(self, old: Record) -> Record:
-        old = replace(old, fingerprint_inputs=self.state.fingerprint_inputs)
-        return record.with_rehearsal_begun(old, self.state.gpu, self.state.process)
+        state, launch = self.state, self.state.launch
+        assert launch is not None
+        new = replace(old, fingerprint_inputs=state.fingerprint_inputs)
+        if not old.need:  # doctor shows it all the same
+            new = replace(new, total=launch.total, before=launch.free_before_load, rule_fraction=launch.fraction)
+        return record.with_rehearsal_begun(new, state.gpu, state.process)
 
     def _rehearsed(self, result: rehearsal.RankResult) -> None:
         """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""

@@ -11,7 +11,7 @@ from kv_servers import GB, MEASURED, SIZED, Notes, Rank, a_pool, a_runner, state
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.lab import kv_records
-from sglang_moe_patches.memory.kv_sizing import facts, hooks, metrics, record, rehearsal
+from sglang_moe_patches.memory.kv_sizing import facts, hooks, metrics, record, rehearsal, sizing
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.rehearsal import RankResult
 
@@ -229,6 +229,16 @@ def serving(state, monkeypatch):
 def run_loop(state, loop, **scheduler):
     made = {"process_input_requests": lambda read: read, "server_args": SimpleNamespace(), **scheduler}
     hooks._make_run_event_loop(loop, state)(SimpleNamespace(**made))
+
+
+def test_a_record_of_a_begun_rehearsal_says_what_the_start_had_and_what_the_next_does(state, rehearsed, monkeypatch):
+    rehearsed()
+    begun = kept(state)
+    assert (begun.attempts, begun.need) == (1, 0)
+    assert sizing.LaunchMemory.of_record(begun).margin == state.launch.margin
+    assert (begun.total, begun.before) == (state.launch.total, state.launch.free_before_load)
+    assert kv_records.advice(begun)["next_start"] == "no record for this configuration; measures during its start"
+    assert "rehearses once more" in kv_records.advice(MEASURED)["next_start"]
 
 
 def test_a_second_rehearsal_that_runs_out_of_memory_makes_the_next_start_smaller(serving, rehearsed, monkeypatch):
