@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import share
 from common import doctor_answers
+from conftest import RELEASE
+from releases import DEFAULT
 from whole import recipes
 
 FORMATS = {
@@ -32,6 +35,10 @@ def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]
 
 @pytest.mark.every_release
 def test_doctor_says_of_every_recipe_what_the_engine_resolves():
-    answers = list(doctor_answers.ask_each(recipes.servers_with_config(), "engine_resolution:compare"))
-    assert len(answers) > 80
+    """Of every fourth on the other releases, of which each takes a second and more."""
+    servers = list(recipes.servers_with_config())
+    assert len(servers) > 80
+    if RELEASE != DEFAULT:
+        servers = servers[:: len(servers) // share.cases(len(servers))]
+    answers = doctor_answers.ask_each(servers, "engine_resolution:compare")
     assert [(recipe, found) for recipe, found in answers if not agree(recipe, **found)] == []
