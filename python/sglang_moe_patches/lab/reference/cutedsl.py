@@ -79,12 +79,19 @@ def moe_sort(
     :returns: tile -> local expert [tiles]; tile -> row behind its last [tiles]; pair -> row, -1 for other ranks'
         experts [tokens, top_k]; row -> pair [rows]; rows used [1]; tiles used [1]. All int32.
     """
-    given = {name: value for name, value in locals().items() if name.startswith("out_")}
     from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
 
     tokens, device = token_selected_experts.shape[0], token_selected_experts.device
     experts = num_local_experts or num_experts
     own = allocate_moe_sort_buffers(tokens, num_experts, top_k, experts, tile_tokens_dim, device)
+    given = {
+        "out_tile_idx_to_expert_idx": out_tile_idx_to_expert_idx,
+        "out_tile_idx_to_mn_limit": out_tile_idx_to_mn_limit,
+        "out_expanded_idx_to_permuted_idx": out_expanded_idx_to_permuted_idx,
+        "out_permuted_idx_to_expanded_idx": out_permuted_idx_to_expanded_idx,
+        "out_total_num_padded_tokens": out_total_num_padded_tokens,
+        "out_num_non_exiting_tiles": out_num_non_exiting_tiles,
+    }
     result = [own[name] if tensor is None else tensor for name, tensor in given.items()]
 
     expert_of = token_selected_experts.flatten().long() - local_expert_offset

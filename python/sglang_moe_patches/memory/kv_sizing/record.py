@@ -53,7 +53,8 @@ class Record:
     :param measured: when, in seconds since 1970; of a server that is only watched, since when.
     :param unfinished: rehearsals that began and have not ended, each by its GPU and its launch.
     :param unserved: launches that were sized by this record and have not begun to serve.
-    :param total: memory of the GPU, as its driver says, and ``before``: free of it before the weights were loaded.
+    :param total: memory of the GPU, as its driver says, known wherever ``fingerprint_inputs`` are, and ``before``:
+        free of it before the weights were loaded.
     :param rule_fraction: the engine's own ``--mem-fraction-static``, and ``rule_tokens``: the KV cache it gave.
     :param fraction: in force when it was measured, and ``tokens``, ``kv_bytes``: the KV cache then.
     :param reserve: what there was beside weights and KV cache: more than the fraction sets aside with
