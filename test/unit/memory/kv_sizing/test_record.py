@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kv_servers import ELSEWHERE, GB, KEY, MEASURED, START, A, B
 from sglang_moe_patches.memory.kv_sizing import record, sizing
 from sglang_moe_patches.memory.kv_sizing.record import NeedParts, Record
@@ -68,6 +71,14 @@ def test_a_broken_file_is_a_reason_and_is_put_aside_when_the_next_record_is_writ
     record.update(path, KEY, lambda old: MEASURED)
     assert record.read(path) == {KEY: MEASURED}
     assert (tmp_path / "kv.json.unreadable").read_text() == text
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60))
+def test_whatever_a_file_has_it_is_read_or_a_reason(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    with suppress(record.Unreadable):
+        assert record.read(path) == {}
 
 
 def test_fields_that_a_newer_version_has_are_left_out(tmp_path):
