@@ -46,17 +46,14 @@ def hardened():
         pytest.skip("this engine release has no output buffer of its own")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stock(engine):
-    """The greedy tokens and logits of the stock engine without any buffer, once for each model and runner."""
-    known = {}
+    """The greedy tokens and logits of the stock engine without any buffer, once for each model of a test."""
 
+    @functools.cache
     def stock(path):
-        key = path, engine.server_args.moe_runner_backend
-        if key not in known:
-            with without_buffer():
-                known[key] = engine.generate(engine.load(path), PROMPTS, STEPS)
-        return known[key]
+        with without_buffer():
+            return engine.generate(engine.load(path), PROMPTS, STEPS)
 
     return stock
 
