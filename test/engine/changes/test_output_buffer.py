@@ -89,9 +89,9 @@ def test_answers_are_bit_identical_and_one_buffer_serves_all_layers(
         model = engine.load(path)
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, moe_layers)
     with installed(*CHANGES):
-        patched = engine.load(path)
-        assert kernels.buffers_of(lambda: engine.generate(patched, PROMPTS[:1], 0)) == (moe_layers, 1)
-        assert same(engine.generate(patched, PROMPTS, STEPS), stock(path))
+        model = engine.load(path)
+        assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (moe_layers, 1)
+        assert same(engine.generate(model, PROMPTS, STEPS), stock(path))
 
 
 @pytest.mark.compatibility

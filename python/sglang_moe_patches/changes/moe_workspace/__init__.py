@@ -10,8 +10,8 @@ Hook points
     ``FusedMoE.run_moe_core`` (:mod:`.token_slices`).
 
 Skipped
-    without CUDA; on AMD it acts only where token slices are asked for. Other runners are left alone. By layer: "What
-    runs in columns" on the page.
+    without CUDA; on AMD it acts only where token slices are asked for. Other runners are left alone. By layer: see
+    *What runs in columns* in ``docs/changes/moe-workspace.md``.
 
 Costs
     An estimated 2 % of the layer's time at most (:data:`.column_slices.MAX_SLOWDOWN_FRACTION`), with

@@ -82,21 +82,21 @@ _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 class _BothOutputs:
     """The one tensor for both outputs, which is never allocated: the engine slices the first one off first.
 
-    :param elements: memory of so many elements.
+    :param allocate_elements: gives memory of so many elements.
     """
 
     call: MarlinCall
-    elements: Callable[[int], Any]
+    allocate_elements: Callable[[int], Any]
     first_taken: bool = False
 
     def __getitem__(self, part: slice) -> _FirstOutput | DeferredOutput:
         call = self.call
         if self.first_taken:
             assert part.stop == call.rows * call.slices[-1][1]
-            return DeferredOutput(call, self.elements)
+            return DeferredOutput(call, self.allocate_elements)
         self.first_taken = True
         assert part.stop == call.rows * call.gate_columns
-        return _FirstOutput(call, self.elements)
+        return _FirstOutput(call, self.allocate_elements)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +104,11 @@ class _FirstOutput:
     """The first GEMM's output: allocated when that GEMM runs, and referenced by the call alone."""
 
     call: MarlinCall
-    elements: Callable[[int], Any]
+    allocate_elements: Callable[[int], Any]
 
     def allocate(self) -> Any:
         call = self.call
-        call.first = self.elements(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
+        call.first = self.allocate_elements(call.rows * call.gate_columns).view(call.rows, call.gate_columns)
         return call.first
 
     def view(self, *shape: int) -> Any:
@@ -124,7 +124,7 @@ class DeferredOutput:
     """
 
     call: MarlinCall
-    elements: Callable[[int], Any]
+    allocate_elements: Callable[[int], Any]
     dtype: ClassVar[None] = None
 
     def view(self, *shape: int) -> DeferredOutput:
@@ -255,7 +255,7 @@ def gemm_and_sum(
     tokens, hidden = output.shape
     words = weights.shape[2] // hidden
     max_width = call.slices[0][1]
-    scratch = deferred.elements(call.rows * max_width)
+    scratch = deferred.allocate_elements(call.rows * max_width)
     own_weights, own_scales = (tensor.new_empty(tensor.numel() // hidden * max_width) for tensor in (weights, scales))
     to_sum = scratch.view(tokens, -1, max_width)[:0], output[:0, :max_width], scale
     for start, stop in call.slices:

@@ -46,8 +46,6 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     :param dp_buffer: the class in which ``dp_attention`` keeps the token counts of a forward.
     :raises RuntimeError: a CPU tensor has more rows than an unprovable limit; on a GPU the process is ended.
     """
-    import torch
-
     buffer_rows = dispatched.hidden_states.shape[0]
     counts = None
     if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
@@ -69,6 +67,8 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
         if not policy.assertions:
             rows = buffer_rows
         elif rows < buffer_rows:
+            import torch
+
             message = (
                 f"MoRI delivered more rows than {LIMIT.name} lets the MoE kernel see ({rows}): raise it, or unset it"
             )

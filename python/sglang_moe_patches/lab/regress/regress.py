@@ -19,7 +19,7 @@ from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison,
 from sglang_moe_patches.lab.regress.gsm8k import Evaluation
 from sglang_moe_patches.lab.servers import gpu, interrupts, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
-from sglang_moe_patches.lab.servers.server import ServerFailed, shown_starting, told
+from sglang_moe_patches.lab.servers.server import ServerFailed, shown_progress, shown_starting
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
 
@@ -131,7 +131,7 @@ def run(
     """
     check(subject, evaluation, criterion, environment, output)
     runs: list[Run] = []
-    with interrupts.noted() as interrupt, scratch(keep_in=output) as logs:
+    with interrupts.catch_signals() as interrupt, scratch(keep_in=output) as logs:
         ask = _Asking(evaluation, environment, interrupt, console, _beforehand(evaluation, criterion))
         try:
             for each in ask.servers(subject, logs) if isinstance(subject, ServerSpec) else ask.addresses(subject):
@@ -266,7 +266,7 @@ class _Asking:
         # The client is no engine process: it must not observe or patch anything.
         ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        with told(self.console, f"{name}: asking") as tell:
+        with shown_progress(self.console, f"{name}: asking") as tell:
 
             def watch(answered: int, seconds: float) -> None:
                 self.interrupt()

@@ -79,7 +79,7 @@ def verdict(comparison: Comparison) -> str:
     if comparison.conclusive and not comparison.differing:
         less = ""
         if saved := _find_saving(comparison):
-            less = f", {100 * (1 - saved[2] / saved[1]):.0f} % less activation memory"
+            less = f", {100 * (1 - saved.patched / saved.stock):.0f} % less activation memory"
         return f"All {_count(comparison.questions, 'answer')} are identical{less}"
     if comparison.within:
         return f"Patched is no worse than stock by more than {points(comparison.max_drop)}"
@@ -147,18 +147,26 @@ def _of_same_tokens(comparison: Comparison, name: str) -> tuple[int, int] | None
     return None if before is None or after is None else (before, after)
 
 
-def _find_saving(comparison: Comparison) -> tuple[str, int, int] | None:
-    """Activation memory of the largest forward: at which moment of it, and stock's and patched's in bytes.
+class Saving(NamedTuple):
+    """Activation memory of the largest forward, in bytes.
 
-    ``None``: patched saves less than half a per cent.
+    :param moment: of the forward, at which it was measured.
     """
-    for what, name in (
+
+    moment: str
+    stock: int
+    patched: int
+
+
+def _find_saving(comparison: Comparison) -> Saving | None:
+    """``None``: patched saves less than half a per cent."""
+    for moment, name in (
         ("at the peak of one forward", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),
     ):
         before, after = _of_same_tokens(comparison, name) or (0, 0)
         if before and 200 * (before - after) >= before:
-            return what, before, after
+            return Saving(moment, before, after)
     return None
 
 
@@ -175,8 +183,7 @@ def overview(comparison: Comparison) -> list[tuple[str, str]]:
     releases = " and ".join(dict.fromkeys((stock.engine, patched.engine)))
     saved = f"{NOT_MEASURED}, or no less"
     if found := _find_saving(comparison):
-        what, before, after = found
-        saved = f"{_bytes(before)} stock, {_bytes(after)} patched, {what}"
+        saved = f"{_bytes(found.stock)} stock, {_bytes(found.patched)} patched, {found.moment}"
     differing = len(comparison.differing)
     answers = f"{_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
     return [

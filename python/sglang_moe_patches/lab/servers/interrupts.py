@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def noted() -> Iterator[Callable[[], None]]:
+def catch_signals() -> Iterator[Callable[[], None]]:
     """Within the block, ``SIGNALS`` do nothing but make what this yields raise ``KeyboardInterrupt``."""
     arrived: list[int] = []
 

@@ -168,7 +168,7 @@ SAID_EVERY_S = 30.0
 
 
 @contextmanager
-def told(console: Console, doing: str) -> Iterator[Callable[..., None]]:
+def shown_progress(console: Console, doing: str) -> Iterator[Callable[..., None]]:
     """Say within the block how far something is.
 
     :returns: takes the seconds since the start, a line, and what only a terminal shows beside it.
@@ -192,7 +192,7 @@ def shown_starting(server: Server, console: Console, interrupt: Callable[[], Non
 
     :param interrupt: called about twice a second; raises when it is time to end.
     """
-    with told(console, f"{server.name}: starting") as tell:
+    with shown_progress(console, f"{server.name}: starting") as tell:
 
         def show(seconds: float, line: str) -> None:
             interrupt()
