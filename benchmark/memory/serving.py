@@ -80,7 +80,10 @@ class Failed(RuntimeError):
 
 
 def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
-    """A word for each token, so that every token is text: the engine's client counts none else; images have theirs."""
+    """A word for each token, so that every token is text: the engine's client counts none else; images have theirs.
+
+    None is a special token, which an answer's text would leave out.
+    """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -88,7 +91,7 @@ def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
     words = {images.get(token, f"{token:x}"): token for token in range(vocabulary)}
     made = Tokenizer(WordLevel(words, unk_token="0"))
     made.pre_tokenizer = WhitespaceSplit()
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in images.values()])
+    made.add_tokens([AddedToken(word, special=False, normalized=False) for word in images.values()])
     return str(made.to_str())
 
 
@@ -231,8 +234,8 @@ def left_out(found: dict[str, Any], options: Any) -> str:
     """What is missing in a load, by the client's own result; "": nothing.
 
     The client counts an error of the image processor as an answer, of one token at most. It does not count a last
-    message without text, as tokens that stand for images have none. That is a few tokens of all answers together, so
-    half the tokens of one answer may be missing.
+    message without text, as padding has none. That is a few tokens of all answers together, so half the tokens of one
+    answer may be missing.
     """
     if failed := options.prompts - found["completed"]:
         return f"{failed} requests failed"
@@ -349,7 +352,8 @@ def tables(results: Sequence[output.Result]) -> str:
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         images = f" and {figures['images']} images" if "images" in figures else ""
         load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
-        run = f"{served.run_label(result)}, chunk {figures['chunk']:,}; {load}"
+        gpu = (result["conditions"].get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
+        run = ", ".join([served.run_label(result), *filter(None, [gpu]), f"chunk {figures['chunk']:,}; {load}"])
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
             label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name

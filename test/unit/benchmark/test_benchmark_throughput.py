@@ -77,7 +77,7 @@ def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
 def test_each_token_is_a_word(monkeypatch):
     made = Tokenizer.from_str(serving.tokenizer_json(300, {298: "<image>"}))
     assert made.get_vocab_size() == 300
-    assert made.decode([1, 299]) == "1 12b"
+    assert made.decode([1, 298, 299]) == "1 <image> 12b"
     assert made.encode("1<image>12b ?").ids == [1, 298, 299, 0]
 
 
