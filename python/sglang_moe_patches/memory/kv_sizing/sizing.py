@@ -16,9 +16,9 @@ to 1,180 MB, and once by 2 GB, on H100s and H200s; those logs were not kept. Cod
 :attr:`LaunchMemory.margin`, not this, doctor that of :meth:`LaunchMemory.of_record`.
 
 ``docs/changes/kv-sizing.md`` states the number where it explains the margin, and one test compares
-(``test_the_page_says_the_margin`` in ``test_sizing.py``). Nothing else states it: where a page or README.md says that
-servers were run with 2,000 MB, that stays, and the stand-in for memory (``tells_memory.py``) has a margin of its own.
-MB and GB are 10^6 and 10^9 bytes."""
+(``test_the_page_says_the_margin`` in ``test_sizing.py``). What has not been run with a margin belongs under *On no GPU*
+there. No other page changes: where servers were run with 2,000 MB, that stays. Tests of decisions take an H200's total
+and its margin (``kv_servers.py``). MB and GB are 10^6 and 10^9 bytes."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
@@ -68,7 +68,7 @@ class LaunchMemory:
 
     @classmethod
     def of_record(cls, record: Record) -> LaunchMemory:
-        """A start by the engine's rule where it was measured, with that GPU's total."""
+        """A start by the engine's rule where it was measured, with that GPU's total, which every record of a server has."""
         limit = record.fingerprint_inputs.get("arguments", {}).get("max_total_tokens")
         return cls(record.before, record.total, record.rule_fraction, record.images, int(limit or 0))
 
