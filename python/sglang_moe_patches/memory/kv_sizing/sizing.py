@@ -68,7 +68,7 @@ class LaunchMemory:
 
     @classmethod
     def of_record(cls, record: Record) -> LaunchMemory:
-        """A start by the engine's rule where it was measured, with that GPU's total, which every record of a server has."""
+        """A start by the engine's rule where it was measured. Every record has its GPU's total."""
         limit = record.fingerprint_inputs.get("arguments", {}).get("max_total_tokens")
         return cls(record.before, record.total, record.rule_fraction, record.images, int(limit or 0))
 
