@@ -16,9 +16,9 @@ to 1,180 MB, and once by 2 GB, on H100s and H200s; those logs were not kept. Cod
 :attr:`LaunchMemory.margin`, not this, doctor that of :meth:`LaunchMemory.of_record`.
 
 ``docs/changes/kv-sizing.md`` states the number where it explains the margin, and one test compares
-(``test_the_page_says_the_margin`` in ``test_sizing.py``). What has not been run with a margin belongs under *On no GPU*
-there. No other page changes: where servers were run with 2,000 MB, that stays. Tests of decisions take an H200's total
-and its margin (``kv_servers.py``). MB and GB are 10^6 and 10^9 bytes."""
+(``test_the_page_says_the_margin`` in ``test/unit/memory/kv_sizing/test_sizing.py``). A margin that no GPU was run with
+belongs under *On no GPU* there. No other page changes: where servers were run with 2,000 MB, that stays. Tests of
+decisions take the margin of a GPU of 141 GB (``test/standins/kv_servers.py``). MB and GB are 10^6 and 10^9 bytes."""
 MIN_GAIN_FRACTION = 0.02
 """Of the KV cache that the engine's rule gives. For less, a server keeps the engine's own number."""
 MAX_FOREIGN_MEMORY_DRIFT = 0.01
