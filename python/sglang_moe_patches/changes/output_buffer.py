@@ -9,8 +9,8 @@ Hook points
     ``DeepseekV2AttentionMLA.forward``; where it has one, its ``moe_output_buffer_ctx``.
 
 Skipped
-    never for a server; layer by layer where the input is not proven dead, while a module has forward hooks, and under
-    ``torch.compile``.
+    up to 0.5.12.post1 without FlashInfer, but for the attention inputs; layer by layer where the input is not proven
+    dead, while a module has forward hooks, and under ``torch.compile``.
 
 Costs
     In each layer, a comparison of storages. It saves memory alone.

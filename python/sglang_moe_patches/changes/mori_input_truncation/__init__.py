@@ -5,7 +5,8 @@ Why
 
 Hook points
     ``__init__`` and ``run_moe_core`` of the MoE layer behind MoRI, and in releases from 0.5.13 to 0.5.21 the AITER
-    runner's reading of the engine's limit (:mod:`.hooks`). The engine's own cut never runs: it reads 0.
+    runner's reading of the engine's limit (:mod:`.hooks`). Up to 0.5.21 the engine's own cut reads 0 and does nothing;
+    from 0.5.22 on it cuts to our rows.
 
 Skipped
     without ``--moe-a2a-backend mori``; off while neither variable is set.
