@@ -75,7 +75,7 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
-    """What the engine reads from ``--config FILE``; what stands on the command line, as ours does, wins over it."""
+    """What the engine reads from ``--config FILE``; what is given on the command line, as ours is, wins over it."""
     for flag, value in _pairs(arguments):
         if flag != "--config":
             continue
