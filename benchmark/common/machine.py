@@ -54,6 +54,11 @@ def hardware() -> str:
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
 
 
+def gpu_model(conditions: dict[str, Any]) -> str:
+    """Of a result: ``H100`` where its GPU's name is ``NVIDIA H100 80GB HBM3``; "" without a GPU."""
+    return (conditions.get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
+
+
 def sentence(conditions: dict[str, Any]) -> str:
     """The conditions in a line above a table."""
     names = (("engine", "SGLang"), ("torch", "PyTorch"), ("triton", "Triton"))

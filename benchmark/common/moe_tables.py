@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sglang_moe_patches.changes.moe_workspace import column_slices
 
-from common import output, timing
+from common import machine, output, timing
 from common.moe_runners import rank_of
 
 MB = 1e6
@@ -156,7 +156,7 @@ def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "t
     """
     gpus: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        gpus.setdefault(result["conditions"]["gpu"].split()[1], []).extend(result["figures"]["cells"])
+        gpus.setdefault(machine.gpu_model(result["conditions"]), []).extend(result["figures"]["cells"])
     layers: dict[str, dict[str, dict[str, Any]]] = {}
     for gpu, cells in gpus.items():
         for one in cells:
@@ -183,7 +183,7 @@ def in_short(results: list[output.Result], tokens: int = 16384, layout: str = "t
 
 def captured(results: list[output.Result]) -> str:
     """Mixed batches and CUDA graphs, of one GPU or several: what they hold does not depend on it."""
-    gpus = [result["conditions"]["gpu"].split()[1] for result in results]
+    gpus = [machine.gpu_model(result["conditions"]) for result in results]
     mixed: dict[tuple[str, ...], list[str]] = {}
     graphs: dict[tuple[str, ...], dict[str, str]] = {}
     for gpu, result in zip(gpus, results, strict=True):

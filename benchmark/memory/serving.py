@@ -352,8 +352,8 @@ def tables(results: Sequence[output.Result]) -> str:
         lengths = " to ".join(f"{each:,}" for each in figures["input"])
         images = f" and {figures['images']} images" if "images" in figures else ""
         load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
-        gpu = (result["conditions"].get("gpu") or "").removeprefix("NVIDIA ").partition(" ")[0]
-        run = ", ".join([served.run_label(result), *filter(None, [gpu]), f"chunk {figures['chunk']:,}; {load}"])
+        gpu = machine.gpu_model(result["conditions"])
+        run = ", ".join(filter(None, [served.run_label(result), gpu, f"chunk {figures['chunk']:,}; {load}"]))
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
             label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name

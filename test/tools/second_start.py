@@ -25,7 +25,7 @@ from rich.console import Console
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.regress import pages
-from sglang_moe_patches.lab.servers.server import Server, shown_starting
+from sglang_moe_patches.lab.servers.server import Server, show_starting
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
 
 SAYS = "sglang-moe-patches: kv-sizing: "
@@ -91,7 +91,7 @@ def fragments(first: Start, second: Start, *, gpu: bool) -> dict[str, str]:
 def start(name: str, arguments: list[str], variables: dict[str, str], output: Path) -> Start:
     """Start a server and end it."""
     server = Server(name, arguments, variables, output / f"{name}.log")
-    with shown_starting(server, Console(), interrupt=lambda: None), server:
+    with show_starting(server, Console(), interrupt=lambda: None), server:
         tokens = int(Client(server.url).info()["max_total_num_tokens"])
     lines = said(server.log_text())
     print(f"{name} start: {tokens:,} KV tokens, ready in {server.startup_s:.0f} s", *lines, sep="\n  ", flush=True)

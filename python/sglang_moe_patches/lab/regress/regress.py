@@ -19,7 +19,7 @@ from sglang_moe_patches.lab.regress.compare import MAX_DROP, Answer, Comparison,
 from sglang_moe_patches.lab.regress.gsm8k import Evaluation
 from sglang_moe_patches.lab.servers import gpu, interrupts, refusals
 from sglang_moe_patches.lab.servers.folders import keep, logs_in, scratch
-from sglang_moe_patches.lab.servers.server import ServerFailed, shown_progress, shown_starting
+from sglang_moe_patches.lab.servers.server import ServerFailed, show_progress, show_starting
 from sglang_moe_patches.lab.servers.spec import PATCHED, STOCK, PortInUse, ServerSpec
 from sglang_moe_patches.lab.servers.supervisor import StillRunning
 
@@ -235,7 +235,7 @@ class _Asking:
             server = subject.server(name, child, logs / f"{name}.log")
             try:
                 with ExitStack() as stack:
-                    with shown_starting(server, self.console, self.interrupt):
+                    with show_starting(server, self.console, self.interrupt):
                         stack.enter_context(server)
                     if events.collect(observed) is None:
                         raise CannotRun(
@@ -266,7 +266,7 @@ class _Asking:
         # The client is no engine process: it must not observe or patch anything.
         ours = (OBSERVE.name, patch.SELECT_VARIABLE)
         client = {variable: value for variable, value in self.environment.items() if variable not in ours}
-        with shown_progress(self.console, f"{name}: asking") as tell:
+        with show_progress(self.console, f"{name}: asking") as tell:
 
             def watch(answered: int, seconds: float) -> None:
                 self.interrupt()

@@ -159,7 +159,7 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """``None``: patched saves less than half a per cent."""
+    """What patched saves; ``None``: less than half a per cent."""
     for moment, name in (
         ("at the peak of one forward", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),

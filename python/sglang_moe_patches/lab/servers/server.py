@@ -168,7 +168,7 @@ SAID_EVERY_S = 30.0
 
 
 @contextmanager
-def shown_progress(console: Console, doing: str) -> Iterator[Callable[..., None]]:
+def show_progress(console: Console, doing: str) -> Iterator[Callable[..., None]]:
     """Say within the block how far something is.
 
     :returns: takes the seconds since the start, a line, and what only a terminal shows beside it.
@@ -187,12 +187,12 @@ def shown_progress(console: Console, doing: str) -> Iterator[Callable[..., None]
 
 
 @contextmanager
-def shown_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
+def show_starting(server: Server, console: Console, interrupt: Callable[[], None]) -> Iterator[None]:
     """Within the block, show how long the server has been starting, and the last line of its log.
 
     :param interrupt: called about twice a second; raises when it is time to end.
     """
-    with shown_progress(console, f"{server.name}: starting") as tell:
+    with show_progress(console, f"{server.name}: starting") as tell:
 
         def show(seconds: float, line: str) -> None:
             interrupt()
