@@ -58,7 +58,7 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def run_label(result: dict[str, Any]) -> str:
-    """A run in a table: its model, sizes, GPUs, attention where it is not Triton's, and the engine's release."""
+    """A run in a table: its model, sizes, GPUs, attention where it is not Triton's, speculation, and the release."""
     figures = result["figures"]
     words = figures.get("arguments", [])
     given = dict(zip(words, [*words[1:], ""], strict=False))  # of an argument, what follows its last place
@@ -73,4 +73,6 @@ def run_label(result: dict[str, Any]) -> str:
         ranks += f", {stages} pipeline stages"
     if (attention := given.get("--attention-backend", "triton")) != "triton":
         ranks += f", attention by {attention}"
+    if algorithm := given.get("--speculative-algorithm"):
+        ranks += f", {algorithm}"
     return f"{figures['model']}{share}, {figures['layers']} layers{ranks}, {result['conditions']['engine']}"

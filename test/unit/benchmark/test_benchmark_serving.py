@@ -107,6 +107,7 @@ def test_servers_find_the_weights_as_a_plugin(tmp_path, monkeypatch):
         (1, 1, "--attention-backend triton", "qwen3-30b, 48 layers, 0.5.17"),
         (4, 2, "--dp 2 --enable-dp-attention", "TP=8's sizes, 48 layers, 2 GPUs with data-parallel attention, KV"),
         (1, 1, "--dp 2 --attention-backend flashinfer", "2 replicas, KV tokens of each, attention by flashinfer"),
+        (1, 1, "--speculative-algorithm NGRAM", "qwen3-30b, 48 layers, NGRAM, 0.5.17"),
         (2, 1, "--pp-size 2", "qwen3-30b, TP=2's sizes, 48 layers, 2 pipeline stages, 0.5.17"),
     ],
 )
