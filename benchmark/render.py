@@ -81,9 +81,9 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 SERVING = under(
-    *("serving", "qwen3-30b-h100", "qwen3-vl-30b", "qwen3-vl-30b-h200", "qwen3-next-80b-tp4", "qwen3-30b-ngram"),
-    *("kimi-k2.5-8192", "kimi-k2.5", "qwen3-235b-pp2", "gpt-oss-120b", "kimi-k2.5-dp", "kimi-k2.5-dp-24"),
-    "qwen3-30b-0.5.17",
+    *("serving", "qwen3-30b-h100", "qwen3-30b-replicas", "qwen3-vl-30b", "qwen3-vl-30b-h200", "qwen3-next-80b"),
+    *("qwen3-next-80b-tp4", "qwen3-30b-ngram", "kimi-k2.5-8192", "kimi-k2.5", "kimi-k2.5-int4", "qwen3-235b-pp2"),
+    *("gpt-oss-120b", "kimi-k2.5-dp", "kimi-k2.5-dp-24", "qwen3-30b-0.5.17"),
 )
 SERVING_RECIPES = under(
     *("serving", "deepseek-r1-recipe", "qwen3.5-397b-fp8", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2"),

@@ -45,8 +45,7 @@ def redraw(name: str, parameter: Any) -> None:
     generator = weights.named_generator(name, parameter.device)
     if not parameter.is_floating_point():
         if name.endswith("packed"):
-            bits = torch.iinfo(parameter.dtype)
-            parameter.random_(bits.min, bits.max, generator=generator)
+            weights.draw_int4(parameter, generator)
     elif name.endswith("weight_scale"):
         parameter.fill_(weights.int4_scale(parameter.shape[-2] * weights.INT4_GROUP))
     elif name.endswith("scale_inv"):

@@ -20,6 +20,7 @@ PEAKS = {
 #: result: (SGLANG_MOE_PATCHES_KV_SIZING, what was served)
 LAUNCHED = {
     "qwen3-30b-h100": ("auto", "Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once"),
+    "qwen3-vl-30b": ("auto", "Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests with two images each at once"),
     "kimi-k2.5-8192": ("auto", "Kimi-K2.5's layers in BF16, sizes of TP=4, 14 of 61, one H200; 200 requests at once"),
     "deepseek-r1-recipe": (
         "always",

@@ -54,6 +54,15 @@ def test_quantized_experts_are_as_the_engine_reads_them(runner):
     assert others == {torch.bfloat16, torch.float32}
 
 
+def test_int4_weights_have_no_mean_and_a_known_deviation():
+    packed = torch.empty(64, 128, dtype=torch.int32)
+    weights.draw_int4(packed, weights.named_generator("w", "cpu"))
+    values = torch.stack([packed >> shift & 15 for shift in range(0, 32, 4)]).double() - 8
+    assert values.min() == -7
+    assert abs(float(values.mean())) < 0.1
+    assert float(values.std()) * weights.int4_scale(1024) == pytest.approx(1024**-0.5, rel=0.01)
+
+
 def test_int4_is_for_routed_experts_alone():
     quantization = weights.int4_config()
     kept = [name.removeprefix("re:") for name in quantization["ignore"]]
