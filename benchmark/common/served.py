@@ -62,17 +62,20 @@ def run_label(result: dict[str, Any]) -> str:
     figures = result["figures"]
     words = figures.get("arguments", [])
     given = dict(zip(words, [*words[1:], ""], strict=False))  # of an argument, what follows its last place
-    ranks = f", {figures['tp']} GPUs" if figures["tp"] > 1 else ""
-    sizes = figures["shard"] * figures["tp"]
-    share = f", TP={sizes}'s sizes" if sizes > 1 else ""
+    parts = [figures["model"]]
+    if (sizes := figures["shard"] * figures["tp"]) > 1:
+        parts.append(f"TP={sizes}'s sizes")
+    parts.append(f"{figures['layers']} layers")
+    if figures["tp"] > 1:
+        parts.append(f"{figures['tp']} GPUs")
     if {"--enable-dp-attention", "--attn-dp-size"} & given.keys():
-        ranks += " with data-parallel attention, KV tokens of each"
+        parts[-1] += " with data-parallel attention, KV tokens of each"
     elif replicas := given.get("--dp"):
-        ranks += f", {replicas} replicas, KV tokens of each"
+        parts.append(f"{replicas} replicas, KV tokens of each")
     if stages := given.get("--pp-size"):
-        ranks += f", {stages} pipeline stages"
+        parts.append(f"{stages} pipeline stages")
     if (attention := given.get("--attention-backend", "triton")) != "triton":
-        ranks += f", attention by {attention}"
+        parts.append(f"attention by {attention}")
     if algorithm := given.get("--speculative-algorithm"):
-        ranks += f", {algorithm}"
-    return f"{figures['model']}{share}, {figures['layers']} layers{ranks}, {result['conditions']['engine']}"
+        parts.append(algorithm)
+    return ", ".join([*parts, result["conditions"]["engine"]])

@@ -159,8 +159,9 @@ def draw_int4(packed: Any, generator: Any) -> None:
 
     bits = torch.iinfo(packed.dtype)
     packed.random_(bits.min, bits.max, generator=generator)
-    not_zero = packed | packed >> 1 | packed >> 2 | packed >> 3
-    packed |= (~not_zero & 0x11111111) << 3  # the code 0 stands for -8, the code 8 for 0
+    # Of each 4-bit code the lowest bit says here whether it is not 0. The code 0, -8, becomes 8, which stands for 0.
+    any_bit = packed | packed >> 1 | packed >> 2 | packed >> 3
+    packed |= (~any_bit & 0x11111111) << 3
 
 
 def int4_scale(inputs: int) -> float:

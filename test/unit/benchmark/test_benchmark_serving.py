@@ -54,7 +54,7 @@ def test_quantized_experts_are_as_the_engine_reads_them(runner):
     assert others == {torch.bfloat16, torch.float32}
 
 
-def test_int4_weights_have_no_mean_and_a_known_deviation():
+def test_int4_weights_have_a_mean_of_zero_and_the_deviation_of_their_scale():
     packed = torch.empty(64, 128, dtype=torch.int32)
     weights.draw_int4(packed, weights.named_generator("w", "cpu"))
     values = torch.stack([packed >> shift & 15 for shift in range(0, 32, 4)]).double() - 8
