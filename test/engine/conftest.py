@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import processor_time
 import pytest
 from releases import DEFAULT
 
@@ -33,11 +34,17 @@ LONGEST = (
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    processor_time.watch(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     outside = pytest.mark.skip(reason="needs the environment of the reference kernels: run `make engine-tests`")
     for item in items:
         if "engine" in Path(item.path).parts and not IN_PROCESS:
             item.add_marker(outside)
+        if item.path.name == "test_kv_sizing.py":
+            item.add_marker(pytest.mark.long("most of its tests start servers of their own, and see how they start"))
     # Two workers take file after file: those that take longest first, so that both end at about the same time. The
     # others go by name, whatever their folder: on one worker a test meets what the files before it left in the engine.
     rank = {name: place for place, name in enumerate(LONGEST)}

@@ -37,6 +37,8 @@ REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--referen
 PATIENCE = 1800
 """Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
 PORTS: list[int] = []
+TOKENS = 8
+"""That an answer has."""
 PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
 
 
@@ -104,7 +106,7 @@ def started(*servers: Server) -> Iterator[tuple[Server, ...]]:
         yield servers
 
 
-def generate(url: str, prompt: list[int] | str, tokens: int = 8) -> list[int]:
+def generate(url: str, prompt: list[int] | str, tokens: int = TOKENS) -> list[int]:
     """Greedy tokens."""
     asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
     body = {**asked, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}

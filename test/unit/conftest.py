@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import processor_time
 import pytest
 
 if os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") != "1":  # else for the engine tests beside these
@@ -24,6 +25,10 @@ EVERY_RELEASE = (
 """They look at the engine's functions or FlashInfer's, or ask its torch to compile something."""
 ONCE = ("test_the_triton_kernels_in_the_interpreter",)
 """Of those: half a minute of kernels of our own, the same on every release."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    processor_time.watch(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ import pytest
 from servers import ASKED, LONGEST, NATIVE_BUFFER, ROUTED, SERVER, SHIPPED, check_figures, regress, shortest
 from sglang_moe_patches.lab.observers import events
 
+pytestmark = pytest.mark.long("two servers, started by `regress`, answer as many questions as accuracy needs")
+
 
 @pytest.fixture(scope="module")
 def arithmetic(tmp_path_factory) -> Path:

@@ -40,6 +40,7 @@ def agree(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
     return row["acts"] and ("is used unchanged" in row["does"]) == server["kept"]
 
 
+@pytest.mark.long("about fifty servers, of which each is resolved twice")
 @pytest.mark.every_release
 def test_doctor_says_of_each_server_what_its_own_process_would_decide():
     model = config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0]
@@ -159,6 +160,7 @@ def decided(running: Server, log: str) -> str:
     return reason or logged[0]
 
 
+@pytest.mark.long("a server for each row of the page")
 @pytest.mark.every_release
 @pytest.mark.parametrize(
     "name",

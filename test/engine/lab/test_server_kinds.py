@@ -28,6 +28,8 @@ from servers import (
 from sglang_moe_patches.lab.servers.server import ServerFailed
 from tiny_moe.mutations import plugin
 
+pytestmark = pytest.mark.long("each starts a server of a kind of its own")
+
 # --- Stock and patched -----------------------------------------------------------------------------------------------
 
 
