@@ -19,6 +19,7 @@ def triton_runner(monkeypatch: Any) -> None:
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum
+    from sglang_moe_patches.lab.reference.environment import as_its_own
 
     def gemm(*arguments: Any, **kwargs: Any) -> None:
         rows, weights, _, output, _, _, _, topk_weights, topk_ids, _, _, _, weighted, top_k = arguments[:14]
@@ -65,4 +66,4 @@ def triton_runner(monkeypatch: Any) -> None:
     monkeypatch.setattr(fused_moe, "_prepare_fused_moe_run", prepare)
     monkeypatch.setattr(fused_moe, "silu_and_mul", silu_and_mul, raising=False)
     monkeypatch.setattr(moe_sum, "moe_sum", moe_sum.moe_sum_torch)
-    monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", run)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", as_its_own(UnquantizedFusedMoEMethod, run))

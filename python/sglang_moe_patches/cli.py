@@ -163,7 +163,7 @@ def doctor(
         str, typer.Option(metavar="RECORD|all", help="With --kv: forget a record, by how its name begins, or all.")
     ] = "",
 ) -> None:
-    """Show the engine, the GPU, each change's status with its reason, and the variables in force.
+    """Show the engine, the GPU, each change's status in a server without flags, and the variables in force.
 
     Exits with 1 if a selected change cannot be applied to this engine, with 2 if a variable has a value with which no
     server starts.
@@ -212,7 +212,8 @@ def doctor(
         typer.echo(json_module.dumps(report, indent=2))
     else:
         doctor.show(report)
-    raise typer.Exit(any(change["status"] == patch.Status.UNSUPPORTED for change in report["changes"]))
+    statuses = {status for change in report["changes"] for status in (change["status"], change["engine"]["status"])}
+    raise typer.Exit(patch.Status.UNSUPPORTED in statuses)
 
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:

@@ -1,20 +1,39 @@
 """``register()``: the engine calls it once per process, and nothing else lives here.
 
 The engine logs an exception of a plugin and goes on without it, in the launcher and in every scheduler process alike.
-So nothing that may fail is done there: ``register`` only checks the variables and asks to be told when the engine's
-model runner is imported. The changes are applied when a model runner is *constructed*, which happens in exactly the
-processes that run a model, before the model is built, and inside the engine's own error handling: an exception there
-ends the scheduler and the server like any other failure to start.
+So little is done there: ``register`` only checks the variables and asks to be told when the engine's model runner is
+imported; where even that fails, a strict process ends. The changes are applied when a model runner is *constructed*,
+which happens in exactly the processes that run a model, before the model is built, and inside the engine's own error
+handling: an exception there ends the scheduler and the server like any other failure to start.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from sglang_moe_patches.core import engine, log, patch, variables
+
+def _end_if_strict(error: Exception) -> None:
+    """The variable is read without any module of ours: one of them may be what failed.
+
+    :raises SystemExit: ``SGLANG_MOE_PATCHES_STRICT=1``, and nothing can be applied.
+    """
+    if os.environ.get("SGLANG_MOE_PATCHES_STRICT", "").strip() == "1":
+        message = f"sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: {error!r}"
+        raise SystemExit(" ".join(message.split())) from error
+
+
+try:
+    import wrapt
+
+    from sglang_moe_patches.core import engine, log, patch, variables
+    from sglang_moe_patches.registry import CHANGES
+except Exception as error:
+    _end_if_strict(error)
+    raise
 
 MODEL_RUNNER_MODULE = "sglang.srt.model_executor.model_runner"
 
@@ -24,17 +43,22 @@ _plans: dict[str, patch.Plan] | None = None
 def register() -> None:
     """Entry point ``sglang.srt.plugins``.
 
-    :raises SystemExit: a variable of ours is wrong. The engine swallows an ``Exception`` here, and a server that runs
-        without the change that its user asked for by a misspelt name is what must not happen.
+    :raises SystemExit: a variable of ours is wrong, or anything fails and ``SGLANG_MOE_PATCHES_STRICT=1``. The engine
+        swallows an ``Exception`` here, and a server that runs without the change that its user asked for by a misspelt
+        name is what must not happen.
     """
-    import wrapt
-
-    from sglang_moe_patches.registry import CHANGES
-
     try:
         patch.check_environment(CHANGES)
     except ValueError as error:
         raise SystemExit(f"{log.PREFIX}{error}") from None
+    try:
+        _register_hooks()
+    except Exception as error:
+        _end_if_strict(error)
+        raise
+
+
+def _register_hooks() -> None:
     if variables.REFERENCE_KERNELS.read():
         from sglang_moe_patches.lab.reference import environment
 
@@ -44,6 +68,15 @@ def register() -> None:
         for module, hook in change.launcher_hooks if change.name in names else ():
             wrapt.register_post_import_hook(functools.partial(_run_launcher_hook, change.name, hook), module)
     wrapt.register_post_import_hook(_wrap_model_runner, MODEL_RUNNER_MODULE)
+    if not engine.has_file("srt", "model_executor", "model_runner.py"):
+        _report_no_model_runner(f"the engine has no {MODEL_RUNNER_MODULE}")
+
+
+def _report_no_model_runner(reason: str) -> None:
+    message = f"{log.PREFIX}{reason}; no change can be applied"
+    if variables.STRICT.read():
+        raise SystemExit(message)
+    log.logger.warning(message)
 
 
 def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], None], module: ModuleType) -> None:
@@ -60,10 +93,7 @@ def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], 
 def _wrap_model_runner(module: Any) -> None:
     runner = getattr(module, "ModelRunner", None)
     if runner is None:
-        message = f"{log.PREFIX}{MODEL_RUNNER_MODULE} has no ModelRunner; no change can be applied"
-        if variables.STRICT.read():
-            raise SystemExit(message)
-        log.logger.warning(message)
+        _report_no_model_runner(f"{MODEL_RUNNER_MODULE} has no ModelRunner")
         return
     original = runner.__init__
 
@@ -83,8 +113,6 @@ def activate(server_args: Any = None) -> dict[str, patch.Plan]:
     global _plans
     if _plans is not None:
         return _plans
-    from sglang_moe_patches.registry import CHANGES
-
     plans = patch.apply(CHANGES, patch.selected(CHANGES), server_args)
     is_unsupported = any(plan.status is patch.Status.UNSUPPORTED for plan in plans.values())
     summary = "; ".join(f"{name}: {plan}" for name, plan in plans.items())

@@ -30,6 +30,28 @@ def watch(layer: Any, see: Any) -> None:
     layer.forward = forward
 
 
+class Keeper:
+    """Somebody outside the model who keeps tensors that they see, and what was in them then."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, seen: Any) -> None:
+        tensor = seen[0] if isinstance(seen, tuple) else seen
+        if isinstance(tensor, torch.Tensor):
+            self.kept.append((tensor, tensor.clone()))
+
+    def intact(self) -> list[bool]:
+        return [torch.equal(tensor, before) for tensor, before in self.kept]
+
+
+def norms_out_of_place(monkeypatch: Any) -> None:
+    """From now on norms leave their input as it is, as with ``--enable-deterministic-inference``."""
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    monkeypatch.setattr(RMSNorm, "forward_native", inspect.unwrap(RMSNorm.forward_native))
+
+
 class Kernels:
     """Watches FlashInfer's MoE kernels: poisons their outputs, counts allocations, runs a check at each call."""
 

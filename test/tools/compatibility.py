@@ -67,7 +67,7 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
     return {
         "torch": found["torch"].split("+")[0],
         **families(release, place),
-        "changes": {change["name"]: [change["status"], change["reason"]] for change in found["changes"]},
+        "changes": {change["name"]: list(change["engine"].values()) for change in found["changes"]},
     }
 
 

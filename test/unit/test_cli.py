@@ -415,5 +415,26 @@ def test_doctor_looks_at_the_selected_changes_alone_and_exits_with_1_where_a_sea
     assert facts["variables"]["SGLANG_MOE_PATCHES"] == "output-buffer"
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["not needed here", "as the engine has it"]),
+        ({"SGLANG_PLUGINS": "another"}, ["not selected", "not selected"]),
+        ({"SGLANG_PLUGINS": "another, moe_patches"}, ["not needed here", "as the engine has it"]),
+    ],
+)
+@pytest.mark.every_release
+def test_doctor_says_what_a_server_of_this_environment_says(variables, expected):
+    """Without flags; what the engine has is said beside it."""
+    names = ["mori-input-truncation", "cutedsl-sizing"]
+    done = command("doctor", "--json", SGLANG_MOE_PATCHES=",".join(names), **variables)
+    assert done.returncode == 0, done.stderr
+    found = {change["name"]: change for change in json.loads(done.stdout)["changes"]}
+    in_engine = {name: found[name]["engine"]["status"] for name in names}
+    assert "not selected" not in in_engine.values()
+    says = [status if status != "as the engine has it" else in_engine["cutedsl-sizing"] for status in expected]
+    assert [found[name]["status"] for name in names] == says
+
+
 def test_arguments_of_a_server_without_a_model_are_refused():
     refused(run("doctor", "--", "--tp", "2"), "SERVER_ARGS need --model")

@@ -53,22 +53,51 @@ def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(var
     assert "\n" not in str(ended.value)
 
 
-def test_an_engine_without_a_model_runner_is_named(tmp_path):
+@pytest.mark.every_release
+@pytest.mark.parametrize(
+    "missing", ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
+)
+def test_where_this_package_itself_fails_a_strict_server_does_not_start(missing):
+    """The engine logs what fails while it loads a plugin, and goes on."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; "
+        "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
+    )
+    lenient = python(code)
+    assert (lenient.returncode, lenient.stdout) == (0, "went on\n"), lenient.stderr
+    strict = python(code, SGLANG_MOE_PATCHES_STRICT="1")
+    assert (strict.returncode, strict.stdout) == (1, "")
+    last = strict.stderr.splitlines()[-1]
+    assert last.startswith("sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: ")
+    assert missing.rpartition(".")[2] in last
+
+
+def test_a_registration_that_fails_ends_a_strict_process_alone(monkeypatch):
+    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        plugin.register()
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_STRICT", "1")
+    with pytest.raises(SystemExit, match="no change can be applied: ZeroDivisionError"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_an_engine_without_a_model_runner_is_named(has_file, tmp_path):
     package = tmp_path / "sglang" / "srt" / "model_executor"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
-    (package / "model_runner.py").touch()
-    code = (
-        "from sglang_moe_patches import plugin; plugin.register(); "
-        "import sglang.srt.model_executor.model_runner; print('went on')"
-    )
+    if has_file:
+        (package / "model_runner.py").touch()
+    imports = "import sglang.srt.model_executor.model_runner; " if has_file else ""
+    code = f"from sglang_moe_patches import plugin; plugin.register(); {imports}print('went on')"
     lenient = python(code, PYTHONPATH=str(tmp_path))
     assert (lenient.returncode, lenient.stdout) == (0, "went on\n")
-    assert "no ModelRunner" in lenient.stderr
+    words = "has no ModelRunner" if has_file else "the engine has no sglang.srt.model_executor.model_runner"
+    assert words in lenient.stderr
     strict = python(code, PYTHONPATH=str(tmp_path), SGLANG_MOE_PATCHES_STRICT="1")
     assert (strict.returncode, strict.stdout) == (1, "")
-    assert "no ModelRunner" in strict.stderr
+    assert words in strict.stderr
 
 
 HOOKS = [(change.name, *hook) for change in CHANGES for hook in change.launcher_hooks]

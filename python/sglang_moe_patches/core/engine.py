@@ -11,8 +11,9 @@ import dis
 import functools
 import importlib
 import inspect
+import os
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata, util
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -47,12 +48,21 @@ def loads_us() -> bool:
     return any(e.name == PLUGIN_NAME for e in metadata.entry_points(group=PLUGIN_MODULE))
 
 
+def is_left_out(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``SGLANG_PLUGINS`` names plugins, and not this one: then no process of the engine's loads us."""
+    named = environ.get("SGLANG_PLUGINS", "")
+    return bool(named) and PLUGIN_NAME not in (name.strip() for name in named.split(","))
+
+
 def has_plugin_framework() -> bool:
     """Whether the engine can load us at all. Found without importing the engine."""
+    return has_file("srt", "plugins", "__init__.py")
+
+
+def has_file(*parts: str) -> bool:
+    """Whether the engine's package has a file. Found without importing the engine."""
     spec = util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    return any((Path(place) / "srt" / "plugins" / "__init__.py").is_file() for place in spec.submodule_search_locations)
+    return spec is not None and any(Path(place, *parts).is_file() for place in spec.submodule_search_locations or ())
 
 
 # --- Modules and their members ---------------------------------------------------------------------------------------

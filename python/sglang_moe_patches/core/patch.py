@@ -131,7 +131,8 @@ class Change:
 
         :raises engine.Unsupported: the engine is not what the change expects.
     :param skip_reason: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
-        An :class:`Off` where a variable turns it on. Asked before ``plan``, so that a server imports nothing for a
+        An :class:`Off` where a variable turns it on. Raises :class:`engine.Unsupported` where a variable of ours asks
+        for the change and this server cannot have it. Asked before ``plan``, so that a server imports nothing for a
         change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
@@ -238,6 +239,8 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
         return Plan(Status.NOT_SELECTED)
     try:
         skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
+    except engine.Unsupported as error:
+        return Plan.unsupported(str(error))
     except Exception as error:
         return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
     return Plan.skipped(skip_reason) if skip_reason else probe(change)

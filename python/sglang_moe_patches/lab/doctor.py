@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches import __version__
@@ -53,7 +56,7 @@ def _examine_here() -> dict[str, Any]:
 
     names = patch.selected(CHANGES)
     ours = [variable.name for _, variable in patch.variables(CHANGES)]
-    plans = [(change, patch.plan_for(change, names)) for change in CHANGES]
+    plans = [(change, _plan_of_a_server(change, names), patch.plan_for(change, names)) for change in CHANGES]
     return {
         "package": __version__,
         "engine": engine.version(),
@@ -62,12 +65,38 @@ def _examine_here() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "strict": STRICT.read(),
         "changes": [
-            {"name": change.name, "summary": change.summary, "status": str(plan.status), "reason": plan.reason}
-            for change, plan in plans
+            {
+                "name": change.name,
+                "summary": change.summary,
+                "status": str(plan.status),
+                "reason": plan.reason,
+                "engine": {"status": str(probed.status), "reason": probed.reason},
+            }
+            for change, plan, probed in plans
         ],
         "variables": {name: os.environ[name] for name in (*ours, "SGLANG_PLUGINS") if name in os.environ},
         "unread": patch.unread(CHANGES),
     }
+
+
+def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
+    """What becomes of a change in a server of this environment, started without flags on a GPU."""
+    if engine.is_left_out():
+        reason = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} has the engine load other plugins alone"
+        return patch.Plan(patch.Status.NOT_SELECTED, reason)
+    return patch.plan_for(change, names, _arguments_without_flags() if change.name in names else None)
+
+
+@functools.cache
+def _arguments_without_flags() -> Any:
+    """The engine's defaults before it resolves them, which takes a model."""
+    from sglang.srt.server_args import ServerArgs
+
+    fields = dataclasses.fields(ServerArgs)
+    values = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
+    }
+    return SimpleNamespace(**{**values, "device": "cuda"})
 
 
 def show(report: dict[str, Any]) -> None:

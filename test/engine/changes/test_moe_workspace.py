@@ -15,6 +15,8 @@ from conftest import DEFAULT_ENGINE_ONLY, installed
 from sglang_moe_patches.changes import moe_workspace
 from sglang_moe_patches.changes.moe_workspace import streams, token_slices
 from sglang_moe_patches.core import log, runners
+from sglang_moe_patches.core.patch import PatchError
+from sglang_moe_patches.core.variables import STRICT
 
 VARIABLE = token_slices.MAX_MOE_TOKENS.name
 TOKENS = 130
@@ -54,6 +56,20 @@ def test_the_answers_of_slices_are_those_of_the_whole(engine, checkpoint, monkey
     assert len(seen) % -(-TOKENS // most) == 0
     assert sliced_tokens == tokens
     assert torch.equal(sliced_logits, logits)
+
+
+@pytest.mark.every_release
+def test_layers_that_cannot_be_cut_end_a_strict_server_at_its_first_forward(engine, checkpoint, monkeypatch, caplog):
+    """However small that is: the first large one comes when the server serves."""
+    monkeypatch.setattr(token_slices, "ROW_BY_ROW", frozenset())
+    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setenv(VARIABLE, "64")
+    with installed(moe_workspace.CHANGE):
+        engine.generate(engine.load(checkpoint()), [prompt(1, 5)], 1)
+        assert caplog.text.count("its rows may depend on each other with ModelOptNvFp4FusedMoEMethod") == 1
+        monkeypatch.setenv(STRICT.name, "1")
+        with pytest.raises(PatchError, match="its rows may depend on each other"):
+            engine.generate(engine.load(checkpoint()), [prompt(1, 5)], 1)
 
 
 def test_an_outlier_row_changes_no_other_row(engine, checkpoint, monkeypatch, seen):

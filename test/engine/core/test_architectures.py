@@ -8,6 +8,7 @@ nobody may read it any more, and then write their output into it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import sys
@@ -24,7 +25,7 @@ from releases import DEFAULT
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.dead_input import channel, families, offer, probe
-from sglang_moe_patches.lab.reference.environment import _norm_in_place
+from sglang_moe_patches.lab.reference.environment import _norm_in_place, as_its_own
 
 pytestmark = [pytest.mark.every_release, pytest.mark.product]
 
@@ -77,15 +78,16 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     from sglang.srt.layers import layernorm, radix_attention
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    monkeypatch.setattr(radix_attention.RadixAttention, "forward", attention)
-    monkeypatch.setattr(FusedMoE, "run_moe_core", experts)
+    native = layernorm.GemmaRMSNorm.forward_native
+    for kind, name, function in (
+        (radix_attention.RadixAttention, "forward", attention),
+        (FusedMoE, "run_moe_core", experts),
+        (layernorm.GemmaRMSNorm, "forward_native", functools.partial(_norm_in_place, native)),
+    ):
+        monkeypatch.setattr(kind, name, as_its_own(kind, function))
     load_unquantized(monkeypatch)
     monkeypatch.setattr(load_config, "LoadConfig", lambda **how: LoadConfig(**{**how, "load_format": "dummy"}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    native = layernorm.GemmaRMSNorm.forward_native
-    monkeypatch.setattr(
-        *(layernorm.GemmaRMSNorm, "forward_native"), lambda self, *args: _norm_in_place(native, self, *args)
-    )
 
     def use(model: Any) -> None:
         engine.runner.model = model

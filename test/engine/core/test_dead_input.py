@@ -12,7 +12,7 @@ import pytest
 import torch
 from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed, without_buffer
-from harness import Kernels, Pool, watch
+from harness import Keeper, Kernels, Pool, norms_out_of_place, watch
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
@@ -188,11 +188,66 @@ def test_a_deepseek_layer_of_a_forks_goes_without_by_itself(engine, path, checkp
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
-    """The engine registers those of --forward-hooks once the model is built."""
+    """Nor does the one after it. The engine registers those of --forward-hooks once the model is built."""
     with installed(output_buffer.CHANGE):
         model = engine.load(path)
-        model.model.layers[2].self_attn.qkv_proj.register_forward_hook(lambda module, given, result: None)
-        assert written_over(engine, model, kernels) == [False, True, False, True]
+        model.model.layers[1].self_attn.qkv_proj.register_forward_hook(lambda module, given, result: None)
+        assert written_over(engine, model, kernels) == [False, False, False, True]
+
+
+def keep_layers_results(model, keeper):
+    """Norms that are not in place leave them as they are (``--enable-deterministic-inference``)."""
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(lambda module, given, result: keeper(result))
+
+
+def keep_experts_results(model, keeper):
+    for layer in model.model.layers[:-1]:
+        layer.mlp.register_forward_hook(lambda module, given, result: keeper(result))
+
+
+def keep_norms_results(model, keeper):
+    norms = {layer.input_layernorm for layer in model.model.layers}
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, result: keeper(result) if module in norms else None
+    )
+
+
+def keep_norms_inputs(model, keeper):
+    norms = {layer.input_layernorm for layer in model.model.layers[1:]}
+    return torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, given: keeper(given) if module in norms else None
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("keep", "in_place"),
+    [
+        (keep_layers_results, False),
+        (keep_experts_results, False),
+        (keep_norms_results, True),
+        (keep_norms_inputs, False),
+    ],
+)
+def test_what_a_hook_keeps_is_not_written_over(keep, in_place, engine, path, monkeypatch):
+    if not in_place:
+        norms_out_of_place(monkeypatch)
+
+    def intact(*changes):
+        keeper = Keeper()
+        with installed(*changes) if changes else without_buffer():
+            model = engine.load(path)
+            hook = keep(model, keeper)
+            engine.generate(model, PROMPTS[:1], 0)
+        if hook is not None:
+            hook.remove()
+        return keeper.intact()
+
+    stock = intact()
+    assert len(stock) in (3, 4)
+    assert all(stock)
+    assert intact(output_buffer.CHANGE) == stock
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import installed, without_buffer
+from harness import Keeper, norms_out_of_place
 from sglang_moe_patches import plugin
+from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core import patch, runners
 from sglang_moe_patches.core.dead_input import channel, probe
@@ -111,8 +114,12 @@ def replaces(owner: Any, name: str) -> None:
     setattr(owner, name, replacement)
 
 
+def hook_with(around: Any, owner: Any, name: str) -> None:
+    hook(dotted(owner, name), around, "AROUND")
+
+
 def hooks_around(owner: Any, name: str) -> None:
-    hook(dotted(owner, name), lambda original, *args, **kwargs: original(*args, **kwargs), "AROUND")
+    hook_with(lambda original, *args, **kwargs: original(*args, **kwargs), owner, name)
 
 
 def hooks_instead(owner: Any, name: str) -> None:
@@ -221,6 +228,56 @@ def test_without_deepseeks_layer_columns_stand_and_no_shared_experts_wait(takeov
         assert found["output-buffer"].install is not None
         assert found["moe-workspace"].status is Status.APPLIED
         assert all("DeepseekV2DecoderLayer" in plan.reason for plan in found.values())
+
+
+def ends(layer: Any) -> HookPoint:
+    boundary = getattr(layer, "ffn_boundary", None)
+    return (type(layer.layer_communicator), "postprocess_layer") if boundary is None else (type(boundary), "finish")
+
+
+KEPT: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
+    "its norm's result": (lambda layer: (type(layer.input_layernorm), "forward"), "result", True),
+    "its norm's kernel's result": (lambda layer: (type(layer.input_layernorm), "forward_native"), "result", True),
+    "what it projects": (lambda layer: (type(layer.self_attn.qkv_proj), "forward"), "given", True),
+    "the result of its experts": (lambda layer: (type(layer.mlp.experts), "forward"), "result", False),
+    "the kernels' result": (lambda layer: (type(layer.mlp.experts.quant_method), "apply"), "result", False),
+    "what ends it is given": (ends, "given", False),
+    "what it ends with": (ends, "result", False),
+}
+"""Of a layer's parts: one whose method another plugin wraps, what it keeps of it, and whether norms are in place."""
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_another_plugin_keeps_of_a_layer_is_not_written_over(kept, engine, checkpoint, monkeypatch):
+    path = checkpoint(family="qwen3-moe")
+    find, keeps, in_place = KEPT[kept]
+    owner, method = find(engine.load(path).model.layers[1])
+    if not in_place:  # else the next layer's norm writes over it
+        norms_out_of_place(monkeypatch)
+
+    def tensors(arguments: Any) -> Iterator[torch.Tensor]:
+        for one in arguments:
+            yield from [one] if isinstance(one, torch.Tensor) else tensors(one) if isinstance(one, tuple) else []
+
+    def keep(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if keeps == "given":
+            for tensor in tensors([*args, *kwargs.values()]):
+                keeper(tensor)
+        result = original(*args, **kwargs)
+        if keeps == "result":
+            keeper(next(tensors([result]), None))
+        return result
+
+    answers, intact = [], []
+    for change in (None, output_buffer.CHANGE):
+        keeper = Keeper()
+        takeover = functools.partial(hook_with, keep)
+        with another_plugin(takeover, (owner, method)), installed(change) if change else without_buffer():
+            answers.append(engine.generate(engine.load(path), PROMPTS, 1))
+        intact.append(keeper.intact())
+    assert any(intact[0])
+    assert intact[0] == intact[1]
+    assert torch.equal(answers[0][1], answers[1][1])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from releases import DEFAULT
 from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, token_slices
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, token_slices, triton
 from sglang_moe_patches.changes.moe_workspace.column_slices import (
     LayerShape,
     MarlinGemm,
@@ -27,8 +27,9 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import (
     split_columns,
 )
 from sglang_moe_patches.core.engine import Unsupported
-from sglang_moe_patches.core.patch import Plan, check_environment, probe
+from sglang_moe_patches.core.patch import Plan, check_environment, plan_for, probe
 
+MB = column_slices.MOE_WORKSPACE_MB.name
 fractions = st.sampled_from([0.0, 0.125, 1.0])
 max_bytes = st.integers(1, 4 << 30)
 layers = st.builds(
@@ -561,6 +562,24 @@ def test_rows_that_depend_on_each_other_are_not_cut(method, layer, reason):
     quant_method = type(method, (), {"block_quant": layer.get("block_quant", False)})()
     answer = token_slices.row_dependence_skip_reason(SimpleNamespace(quant_method=quant_method, **layer))
     assert answer is None if reason is None else reason in answer
+
+
+@pytest.mark.parametrize(
+    ("variables", "server", "expected"),
+    [
+        ({}, {}, Plan.not_needed("AMD's sums")),
+        ({}, {"device": "cpu"}, Plan.not_needed("--device is cpu")),
+        ({MB: "500"}, {}, Plan.unsupported(f"{MB} is set, and no runner is cut: AMD's sums")),
+        ({MB: "500"}, {"device": "cpu"}, Plan.unsupported(f"{MB} is set, and no runner is cut: --device is cpu")),
+    ],
+)
+def test_columns_that_are_asked_for_where_no_runner_has_them_are_unsupported(variables, server, expected, monkeypatch):
+    for runner in (triton, marlin):
+        monkeypatch.setattr(runner, "plan", lambda: Plan.not_needed("AMD's sums"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    server_args = SimpleNamespace(**{"device": "cuda", **server})
+    assert plan_for(moe_workspace.CHANGE, {moe_workspace.CHANGE.name}, server_args) == expected
 
 
 # --- The kernel, and the engine's sequence ---------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_the_layers_of_a_stage_are_its_own():
 def test_only_triton_in_place_has_no_use_for_a_small_input(inplace, runner, least):
     method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
     layer = SimpleNamespace()
-    offer.mark(layer, SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method))
+    offer.mark(layer, None, SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method))
     assert getattr(layer, offer._OFFERS_FROM) == least
 
 
@@ -291,18 +291,24 @@ def test_a_layer_offers_its_input_where_it_is_dead():
     assert not run.offers(a_layer(2 * 3 * 4 + 1))
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_layer_offers_nothing_while_one_of_its_modules_has_a_forward_hook(register, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+@pytest.mark.parametrize("where", ["layer", "producer", "everywhere"])
+def test_a_layer_offers_nothing_while_a_forward_hook_may_see_its_input(where, kind, monkeypatch, caplog):
     monkeypatch.setattr(log, "_logged", set())
-    layer = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)))
-    offer.mark(layer, None)
+    layer, producer = (torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(2))
+    offer.mark(layer, producer, None)
     run = Run()
     assert run.offers(layer)
-    hook = getattr(layer[0][0], register)(lambda module, *given: None)
+    registers = {
+        "layer": getattr(layer[0][0], f"register_{kind}"),
+        "producer": getattr(producer[0][0], f"register_{kind}"),
+        "everywhere": getattr(torch.nn.modules.module, f"register_module_{kind}"),
+    }
+    hook = registers[where](lambda module, *given: None)
     with caplog.at_level("INFO"):
         assert not run.offers(layer)
         assert not run.offers(layer)
-    assert caplog.text.count("Sequential does not offer its dead input: it has forward hooks") == 1
+    assert caplog.text.count("Sequential does not offer its dead input: it, or the layer before it, has forward") == 1
     hook.remove()
     assert run.offers(layer)
 
@@ -640,7 +646,7 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """What a layer makes of ones; its input is dead in every one but for what the proofs must refuse."""
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
-    offer.mark(layer, None)
+    offer.mark(layer, layer, None)
     result, residual = forward(layer, torch.full((1, 1), 5.0), torch.ones(1, 1), None, torch.ones(1, 1))
     return (result + residual).item()
 

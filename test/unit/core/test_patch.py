@@ -44,6 +44,10 @@ def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
         patch.selected(THREE, {patch.SELECT_VARIABLE: "one,tow"})
 
 
+def asked_in_vain(server_args):
+    raise engine.Unsupported("A_VARIABLE=on, but --device is cpu")
+
+
 def without_a_hook_point():
     raise AttributeError("no hook point")
 
@@ -69,6 +73,7 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
         ({"b"}, pytest.fail, Plan(Status.NOT_SELECTED)),
         ({"a", "b"}, lambda server_args: f"backend is {server_args.backend}", Plan.not_needed("backend is triton")),
         ({"a", "b"}, lambda server_args: Off("A_VARIABLE is unset"), Plan(Status.OFF, "A_VARIABLE is unset")),
+        ({"a", "b"}, asked_in_vain, Plan.unsupported("A_VARIABLE=on, but --device is cpu")),
         (
             {"a", "b"},
             lambda server_args: server_args.renamed,
@@ -78,7 +83,7 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
             ),
         ),
     ],
-    ids=["not selected", "not needed", "off", "arguments not as expected"],
+    ids=["not selected", "not needed", "off", "asked in vain", "arguments not as expected"],
 )
 def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected, skip_reason, plan):
     skipped = Change("a", "", pytest.fail, skip_reason=skip_reason)

@@ -66,7 +66,7 @@ def test_this_release_is_as_the_table_says():
     )
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    changes = {change["name"]: [change["status"], change["reason"]] for change in found["changes"]}
+    changes = {change["name"]: list(change["engine"].values()) for change in found["changes"]}
     assert changes == FOUND[release]["changes"]
     assert family_scan.facts(family_scan.models_folder()) == {
         name: FOUND[release][name] for name in ("families", "out_of_place")

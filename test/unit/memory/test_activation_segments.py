@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_moe_patches.core import patch
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory import activation_segments
 from sglang_moe_patches.memory.activation_segments import eligibility, switch
@@ -113,6 +114,13 @@ def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
         environ.setenv(NAME, asked)
         assert CHANGE.skip_reason(arguments(dcp_size=2)) == why
     environ.delenv(NAME)
+    for has in ({"enable_memory_saver": True}, {"nnodes": 2}, {"device": "cpu"}):
+        environ.delenv(NAME, raising=False)
+        why = CHANGE.skip_reason(arguments(**has))
+        environ.setenv(NAME, "on")
+        found = patch.plan_for(CHANGE, {CHANGE.name}, arguments(**has))
+        assert found == patch.Plan.unsupported(f"{NAME}=on, but {why}")
+    environ.delenv(NAME)
     assert CHANGE.skip_reason(SimpleNamespace(device="cuda")) is None  # of a release without any feature
 
 
@@ -131,8 +139,13 @@ NOT_SETTABLE = "this PyTorch's allocator cannot be set while it runs"
             *({"PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_maps", True),
             f"not needed here, because {SET.format('PYTORCH_ALLOC_CONF')}",
         ),
+        (
+            *({NAME: "on", "PYTORCH_ALLOC_CONF": "x:1"}, switch, "_driver_maps", True),
+            f"unsupported, because {NAME}=on, but {SET.format('PYTORCH_ALLOC_CONF')}",
+        ),
         *[
-            ({NAME: "off"}, owner, name, value, f"not needed here, because {why}")
+            ({NAME: asked}, owner, name, value, f"{status}, because {but}{why}")
+            for asked, status, but in (("off", "not needed here", ""), ("on", "unsupported", f"{NAME}=on, but "))
             for owner, name, value, why in (
                 (switch, "_driver_maps", False, "the driver has no virtual memory management"),
                 (torch.version, "hip", "6.0", "this PyTorch is AMD's: not seen"),
@@ -148,7 +161,7 @@ def test_without_a_server_doctor_is_told_what_holds_for_all_of_them(environ, var
     environ.setattr(switch, "probe", lambda: lambda patcher: None)
     for variable, text in variables.items():
         environ.setenv(variable, text)
-    assert str(CHANGE.plan()) == told
+    assert str(patch.probe(CHANGE)) == told
 
 
 # --- The switch ------------------------------------------------------------------------------------------------------

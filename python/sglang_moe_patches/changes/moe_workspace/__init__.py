@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices
+from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import counts, probe
@@ -42,10 +43,19 @@ from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan,
 
 
 def _skip_reason(server_args: Any) -> str | None:
-    """``--moe-runner-backend`` does not matter: experts for which that runner has no kernel run on Triton."""
-    if MAX_MOE_TOKENS.read() is not None:
+    """``--moe-runner-backend`` does not matter: experts for which that runner has no kernel run on Triton.
+
+    :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set, and columns need CUDA.
+    """
+    if server_args.device == "cuda":
         return None
-    return None if server_args.device == "cuda" else f"--device is {server_args.device}"
+    reason = f"--device is {server_args.device}"
+    _require_unasked(reason)
+    return None if MAX_MOE_TOKENS.read() is not None else reason
+
+
+def _require_unasked(reason: str) -> None:
+    engine.require(MOE_WORKSPACE_MB.read() is None, f"{MOE_WORKSPACE_MB.name} is set, and no runner is cut: {reason}")
 
 
 def _plan() -> Plan:
@@ -54,6 +64,8 @@ def _plan() -> Plan:
     triton_plan, marlin_plan = _plan_runner(triton.plan), _plan_runner(marlin.plan)
     has_columns = bool(triton_plan.install or marlin_plan.install)
     max_tokens = MAX_MOE_TOKENS.read()
+    if not has_columns:
+        _require_unasked(triton_plan.reason)
     if max_tokens is None and not has_columns:
         return triton_plan
     offer, note = _offer_dead_input() if has_columns else (None, "")
@@ -135,6 +147,6 @@ CHANGE = Change(
     "their memory; other runners are left alone",
     plan=_plan,
     skip_reason=_skip_reason,
-    variables=(MAX_MOE_TOKENS, column_slices.MOE_WORKSPACE_MB),
+    variables=(MAX_MOE_TOKENS, MOE_WORKSPACE_MB),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
 )

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.patch import Patcher, Plan
-from sglang_moe_patches.core.variables import Variable, positive_number
+from sglang_moe_patches.core.patch import Patcher, PatchError, Plan
+from sglang_moe_patches.core.variables import STRICT, Variable, positive_number
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
 _DISPATCH_MODULE = "sglang.srt.layers.moe.token_dispatcher.standard"
 _TOPK_MODULE = "sglang.srt.layers.moe.topk"
+_ASKED = "_moe_patches_asked_for_token_slices"
+"""Attribute of a layer whose first forward has shown whether it can be cut."""
 _ALLOCATOR_MODULE = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 
 #: Quantization methods whose result for a row does not depend on the other rows: unquantized, static scales, or scales
@@ -144,13 +146,19 @@ def plan(max_tokens: int) -> Plan:
         @functools.wraps(original)
         def run_moe_core(self: Any, dispatch_output: Any) -> Any:
             hidden_states = getattr(dispatch_output, "hidden_states", None)
-            if is_compiling() or hidden_states is None or len(hidden_states) <= max_tokens:
+            if is_compiling() or hidden_states is None:
                 return original(self, dispatch_output)
+            # A layer's first forward is asked whatever its size: a strict server ends while it starts, not later.
+            is_large = len(hidden_states) > max_tokens
+            if not is_large and _ASKED in vars(self):
+                return original(self, dispatch_output)
+            vars(self)[_ASKED] = True
             reason = dispatch_skip_reason(dispatch_output, dispatch_type, topk_type) or row_dependence_skip_reason(self)
             if reason is None and in_symmetric_memory():
                 reason = "its output has to be in NCCL symmetric memory"
             if reason is not None:
-                _log_skip_reason(reason)
+                _report_skip_reason(reason)
+            if reason is not None or not is_large:
                 return original(self, dispatch_output)
             return run_slices(functools.partial(original, self), dispatch_output, max_tokens)
 
@@ -166,10 +174,17 @@ def plan(max_tokens: int) -> Plan:
     return Plan.applied(install)
 
 
-def _log_skip_reason(reason: str) -> None:
-    """Log once that some routed experts get all tokens although slices were asked for."""
-    message = log.of("moe-workspace", "%s: a routed-experts kernel gets all tokens at once, because %s")
-    log.once(logging.WARNING, f"token slices {reason}", message, MAX_MOE_TOKENS.name, reason)
+def _report_skip_reason(reason: str) -> None:
+    """Log once that some routed experts get all tokens although slices were asked for.
+
+    :raises PatchError: ``SGLANG_MOE_PATCHES_STRICT=1``.
+    """
+    message = log.of(
+        "moe-workspace", f"{MAX_MOE_TOKENS.name}: a routed-experts kernel gets all tokens at once, because {reason}"
+    )
+    if STRICT.read():
+        raise PatchError(f"{STRICT.name}=1, and {message}")
+    log.once(logging.WARNING, f"token slices {reason}", "%s", message)
 
 
 def _get_lora_layer() -> type | None:
@@ -185,6 +200,6 @@ def _wrap_lora_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _log_skip_reason("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
+        _report_skip_reason("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
 
     return __init__

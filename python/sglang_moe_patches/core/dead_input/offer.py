@@ -16,8 +16,11 @@ from sglang_moe_patches.core.patch import best_effort
 
 _OFFERS_FROM = "_moe_patches_offers_its_input_from"
 """Attribute of a layer whose input may be offered: the least bytes of an input that is worth it."""
+_PRODUCER = "_moe_patches_producer"
+"""Of such a layer: the layer whose output its input is. In a tuple, as a module would become a part of this one."""
 _HOOKS = "_moe_patches_forward_hooks"
-"""Of such a layer, from its first forward: the forward hooks of each of its modules."""
+"""Of such a layer, from its first forward: the forward hooks of whoever is given its input, or what is computed in its
+place."""
 MIN_SCRATCH_BYTES = 1 << 20
 """The least where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs,
 gathered from many ranks, are below moe-workspace's threshold."""
@@ -38,21 +41,32 @@ def may_offer(hidden_states: Any, residual: Any) -> bool:
 
 
 def has_hooks(layer: Any) -> bool:
-    """Whether a forward hook may keep, or still read, what goes through a module of the layer.
+    """Whether a forward hook may keep, or still read, what goes through a module of the layer or comes out of the one
+    before it.
 
     Asked in each forward: the engine registers those of ``--forward-hooks`` after the model is built, others may come
-    at any time.
+    at any time. PyTorch's global ones see every module.
     """
     hooks = getattr(layer, _HOOKS, None)
     if hooks is None:  # not before: adapters replace modules once the model is built
-        hooks = [kind for module in layer.modules() for kind in (module._forward_hooks, module._forward_pre_hooks)]
+        hooks = _forward_hooks(layer)
         setattr(layer, _HOOKS, hooks)
     if not any(hooks):
         return False
     name = type(layer).__name__
-    message = log.PREFIX + "%s does not offer its dead input: it has forward hooks"
+    message = log.PREFIX + "%s does not offer its dead input: it, or the layer before it, has forward hooks"
     log.once(logging.INFO, f"forward hooks {name}", message, name)
     return True
+
+
+def _forward_hooks(layer: Any) -> list[Any]:
+    from torch.nn.modules import module as torch_module
+
+    modules = [module for part in (layer, *getattr(layer, _PRODUCER, ())) for module in part.modules()]
+    return [
+        *(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks),
+        *(kind for module in modules for kind in (module._forward_hooks, module._forward_pre_hooks)),
+    ]
 
 
 def residual_argument(forward_batch: Any, residual: Any) -> Any:
@@ -158,12 +172,14 @@ def of_this_stage(stack: Any) -> list[Any]:
     return [layer for layer in list(layers)[start:end] if type(layer).__name__ != "PPMissingLayer"]
 
 
-def mark(layer: Any, experts: Any) -> None:
+def mark(layer: Any, producer: Any, experts: Any) -> None:
     """From now on a layer offers its input.
 
+    :param producer: the layer before it.
     :param experts: its routed experts.
     """
     is_scratch = runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
+    setattr(layer, _PRODUCER, (producer,))
     setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if is_scratch else 0)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from sglang_moe_patches.core import engine, log, runners
@@ -114,11 +115,13 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
     :param wrapped: the classes of layers that have been made to offer before, and that are from now on.
     """
     for stack, dead in probe_stacks(model):
+        stage = offer.of_this_stage(stack)
+        producers = {layer: producer for producer, layer in itertools.pairwise(stage)}
         for layer, facts, experts in dead.layers:
             if facts.layer not in wrapped:
                 patcher.wrap(facts.layer, "forward", make_offering(facts))
                 wrapped.add(facts.layer)
-            offer.mark(layer, experts)
+            offer.mark(layer, producers[layer], experts)
         if dead.skip_reasons:
             name, reasons = type(stack).__name__, "; ".join(dead.skip_reasons)
             message = f"{log.PREFIX}layers of {name} do not offer their dead input: {reasons}"
@@ -161,17 +164,18 @@ def probe_stacks(model: Any) -> Iterator[tuple[Any, StackFacts]]:
     for stack in list(model.modules()):
         if not isinstance(getattr(stack, "layers", None), ModuleList):
             continue
+        stage = offer.of_this_stage(stack)
         sparse = [
-            (layer, experts)
-            for layer in offer.of_this_stage(stack)[1:]
+            (producer, layer, experts)
+            for producer, layer in itertools.pairwise(stage)
             if (experts := [module for module in layer.modules() if isinstance(module, routed_experts)])
         ]
         if sparse:
             yield stack, _probe_stack(stack, sparse)
 
 
-def _probe_stack(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
-    """:param sparse: its layers with routed experts, and those."""
+def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackFacts:
+    """:param sparse: the layer before each layer with routed experts, that layer, and those."""
 
     @functools.cache  # most layers of a stack are of one class, and its code is a matter of milliseconds
     def probe_class(kind: type) -> LayerFacts | Exception:
@@ -180,13 +184,14 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
         except Exception as error:
             return error
 
+    own_parts = functools.cache(functools.partial(require_own_parts, own_methods=functools.cache(require_own_methods)))
     try:
         require_loop(type(stack))
     except Exception as error:
         return StackFacts([], [error_reason(error)])
     layers: list[tuple[Any, LayerFacts, Any]] = []
     skip_reasons: dict[str, None] = {}
-    for layer, experts in sparse:
+    for producer, layer, experts in sparse:
         kind: Any = type(layer)
         name = kind.__name__
         try:
@@ -196,6 +201,8 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, list[Any]]]) -> StackFacts:
                 raise facts
             engine.require(_sums_plainly(layer), proofs.NO_PLAIN_SUM.format(name))
             require_attention_lets_go(layer, facts.attention, type(experts[0]))
+            for part in (producer, layer):
+                own_parts(part)
             layers.append((layer, facts, experts[0]))
         except Exception as error:  # one broken class of layers takes nothing else with it
             skip_reasons[error_reason(error)] = None
@@ -260,6 +267,44 @@ def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, expe
 
 #: Most layers of a stack have submodules of one class.
 _returns_own = functools.cache(proofs.returns_own_memory)
+
+
+def require_own_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
+    """Prove that nobody else sees what a layer is given, computes and returns: another plugin's wrapper around a norm
+    may keep the memory in which the layer's input lies.
+
+    :param own_methods: :func:`require_own_methods`, which may remember the classes that it has seen.
+    :raises engine.Unsupported: a module of the layer, or what moves its data between ranks, has code that is not the
+        engine's own.
+    """
+    for module in layer.modules():
+        own_methods(type(module))
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType | MethodType):  # put on the instance, or chosen when it was made
+                engine.own(module, name)
+            elif name in _HANDLES_TENSORS:
+                own_methods(type(value))
+
+
+#: What a module has besides modules that is given its tensors: the norms' callers, and what runs its kernels.
+_HANDLES_TENSORS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
+
+
+def require_own_methods(kind: type) -> None:
+    """:raises engine.Unsupported: a class of the engine's, or of PyTorch's, has methods that are not their own."""
+    for base in kind.__mro__:
+        engine.require(_home(base) in _HOMES, f"{kind.__name__} is {base.__module__}.{base.__qualname__}")
+        for name, value in vars(base).items() if _home(base) == "sglang" else ():
+            is_method = isinstance(value, FunctionType | staticmethod | classmethod)
+            if is_method and (name == "__call__" or not name.startswith("__")):
+                engine.own(base, name)
+
+
+_HOMES = ("sglang", "torch", "builtins", "abc", "typing")
+
+
+def _home(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def require_loop(model: type) -> None:

@@ -15,9 +15,11 @@ import hashlib
 import multiprocessing
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from importlib import util
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from sglang_moe_patches.core import machine
@@ -192,6 +194,8 @@ def install() -> None:
             "sglang.srt.models.deepseek_v2": functools.partial(_scale_routed_experts_once, "DeepseekV2MoE"),
             "sglang.srt.models.glm4_moe": functools.partial(_scale_routed_experts_once, "Glm4MoeSparseMoeBlock"),
             "sglang.srt.models.minimax_m2": _norm_all_heads,
+            "sglang.srt.layers.layernorm": functools.partial(_wrap_native, "RMSNorm", _norm_in_place),
+            "sglang.srt.layers.moe.topk": functools.partial(_wrap_native, "TopK", _leave_routing),
             "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm": _complete_runner,
             "sglang.srt.layers.quantization.fp4_utils": _unwrap_quantizer,
             # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
@@ -203,8 +207,6 @@ def install() -> None:
         for target, hook in {
             **dict.fromkeys(MATRIX_PRODUCTS, _in_double),
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__": _without_gpu_links,
-            "sglang.srt.layers.layernorm.RMSNorm.forward_native": _norm_in_place,
-            "sglang.srt.layers.moe.topk.TopK.forward_native": _leave_routing,
             **({**cutedsl.ON_ONE_STREAM, cutedsl.INIT: _with_buffers} if util.find_spec("cutlass") else {}),
         }.items():
             HookRegistry.register(target, hook, HookType.AROUND)
@@ -320,6 +322,27 @@ def _in_double(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # Several ranks talk over gloo alone.
     original(self, *args, **{**kwargs, "use_pynccl": False, "use_custom_allreduce": False})
+
+
+def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
+    """A method that counts as its owner's own code to whoever asks where its globals are.
+
+    Layers of which another plugin has wrapped a method do not offer their dead inputs.
+    """
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    assert isinstance(method, FunctionType)
+    name = getattr(function, "__name__", "")
+    return FunctionType(method.__code__, vars(sys.modules[owner.__module__]), name, closure=method.__closure__)
+
+
+def _wrap_native(kind: str, around: Callable[..., Any], module: Any) -> None:
+    owner = getattr(module, kind)
+    original = owner.forward_native
+    owner.forward_native = as_its_own(owner, functools.partial(around, original))
+    owner.forward_native.__wrapped__ = original
 
 
 def _leave_routing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

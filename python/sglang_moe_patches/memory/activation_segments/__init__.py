@@ -37,6 +37,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Change, Plan
 from sglang_moe_patches.memory.activation_segments import eligibility
 
@@ -47,17 +48,21 @@ def _pytorch() -> str:
     return str(torch.__version__)
 
 
-def _skip_reason(server_args: Any) -> str | None:
-    return eligibility.skip_reason(eligibility.SEGMENTS.read(), os.environ, _pytorch(), server_args)
+def _skip_reason(server_args: Any = None) -> str | None:
+    """:raises engine.Unsupported: ``SGLANG_MOE_PATCHES_SEGMENTS=on``, and the server cannot have it."""
+    asked = eligibility.SEGMENTS.read()
+    reason = eligibility.skip_reason(asked, os.environ, _pytorch(), server_args)
+    engine.require(not asked or reason is None, f"{eligibility.SEGMENTS.name}=on, but {reason}")
+    return reason
 
 
 def _plan() -> Plan:
     from sglang_moe_patches.memory.activation_segments import switch
 
     if reason := switch.allocator_skip_reason():
+        engine.require(not eligibility.SEGMENTS.read(), f"{eligibility.SEGMENTS.name}=on, but {reason}")
         return Plan.not_needed(reason)
-    # Without a server too, as for doctor.
-    if reason := eligibility.skip_reason(eligibility.SEGMENTS.read(), os.environ, _pytorch()):
+    if reason := _skip_reason():  # without a server too, as for doctor
         return Plan.skipped(reason)
     return Plan.applied(switch.probe())
 
