@@ -37,6 +37,7 @@ REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--referen
 PATIENCE = 1800
 """Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
 PORTS: list[int] = []
+PRELOADED = str(ROOT / "test/standins/preloaded")
 TOKENS = 8
 """That an answer has."""
 PROMPTS = [[random.Random(length).randrange(3, 700) for _ in range(length)] for length in (9, 300, 40, 1)]
@@ -86,6 +87,7 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
+    child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 
 
@@ -128,15 +130,20 @@ def check_figures(stock: events.Process, patched: events.Process, moe_layers: in
     """Stock uses a buffer for each layer, or where it has a buffer of its own one; patched always uses one."""
     stock_buffers = 1 if NATIVE_BUFFER else moe_layers
     assert (stock.memory.moe_layers, stock.memory.output_buffers) == (moe_layers, stock_buffers)
-    assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     if not NATIVE_BUFFER:
         assert patched.memory.live_at_kernel_bytes < stock.memory.live_at_kernel_bytes
     assert stock.acted.acts == ()
+    assert {status for _, status, _ in stock.changes} == {"not selected"}
+    check_patched(patched, moe_layers, backend)
+
+
+def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTED) -> None:
+    """It uses one buffer, each layer but the first offers its input, and every change is what it is here."""
+    assert (patched.memory.moe_layers, patched.memory.output_buffers) == (moe_layers, 1)
     inputs = (counts.OFFERED, counts.AS_OUTPUT)
     offered, taken = ({act.layer for act in of_count(patched.acted, count.name)} for count in inputs)
     assert offered == set(patched.acted.layers) - {0}  # the input of the model's first layer becomes the residual
     assert taken == (offered if not NATIVE_BUFFER or backend == "flashinfer_cutedsl" else set())  # else by the engine
-    assert {status for _, status, _ in stock.changes} == {"not selected"}
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
 
 

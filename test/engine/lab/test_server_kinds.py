@@ -13,18 +13,22 @@ from conftest import DEFAULT_ENGINE_ONLY
 from servers import (
     EVALUATION,
     PATIENCE,
+    PROMPTS,
     REGRESS,
     ROUTED,
     SERVER,
+    TOKENS,
     answers,
     both,
     check_figures,
+    check_patched,
     child_environment,
     figures,
     on_path,
     server,
     started,
 )
+from sglang_moe_patches.lab.observers.forwards import _held_bytes
 from sglang_moe_patches.lab.servers.server import ServerFailed
 from tiny_moe.mutations import plugin
 
@@ -45,19 +49,20 @@ def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(checkpoin
 
 
 @DEFAULT_ENGINE_ONLY
-def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(checkpoint, tmp_path):
-    """With these limits the stock engine ends on the prompt of 300 tokens (test_reference_cutedsl.py)."""
+def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(engine, checkpoint, tmp_path):
+    """With these limits the stock engine ends on the prompt of 300 tokens (test_reference_cutedsl.py). Here it answers
+    in this process, with buffers by which no prompt is cut."""
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
-    # Stock sizes its buffers by the chunk: 2,048 tokens hold every forward here, and no prompt is cut.
-    ample = ["--chunked-prefill-size", "2048", "--max-prefill-tokens", "2048"]
-    model, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
-    stock = server("stock", model, tmp_path, *ample, backend=backend, SGLANG_MOE_PATCHES="none")
-    patched = server("patched", model, tmp_path, *limits, backend=backend)
-    with started(stock, patched):
-        expected, found = answers(stock, patched)
-    assert found == expected
-    check_figures(figures(stock), figures(patched), moe_layers=4, backend=backend)
-    assert figures(stock).memory.kernel_buffer_bytes > 4 * figures(patched).memory.kernel_buffer_bytes > 0
+    path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
+    with engine.arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
+        stock = engine.load(path)
+        expected = [engine.generate(stock, [prompt], TOKENS - 1)[0][0] for prompt in PROMPTS]
+    of_a_layer = stock.model.layers[0].mlp.experts._cutedsl_wrapper
+    with started(server("patched", path, tmp_path, *limits, backend=backend)) as (patched,):
+        assert answers(patched) == [expected]
+    check_patched(figures(patched), moe_layers=4, backend=backend)
+    # For four times the tokens, and less than one layer's: the output is none of the buffers.
+    assert 0 < figures(patched).memory.kernel_buffer_bytes < _held_bytes({of_a_layer})
     assert patched.log_text().count("cutedsl-sizing: one set of buffers") == 1
     assert "runs in slices" not in patched.log_text()
 

@@ -630,6 +630,7 @@ BITS = "marlin or bits or whatever_the_sequence or inside_the_first_gemm or full
 """Of the tests in the interpreter, those that a release's own code decides. The default release runs all."""
 
 
+@pytest.mark.long("a hundred tests of kernels in the interpreter, on one import of the engine")
 @pytest.mark.parametrize(
     ("marks", "passed"), [("not product", 95), pytest.param("product", 16, marks=pytest.mark.product)]
 )
@@ -639,6 +640,5 @@ def test_the_engines_sequence_and_marlins_in_the_interpreter(marks: str, passed:
     pytest.importorskip("triton")
     some = metadata.version("sglang") != DEFAULT and marks == "not product"
     tests = ["test_moe_workspace_cuda.py", "test_moe_workspace_marlin_cuda.py"]
-    # Most of a minute of processor time.
     ran, said = interpreted.passed(tests, ["-m", marks, *some * ["-k", BITS]], timeout=1700)
     assert ran >= (59 if some else passed), said  # not skipped; some are about later releases
