@@ -45,7 +45,7 @@ export PYTHONUTF8 = 1
 export UV_HTTP_TIMEOUT ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations soak pipeline \
+.PHONY: help env lint types unit engine-tests test test-releases test-all pages demo accuracy mutations guards soak pipeline \
   engine-suite constraints new-release compatibility clean
 
 help: ## show this help
@@ -123,6 +123,9 @@ accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4
 mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
 	$(BIN)/sglang-moe-patches exec --reference-kernels -- \
 	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
+
+guards: env ## take guards of docs/development/guards.md out, one by one, and see their tests fail; ARGS="cutedsl": some
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python test/tools/guards.py $(ARGS)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
 	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \

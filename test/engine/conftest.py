@@ -24,11 +24,14 @@ DEFAULT_ENGINE_ONLY = pytest.mark.skipif(
     RELEASE != DEFAULT, reason="the same code path on every release, or one that the others have not"
 )
 LONGEST = (
+    "test_kv_sizing.py",
     "test_servers.py",
     "test_arithmetic.py",
-    "test_kv_sizing.py",
+    "test_recipes.py",
     "test_server_kinds.py",
+    "test_kv_sizing_answers.py",
     "test_tiny_moe.py",
+    "test_doctor_model.py",
     "test_dead_input.py",
 )
 IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import httpx
 import pages
 from releases import ROOT
+from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.dead_input import counts
 from sglang_moe_patches.core.patch import Plan
 from sglang_moe_patches.core.variables import OBSERVE
@@ -87,7 +88,8 @@ def server(name: str, model: Path, folder: Path, *arguments: str, backend: str =
     PORTS.append(next(port for port in iter(free_port, None) if port % 2 == ours and port not in PORTS))
     given = environment.server_arguments(["--model-path", str(model), *SERVER, backend, *arguments])
     child = child_environment(**{OBSERVE.name: str(folder / name), **variables})
-    child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
+    if not machine.has_gpu():  # which cannot be used in forks of a process that has asked for one
+        child["PYTHONPATH"] = os.pathsep.join([PRELOADED, *filter(None, [child.get("PYTHONPATH")])])
     return Server(name, given, child, folder / f"{name}.log", timeout=PATIENCE, port=PORTS[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import guards
 from releases import ROOT
 
 PAGE = (ROOT / "docs" / "development" / "guards.md").read_text()
@@ -20,3 +21,10 @@ def test_every_engine_test_has_its_line():
 
 def test_every_test_that_is_named_is_there():
     assert set(re.findall(r"`(test_\w+)`", PAGE)) - names_in("engine") - names_in("unit") - names_in("gpu") == set()
+
+
+def test_each_mutation_is_of_one_place_and_of_a_test_that_is_there():
+    for mutation in guards.MUTATIONS:
+        assert (ROOT / mutation.file).read_text().count(mutation.old) == 1, mutation
+        file, _, test = mutation.test.partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text(), mutation

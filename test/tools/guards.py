@@ -1,0 +1,151 @@
+"""Take guards of docs/development/guards.md out, one after the other, and see whether their tests fail.
+
+    make guards                    # all of MUTATIONS
+    make guards ARGS="cutedsl"     # those whose file or test has this in its name
+
+In a copy of the repository, where the tests must pass first. A line for each mutation: *killed*, *SURVIVED*, or
+*skipped*, where this release skips the test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from releases import ROOT
+
+OURS = "python/sglang_moe_patches/"
+ENGINE, UNIT = "test/engine/", "test/unit/"
+
+
+class Mutation(NamedTuple):
+    """``old``, which is once in ``file``, becomes ``new``, and ``test`` (as pytest names it) must fail."""
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+OFFER = OURS + "core/dead_input/offer.py"
+CUTEDSL = OURS + "changes/cutedsl_sizing/wrapper.py"
+OUTPUT_BUFFER = ENGINE + "changes/test_output_buffer.py::test_"
+SERVERS = ENGINE + "lab/test_servers.py::test_"
+CUTEDSL_SERVER = (
+    f"{ENGINE}lab/test_server_kinds.py::test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer"
+)
+LIMIT = "test/tools/processor_time.py"
+LIMITED = UNIT + "test_processor_time.py::test_what_takes_too_long_in_its_process_or_below_fails_without_a_reason"
+FORKS = "test/standins/preloaded/sitecustomize.py"
+FORKED = UNIT + "test_preloaded.py::test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails"
+MUTATIONS = tuple(
+    Mutation(*parts)
+    for parts in (
+        (
+            OFFER,
+            "and not shares_storage(hidden_states, residual)",
+            "",
+            UNIT + "changes/test_output_buffer.py::test_a_layer_input_that_is_the_residual_is_not_offered",
+        ),
+        (
+            OFFER,
+            "and not has_hooks(self)",
+            "",
+            ENGINE + "core/test_dead_input.py::test_a_layer_with_a_forward_hook_offers_nothing",
+        ),
+        (
+            OFFER,
+            "return nullcontext()",
+            "return original(buf)",
+            OUTPUT_BUFFER + "the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it",
+        ),
+        (
+            OFFER,
+            "return nullcontext()",
+            "return original(buf)",
+            SERVERS + "where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it",
+        ),
+        (
+            OFFER,
+            "channel.exchange(tensor.detach())",
+            "channel.exchange(None)",
+            SERVERS + "stock_and_patched_answer_alike_and_patched_uses_one_buffer",
+        ),
+        (
+            OURS + "core/dead_input/takers.py",
+            "if buffer is None or shares_storage(buffer, dispatch_output.hidden_states):",
+            "if buffer is None:",
+            OUTPUT_BUFFER + "the_moe_input_itself_is_never_written_into",
+        ),
+        (
+            OURS + "core/dead_input/channel.py",
+            "buffer.shape == shape",
+            "True",
+            OUTPUT_BUFFER + "a_wrong_shape_is_not_taken",
+        ),
+        (
+            OURS + "lab/regress/compare.py",
+            "if self.worse:\n            return WORSE",
+            "if False:\n            pass",
+            SERVERS + "regress_calls_a_server_worse_that_answers_otherwise",
+        ),
+        (CUTEDSL, "    if shares:", "    if False:", CUTEDSL_SERVER),
+        (CUTEDSL, "shares and key in _shared", "False", CUTEDSL_SERVER),
+        (CUTEDSL, "max_forward_tokens(forward_limits(server_args, _largest_pools))", "128", CUTEDSL_SERVER),
+        (LIMIT, "taken_s > LIMIT_S", "False", LIMITED),
+        (LIMIT, "this.children(recursive=True)", "this.children()", LIMITED),
+        (LIMIT, 'fixturedef.scope == "session"', "False", LIMITED),
+        (LIMIT, 'and item.get_closest_marker("long") is None', "", LIMITED),
+        (FORKS, "_Popen = context.ForkServerProcess._Popen", "_Popen = context.SpawnProcess._Popen", FORKED),
+        (FORKS, 'os.environ.update(data.pop("environ"))', 'data.pop("environ")', FORKED),
+        (FORKS, "os.kill(os.getppid(), signal.SIGQUIT)", "None", FORKED),
+        (FORKS, "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "", FORKED),
+    )
+)
+
+
+def run(folder: Path, *tests: str) -> tuple[str, str]:
+    """How these tests of the copy in ``folder`` end: passed, killed or skipped; and what pytest said."""
+    environment = dict(os.environ, PYTHONPATH=str(folder / "python"))
+    if all(test.startswith(UNIT) for test in tests):
+        environment = {name: value for name, value in environment.items() if not name.startswith("SGLANG")}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if done.returncode not in (0, 1):
+        sys.exit(f"pytest could not run {', '.join(tests)}:\n{said}")
+    return "killed" if done.returncode else "passed" if re.search(r"\d passed", said) else "skipped", said
+
+
+def main(words: list[str]) -> None:
+    chosen = [each for each in MUTATIONS if all(word in each.file + each.test for word in words)]
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy, survived = Path(folder), 0
+        for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+        for kind in (UNIT, ENGINE):
+            tests = dict.fromkeys(each.test for each in chosen if each.test.startswith(kind))
+            outcome, said = run(copy, *tests) if tests else ("passed", "")
+            if outcome == "killed":
+                sys.exit(f"a test fails without a mutation:\n{said}")
+        for each in chosen:
+            whole = (ROOT / each.file).read_text()
+            (copy / each.file).write_text(whole.replace(each.old, each.new))
+            outcome, _ = run(copy, each.test)
+            (copy / each.file).write_text(whole)
+            survived += outcome == "passed"
+            print("SURVIVED" if outcome == "passed" else outcome, each.file, repr(each.old), each.test, flush=True)
+    if survived:
+        sys.exit(f"{survived} of {len(chosen)} mutations survived")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

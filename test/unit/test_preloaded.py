@@ -1,0 +1,55 @@
+"""What a test's server spawns is forked from the server as it was before the engine, and fails and ends with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from releases import ROOT
+
+LAUNCHER = """
+import multiprocessing, os, signal, sys, time
+from engine_part import IMPORTED_BY
+
+def child(pipe):
+    pipe.send(("torch" in sys.modules, IMPORTED_BY == os.getpid(), os.environ["SAID"], os.getppid()))
+    pipe.recv()
+    os.kill(os.getppid(), signal.SIGQUIT)  # as an engine's process when it fails
+    multiprocessing.parent_process().join()
+
+def told(*received):
+    print("a process has failed", flush=True)
+    os._exit(3)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGQUIT, told)
+    multiprocessing.set_start_method("spawn", force=True)
+    os.environ["SAID"] = "by the launcher"
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.Process(target=child, args=(theirs,), daemon=True).start()
+    print(*ours.recv(), sep="|", flush=True)
+    ours.send("go on")
+    time.sleep(600)
+"""
+
+
+def test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails(tmp_path: Path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").touch()
+    (tmp_path / "sglang/launch_server.py").write_text(LAUNCHER)
+    (tmp_path / "engine_part.py").write_text("import os\nIMPORTED_BY = os.getpid()\n")
+    path = os.pathsep.join([str(ROOT / "test/standins/preloaded"), str(tmp_path)])
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path, "SAID": "before"}, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        *seen, parent = launcher.stdout.readline().strip().split("|")
+        assert seen == ["True", "True", "by the launcher"]
+        server = psutil.Process(int(parent))
+        assert server.ppid() == launcher.pid
+        assert launcher.stdout.readline() == "a process has failed\n"
+        assert launcher.wait() == 3
+        server.wait(60)
