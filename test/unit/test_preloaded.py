@@ -32,7 +32,7 @@ if __name__ == "__main__":
     multiprocessing.Process(target=child, args=(theirs,), daemon=True).start()
     print(*ours.recv(), sep="|", flush=True)
     ours.send("go on")
-    time.sleep(600)
+    time.sleep(30)
 """
 
 
