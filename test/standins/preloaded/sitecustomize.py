@@ -55,7 +55,7 @@ def hand_over_environment() -> None:
         prepare(data)
 
     spawn.get_preparation_data = lambda name: {**get_preparation_data(name), "environ": dict(os.environ)}
-    spawn.prepare = prepare_with_environment
+    spawn.prepare = prepare_with_environment  # type: ignore[assignment]
 
 
 def serve_forks() -> None:
@@ -71,7 +71,7 @@ def serve_forks() -> None:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = spawn
-    context.SpawnProcess._Popen = context.ForkServerProcess._Popen  # type: ignore[attr-defined]
+    context.SpawnProcess._Popen = context.ForkServerProcess._Popen  # type: ignore[assignment]
 
 
 if "sglang.launch_server" in sys.orig_argv[:3]:
