@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEFAULT_ENGINE_ONLY, RELEASE, installed
-from releases import DEFAULT
+from conftest import DEFAULT_ENGINE_ONLY, installed
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.lab.regress import report
@@ -20,7 +19,7 @@ from tiny_moe.train import SPEC
 
 SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-QUESTIONS, OF_MUTATIONS = 24 if RELEASE == DEFAULT else 12, 8
+QUESTIONS, OF_MUTATIONS = 24, 8
 LONGEST = 113
 FURTHER = {"one expert's scales swapped", "shared experts skipped in one layer"}
 """Of the weights, as a misplaced row is; and what is lost, as a lost row is."""
