@@ -146,7 +146,7 @@ def main() -> None:
     parser = output.parser(__doc__, logs=True)
     parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
     parser.add_argument(
-        "--changes", default="nvfp4-weights", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)"
+        "--changes", default="fp4-weights", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)"
     )
     parser.add_argument("--shard", type=int, default=8, help="serve the sizes of one rank of so many (%(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="of the longest prompt (%(default)s)")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from common import machine, output, timing
 from common.shapes import MODELS, NVFP4_MODELS, Layout
-from sglang_moe_patches.changes.nvfp4_weights import shuffle
+from sglang_moe_patches.changes.fp4_weights import shuffle
 
 SHARDS = {"tp1": Layout(), "tp4": Layout(tp=4), "tp8": Layout(tp=8), "ep8": Layout(tp=8, ep=8)}
 

@@ -6,9 +6,9 @@ Importing this package imports neither torch nor the engine: the launcher import
 from sglang_moe_patches.changes import (
     cutedsl_sizing,
     deferred_shared_experts,
+    fp4_weights,
     moe_workspace,
     mori_input_truncation,
-    nvfp4_weights,
     output_buffer,
 )
 from sglang_moe_patches.memory import activation_segments, kv_sizing
@@ -16,7 +16,7 @@ from sglang_moe_patches.memory import activation_segments, kv_sizing
 CHANGES = (
     output_buffer.CHANGE,
     deferred_shared_experts.CHANGE,
-    nvfp4_weights.CHANGE,
+    fp4_weights.CHANGE,
     mori_input_truncation.CHANGE,
     cutedsl_sizing.CHANGE,
     moe_workspace.CHANGE,

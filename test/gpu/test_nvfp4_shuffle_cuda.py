@@ -18,8 +18,8 @@ pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index 
 
 import nvfp4_layer  # noqa: E402
 from nvfp4_layer import choose_trtllm, create, differences, load  # noqa: E402
-from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
-from sglang_moe_patches.changes.nvfp4_weights import shuffle  # noqa: E402
+from sglang_moe_patches.changes import fp4_weights  # noqa: E402
+from sglang_moe_patches.changes.fp4_weights import shuffle  # noqa: E402
 from sglang_moe_patches.core.patch import Patcher  # noqa: E402, probe
 
 MIB = 1 << 20
@@ -162,13 +162,13 @@ def test_process_weights_after_loading_as_a_whole(engine, monkeypatch):
     from sglang.srt.layers.quantization import modelopt_quant as modelopt
 
     choose_trtllm(monkeypatch, modelopt)
-    monkeypatch.setattr(nvfp4_weights, "_serves_by_marlin_alone", lambda: False)  # as on Blackwell
+    monkeypatch.setattr(fp4_weights, "_serves_by_marlin_alone", lambda: False)  # as on Blackwell
     experts, hidden, intermediate = KIMI_TP4
     used, states = {}, {}
     for name in ("stock", "ours"):
         patcher = Patcher()
         if name == "ours":
-            nvfp4_weights.CHANGE.plan().install(patcher)
+            fp4_weights.CHANGE.plan().install(patcher)
         try:
             with torch.device("cuda"):
                 layer, method = create(modelopt, monkeypatch, experts, hidden, intermediate)

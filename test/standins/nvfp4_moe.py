@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang_moe_patches.changes.nvfp4_weights import shuffle as nvfp4_shuffle
+from sglang_moe_patches.changes.fp4_weights import shuffle as nvfp4_shuffle
 from sglang_moe_patches.lab.reference import flashinfer_kernels, nvfp4
 
 

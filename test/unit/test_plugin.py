@@ -39,6 +39,11 @@ def test_registering_imports_neither_torch_nor_the_engine():
     ("variable", "value", "message"),
     [
         ("SGLANG_MOE_PATCHES", "output-bufer", "unknown change 'output-bufer'; valid: all, none, "),
+        (
+            "SGLANG_MOE_PATCHES",
+            "nvfp4-weights",
+            "'nvfp4-weights'; nvfp4-weights is now fp4-weights; valid: ",
+        ),
         ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "4k", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
         ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "-1", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
         ("SGLANG_MORI_RECV_BOUND", "on", "SGLANG_MORI_RECV_BOUND"),

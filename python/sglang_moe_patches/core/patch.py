@@ -153,6 +153,8 @@ class Change:
 SELECT_VARIABLE = "SGLANG_MOE_PATCHES"
 _PREFIX_OF_OURS = "SGLANG_MOE_PATCH"
 """What the names of variables begin with that are ours, or were meant to be."""
+_NEW_NAMES = {"nvfp4-weights": "fp4-weights"}
+"""Changes by their former names, which are refused with the present one."""
 
 
 def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
@@ -164,8 +166,9 @@ def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
             return set(known) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in names if name not in known]:
+            renamed = "".join(f"; {name} is now {_NEW_NAMES[name]}" for name in unknown if name in _NEW_NAMES)
             raise ValueError(
-                f"unknown change {', '.join(map(repr, unknown))}; "
+                f"unknown change {', '.join(map(repr, unknown))}{renamed}; "
                 f"valid: all, none, or a comma-separated list of {', '.join(known)}"
             )
         return set(names)

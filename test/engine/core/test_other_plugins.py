@@ -162,7 +162,7 @@ def another_plugin(
             change,
             takeover,
             id=f"{change.name}-{takeover.__name__}",
-            marks=[pytest.mark.product] if takeover in BY_HOOKS and change.name != "nvfp4-weights" else [],
+            marks=[pytest.mark.product] if takeover in BY_HOOKS and change.name != "fp4-weights" else [],
         )
         for change in CHANGES
         for takeover in TAKEOVERS

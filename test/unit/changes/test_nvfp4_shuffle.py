@@ -1,4 +1,4 @@
-"""nvfp4-weights: shuffled as by the engine's own function, in place, nothing touched when refused; dead scales go."""
+"""fp4-weights: shuffled as by the engine's own function, in place, nothing touched when refused; dead scales go."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
 from nvfp4_layer import RESULTS, Layer, create, differences, nvfp4_method, random_layer  # noqa: E402
-from sglang_moe_patches.changes import nvfp4_weights  # noqa: E402
-from sglang_moe_patches.changes.nvfp4_weights import shuffle  # noqa: E402
+from sglang_moe_patches.changes import fp4_weights  # noqa: E402
+from sglang_moe_patches.changes.fp4_weights import shuffle  # noqa: E402
 from sglang_moe_patches.core.engine import mentions  # noqa: E402
 from sglang_moe_patches.core.patch import Patcher, Status, probe  # noqa: E402
 
@@ -57,7 +57,7 @@ def engine():
 def applied(engine):
     """The change applied to the engine in this process, and taken back afterwards."""
     patcher = Patcher()
-    nvfp4_weights.CHANGE.plan().install(patcher)
+    fp4_weights.CHANGE.plan().install(patcher)
     yield engine
     patcher.undo()
 
@@ -208,7 +208,7 @@ def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
         calls.append((args[4:], kwargs))
         return "the engine's"
 
-    assert nvfp4_weights._wrap_prepare(engines_own)(*layer, 128, 64, 2, is_gated=True) == "the engine's"
+    assert fp4_weights._wrap_prepare(engines_own)(*layer, 128, 64, 2, is_gated=True) == "the engine's"
     assert calls == [((128, 64, 2), {"is_gated": True})]
     with pytest.raises(ValueError, match="no permutation"):
         shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, 128, 64, 2)
@@ -272,7 +272,7 @@ def test_row_kernel_fits_a_multiprocessor(tiled):
 
 _INTERPRETED = """
 import torch
-from sglang_moe_patches.changes.nvfp4_weights import shuffle
+from sglang_moe_patches.changes.fp4_weights import shuffle
 torch.manual_seed(0)
 for hidden, intermediate, is_gated in ((128, 64, True), (256, 192, True), (384, 128, False), (128, 320, True)):
     rows = (2 if is_gated else 1) * intermediate
@@ -375,7 +375,7 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
         skip_without_placeholders(engine)
     theirs = types.FunctionType(value.__code__, {"__name__": "sglang.of_another_release"}, attribute)
     monkeypatch.setattr(getattr(engine, owner), attribute, theirs, raising=False)
-    plan = probe(nvfp4_weights.CHANGE)
+    plan = probe(fp4_weights.CHANGE)
     assert plan.status is Status.UNSUPPORTED
     assert words in plan.reason
 
@@ -383,7 +383,7 @@ def test_an_engine_that_looks_different_is_refused(engine, monkeypatch, owner, a
 def test_who_imported_the_engines_function_by_name_gets_ours_too(applied):
     ours = applied.utils.prepare_static_weights_for_trtllm_fp4_moe
     assert ours is not applied.prepare
-    assert sys.modules[nvfp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is ours
+    assert sys.modules[fp4_weights._COMPRESSED_TENSORS].prepare_static_weights_for_trtllm_fp4_moe is ours
 
 
 @pytest.fixture
@@ -444,9 +444,9 @@ def test_a_byte_for_each_expert_stays_of_the_same_type_and_none_where_the_engine
     layer.register_parameter("w13_blockscale_swizzled", torch.nn.Parameter(scales, requires_grad=False))
     layer.register_parameter("w2_blockscale_swizzled", None)
     layer.w2_weight_scale = other = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
-    assert nvfp4_weights.drop_swizzled_scales(layer) == 3 * 128 * 4 - 3
+    assert fp4_weights.drop_swizzled_scales(layer) == 3 * 128 * 4 - 3
     kept = dict(layer.named_parameters())["w13_blockscale_swizzled"]  # the weight offloader finds it by name
     assert (kept.shape, kept.dtype, kept.requires_grad) == ((3, 1, 1), torch.float8_e4m3fn, False)
     assert layer.w2_blockscale_swizzled is None
     assert layer.w2_weight_scale is other
-    assert nvfp4_weights.drop_swizzled_scales(layer) == 0
+    assert fp4_weights.drop_swizzled_scales(layer) == 0

@@ -108,7 +108,7 @@ def describe_change(server: Server, model: Model, change: Change, answer: Mappin
             idle = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
     if does and change.name == "moe-workspace":
         idle, advice = _why_whole(server, model)
-    if does and change.name == "nvfp4-weights" and server.format not in ("NVFP4", UNKNOWN_FORMAT):
+    if does and change.name == "fp4-weights" and server.format not in ("NVFP4", UNKNOWN_FORMAT):
         idle = f"the experts' weights are {server.format}"
     does = "" if idle else does
     reason = idle or answer["reason"]

@@ -195,7 +195,7 @@ def test_only_changes_that_are_active_are_told_of_and_shared_counts_once() -> No
     changes = (
         ChangeStatus("output-buffer", "hardened", ""),
         ChangeStatus("deferred-shared-experts", "applied", ""),
-        ChangeStatus("nvfp4-weights", "unsupported", "of something"),
+        ChangeStatus("fp4-weights", "unsupported", "of something"),
     )
     found = Acted((3, 4), (Act("offered", 4, False, 1, 1, 1), Act("defers", None, False, 2, 1, 2)))
     assert acted.sentences(changes, found) == [

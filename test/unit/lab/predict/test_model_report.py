@@ -278,7 +278,7 @@ def test_data_parallel_ranks_bring_a_chunk_each_to_the_layer(ranks, tokens):
     ("method", "acts"), [("ModelOptNvFp4FusedMoEMethod", True), ("Fp8MoEMethod", False), ("SomethingNew", False)]
 )
 def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
-    assert row_of("nvfp4-weights", advise(layer=LAYER | {"method": method}))["acts"] is acts
+    assert row_of("fp4-weights", advise(layer=LAYER | {"method": method}))["acts"] is acts
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():

@@ -1,4 +1,4 @@
-"""nvfp4-weights on the engine's own loading path: same parameters, same answers, also after a weight update."""
+"""fp4-weights on the engine's own loading path: same parameters, same answers, also after a weight update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import installed
-from sglang_moe_patches.changes import nvfp4_weights
+from sglang_moe_patches.changes import fp4_weights
 from sglang_moe_patches.core.patch import Plan
 
 pytestmark = pytest.mark.every_release
@@ -53,7 +53,7 @@ def test_a_loaded_and_an_updated_model_are_those_of_the_stock_engine(engine, che
 
     stock = load_then_update()
     assert stock[0][1][0] != stock[1][1][0]  # the other checkpoint answers differently
-    with installed(nvfp4_weights.CHANGE):
+    with installed(fp4_weights.CHANGE):
         patched = load_then_update()
     for (stock_parameters, stock_answers), (our_parameters, our_answers) in zip(stock, patched, strict=True):
         assert_same(stock_parameters, our_parameters)
@@ -99,7 +99,7 @@ def scale_bytes_while_loading(engine, path):
 def test_placeholders_are_not_allocated(engine, checkpoint):
     stock = scale_bytes_while_loading(engine, checkpoint())
     assert stock in ([SCALES] * 3, [0] * 3)  # none from 0.5.13 on
-    with installed(nvfp4_weights.CHANGE):
+    with installed(fp4_weights.CHANGE):
         assert scale_bytes_while_loading(engine, checkpoint()) == ([2 * 8] * 3 if stock[0] else [0] * 3)
 
 
@@ -143,7 +143,7 @@ def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, backend)
 
     stock = load_then_update()
     assert stock[1] == [SCALES] * 3  # kept for good
-    with installed(nvfp4_weights.CHANGE):
+    with installed(fp4_weights.CHANGE):
         patched = load_then_update()
     assert patched[1] == [2 * 8] * 3
     assert_same(stock[0], patched[0])
@@ -154,7 +154,7 @@ def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, backend)
 @pytest.mark.usefixtures("marlin")
 def test_what_another_kernel_reads_stays(engine, checkpoint):
     """On the same GPU with other kernels asked for: the engine's own choice for the layer counts, not the machine."""
-    with installed(nvfp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
+    with installed(fp4_weights.CHANGE), engine.arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
@@ -164,12 +164,12 @@ def test_on_hopper_it_is_applied_where_the_release_serves_nvfp4_there(monkeypatc
     from sglang_moe_patches.core.patch import Patcher, Status
 
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
-    assert nvfp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
+    assert fp4_weights.CHANGE.plan().status is Status.APPLIED  # the check for Blackwell is lifted here
     if hasattr(modelopt_quant, "get_platform"):
         monkeypatch.setattr(modelopt_quant, "get_platform", lambda: SimpleNamespace(is_blackwell=False))
     else:
         monkeypatch.setattr(modelopt_quant, "is_blackwell_supported", lambda: False)
-    plan = nvfp4_weights.CHANGE.plan()
+    plan = fp4_weights.CHANGE.plan()
     if not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
         assert plan == Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         return

@@ -1,4 +1,4 @@
-"""nvfp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
+"""fp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
 
 Why
     The engine shuffles through thousands of allocations and more than a second copy of the layer. ``create_weights``
@@ -102,7 +102,7 @@ def _wrap_create_moe_runner(original: Any) -> Any:
 
 
 def _wrap_prepare(original: Any) -> Any:
-    from sglang_moe_patches.changes.nvfp4_weights import shuffle
+    from sglang_moe_patches.changes.fp4_weights import shuffle
 
     @functools.wraps(original)
     def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> shuffle.Shuffled:
@@ -145,7 +145,7 @@ def _wrap_create_weights(original: Any, modelopt: Any) -> Any:
 
 def _probe_shuffle() -> Install:
     """:raises engine.Unsupported: the engine does not shuffle weights by the function that is replaced."""
-    from sglang_moe_patches.changes.nvfp4_weights import shuffle
+    from sglang_moe_patches.changes.fp4_weights import shuffle
 
     utils, runner = engine.module(_UTILS), engine.module(_RUNNER)
     core = engine.module("flashinfer.fused_moe.core")
@@ -257,7 +257,7 @@ def _plan() -> Plan:
 
 
 CHANGE = Change(
-    name="nvfp4-weights",
+    name="fp4-weights",
     summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
     plan=_plan,
     skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN),
@@ -265,7 +265,7 @@ CHANGE = Change(
         Count(
             "shuffled",
             "shuffled a layer's weights in place",
-            "sglang_moe_patches.changes.nvfp4_weights.shuffle",
+            "sglang_moe_patches.changes.fp4_weights.shuffle",
             _FUNCTION,
         ),
         Count(
