@@ -30,7 +30,7 @@ if __name__ == "__main__":
     os.environ["SAID"] = "by the launcher"
     ours, theirs = multiprocessing.Pipe()
     multiprocessing.Process(target=child, args=(theirs,), daemon=True).start()
-    print(*ours.recv(), sep="|", flush=True)
+    print(*(ours.recv() if ours.poll(30) else ["nothing"]), sep="|", flush=True)
     ours.send("go on")
     time.sleep(30)
 """
