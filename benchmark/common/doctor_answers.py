@@ -1,7 +1,7 @@
 """``doctor --model`` for many servers, from one import of the engine for each kind of GPU.
 
 An engine query is a process of its own, and importing the engine is most of what it takes. Here a process that was told
-of a GPU imports the engine once, for all who ask until this one ends, and each query is a fork of it; everything else is
+of a GPU imports the engine, once for all that this process asks, and each query is a fork of it. Everything else is
 doctor's own code.
 """
 
