@@ -381,10 +381,10 @@ def test_exec_names_a_missing_command():
 
 
 def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
-    monkeypatch.setenv("SGLANG_MORI_RECV_BOUND", "on")
+    monkeypatch.setenv("SGLANG_MOE_PATCHES_SEGMENTS", "1")
     with pytest.raises(SystemExit) as start:
         plugin.register()
-    refused(run("doctor"), str(start.value), "SGLANG_MORI_RECV_BOUND: ")
+    refused(run("doctor"), str(start.value), "SGLANG_MOE_PATCHES_SEGMENTS: ")
 
 
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):

@@ -44,9 +44,8 @@ def test_registering_imports_neither_torch_nor_the_engine():
             "nvfp4-weights",
             "'nvfp4-weights'; nvfp4-weights is now fp4-weights; valid: ",
         ),
-        ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "4k", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
-        ("SGLANG_MORI_MOE_MAX_INPUT_TOKENS", "-1", "SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 (no limit) or a"),
-        ("SGLANG_MORI_RECV_BOUND", "on", "SGLANG_MORI_RECV_BOUND"),
+        ("SGLANG_MOE_PATCHES", ",", "SGLANG_MOE_PATCHES: ',' names no change"),
+        ("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", "4k", "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS: expected a positive number"),
         ("SGLANG_MOE_PATCHES_STRICT", "maybe", "SGLANG_MOE_PATCHES_STRICT: expected 0 or 1, got 'maybe'"),
     ],
 )

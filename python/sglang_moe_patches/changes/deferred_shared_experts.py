@@ -8,8 +8,9 @@ Hook points
     :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and the Triton runner's sequence.
 
 Skipped
-    with runners that do not leave their input alone. Layer by layer: with fused shared experts, all-to-all, or
-    single-batch overlap; Triton in a server with LoRA adapters, and on AMD.
+    layer by layer: with runners that do not leave their input alone, fused shared experts, all-to-all, or single-batch
+    overlap; Triton in a server with LoRA adapters, and on AMD. ``--moe-runner-backend`` does not say which runner a
+    layer gets.
 
 How
     The runners that leave their input alone are marked as what they are (``inplace`` off). Triton can be told to; its
@@ -209,6 +210,5 @@ CHANGE = Change(
     summary="DeepSeek's shared experts run after the routed ones where those leave their input alone: "
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
-    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *runners.OUT_OF_PLACE),
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
 )

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.variables import OWN, STRICT, Variable
+from sglang_moe_patches.core.variables import OWN, STRICT, Variable, WrongValue
 
 # --- What a change states --------------------------------------------------------------------------------------------
 
@@ -165,6 +165,8 @@ def _selection(changes: Iterable[Change]) -> Variable[set[str]]:
         if text in ("all", "none"):
             return set(known) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"{text!r} names no change; none selects none")
         if unknown := [name for name in names if name not in known]:
             renamed = "".join(f"; {name} is now {_NEW_NAMES[name]}" for name in unknown if name in _NEW_NAMES)
             raise ValueError(
@@ -194,14 +196,15 @@ def variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]:
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
     """Read every variable that counts: what start-up refuses, and ``doctor`` in the same words.
 
-    A change's counts where the change is selected.
+    A change's counts where the change is selected. One of the engine's own is checked by the change itself, where the
+    server uses it.
 
     :raises ValueError: one line that names the variable and its valid values.
     """
     changes = tuple(changes)
     not_selected = {change.name for change in changes} - selected(changes, environ)
     for reader, variable in variables(changes):
-        if reader not in not_selected:
+        if reader not in not_selected and not variable.is_engines:
             variable.read(environ)
 
 
@@ -237,6 +240,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     """What becomes of a change where ``names`` are selected; nothing is installed.
 
     :param server_args: the engine's, resolved or not; ``None``: what holds for every server of this environment.
+    :raises WrongValue: a variable of the engine's that this server uses has a value with which it must not start.
     """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
@@ -244,6 +248,8 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
         skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
+    except WrongValue:
+        raise
     except Exception as error:
         return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
     return Plan.skipped(skip_reason) if skip_reason else probe(change)

@@ -57,6 +57,19 @@ def runner_of(experts: Any) -> str | None:
     return asked if asked in (*TRTLLM, "cutlass", "flashinfer_cutlass") else None
 
 
+def may_take_dead_input(experts: Any, runner: str | None) -> bool:
+    """Whether the runner of a ``FusedMoE`` layer may take what is on offer; one that is not known may.
+
+    :param runner: as :func:`runner_of` has it. Of TRT-LLM's, the one for FP4 takes it.
+    """
+    if runner in TRTLLM:
+        return type(getattr(experts, "quant_method", None)).__name__ not in _NOT_FP4
+    return runner is None or runner in (CUTEDSL, "triton", "marlin")
+
+
+_NOT_FP4 = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+
+
 def leaves_its_input_alone(experts: Any) -> bool:
     """Whether the runner of a ``FusedMoE`` layer does not write into its input, or does not once it is told so.
 

@@ -14,6 +14,10 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
+class WrongValue(ValueError):
+    """A variable's value is not one of those that are valid; the message names both."""
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """An environment variable that a change, or this package, reads.
@@ -23,22 +27,24 @@ class Variable(Generic[T]):
 
         :raises ValueError: saying what is expected, and what was got.
     :param default: the text that an unset or empty variable stands for.
+    :param is_engines: the engine has it, too, and starts with any value: a wrong one is refused where it is used.
     """
 
     name: str
     meaning: str
     parse: Callable[[str], T]
     default: str = ""
+    is_engines: bool = False
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
         """The variable's value.
 
-        :raises ValueError: the message names the variable and its valid values.
+        :raises WrongValue: the message names the variable and its valid values.
         """
         try:
             return self.parse(environ.get(self.name, "").strip() or self.default)
         except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
+            raise WrongValue(f"{self.name}: {error}") from None
 
 
 def zero_or_one(text: str) -> bool:

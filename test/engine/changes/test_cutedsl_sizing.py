@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import random
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -15,9 +17,10 @@ from conftest import installed
 from harness import graph_arguments
 from sglang_moe_patches.changes import cutedsl_sizing, output_buffer
 from sglang_moe_patches.changes.cutedsl_sizing import launcher, wrapper
-from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits
+from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, Pools, forward_limits, sized_by_engine
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import SharedMoE
+from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.engine import has_module
 from sglang_moe_patches.core.patch import Status, probe
@@ -105,6 +108,25 @@ def test_one_wrapper_serves_all_layers_with_the_answers_of_one_wrapper_per_layer
     assert same(right, run(engine, path, cutedsl_sizing.CHANGE))  # without an offered buffer, into fresh ones
     # Less than one layer's: the output is none of the buffers.
     assert 0 < (4 - dense_layers) * _held_bytes({shared._wrapper}) < _held_bytes(wrappers(right[2]))
+
+
+def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monkeypatch):
+    """With data-parallel ranks it is the largest buffer, and made when the KV cache has the rest of the GPU."""
+    made, empty = [], torch.empty
+
+    def recording(*size, **how):
+        tensor = empty(*size, **how)
+        made.append((tuple(tensor.shape), tensor.device.type))
+        return tensor
+
+    with engine.arguments(**large_enough()), installed(*CHANGES):
+        layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", recording)
+            layer.quant_method.apply(layer, dispatched(layer, 0))
+    shape = (layer._cutedsl_wrapper.max_num_tokens, layer.hidden_size)
+    assert (shape, "meta") in made
+    assert (shape, "cpu") not in made
 
 
 def dispatched(layer, seed, tokens=4):
@@ -286,6 +308,22 @@ def test_prefill_graphs_of_every_kind_count(server_args):
     for backend, expected in (("tc_piecewise", 2048), ("breakable", 2048), ("full", 2048), ("disabled", 512)):
         graphs["cuda_graph_config"].prefill.backend = backend
         assert bound(server_args(max_prefill_tokens=512, **graphs)) == expected
+
+
+@pytest.mark.every_release
+def test_the_budgets_default_is_said_as_the_installed_engine_has_it():
+    """In the README's table. Ours counts where the engine has no check of its own."""
+    dispatcher = engine_code.module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
+    overrides = [dispatcher]
+    if engine_code.has_module("sglang.srt.arg_groups.overrides"):
+        overrides.append(engine_code.module("sglang.srt.arg_groups.overrides"))
+    code = "".join(inspect.getsource(module) for module in overrides)
+    earlier, later = f'get_int_env_var("{BUDGET.name}", 1024)' in code, re.search(r"max\(.*, 4096\)", code)
+    assert bool(earlier) != bool(later)
+    assert sized_by_engine(engine_code.module("sglang.srt.server_args").ServerArgs) == bool(later)
+    assert ("1024 up to" if earlier else "at least 4096") in BUDGET.meaning
+    assert BUDGET.read({}) == 1024 or later
+    assert BUDGET.default == ""
 
 
 def test_a_budget_too_small_for_the_dispatcher_is_refused_with_the_line_that_mends_it(server_args, monkeypatch):

@@ -11,11 +11,14 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
+from common.triton_on_cpu import triton_runner
 from conftest import DEFAULT_ENGINE_ONLY, installed
-from sglang_moe_patches.changes import moe_workspace
-from sglang_moe_patches.changes.moe_workspace import streams, token_slices
+from harness import load_unquantized
+from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace
+from sglang_moe_patches.changes.moe_workspace import marlin, streams, token_slices, triton
 from sglang_moe_patches.core import log, runners
-from sglang_moe_patches.core.patch import PatchError
+from sglang_moe_patches.core.engine import Unsupported
+from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, plan_for
 from sglang_moe_patches.core.variables import STRICT
 
 VARIABLE = token_slices.MAX_MOE_TOKENS.name
@@ -164,6 +167,80 @@ def test_no_server_says_that_it_needs_no_columns_where_its_bf16_experts_run_on_t
         assert runners.runner_of(experts) == "triton"
     asked = SimpleNamespace(device="cuda", moe_runner_backend=backend)
     assert moe_workspace.CHANGE.skip_reason(asked) is None
+
+
+@pytest.mark.every_release
+def test_with_a_top_k_of_1_the_factor_scales_what_was_written(engine, checkpoint, monkeypatch):
+    """Up to 0.5.17 the engine sums a tensor that it never writes."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    triton_runner(monkeypatch)
+    load_unquantized(monkeypatch)
+    with engine.arguments(moe_runner_backend="triton"):
+        model = engine.load(checkpoint(quantized=False, top_k=1))
+    layer = next(module for module in model.modules() if isinstance(module, FusedMoE))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, layer.hidden_size, generator=generator).bfloat16()
+    ids = torch.randint(layer.num_experts, (40, 1), generator=generator).int()
+    routed = StandardTopKOutput(torch.full((40, 1), 0.5), ids, torch.zeros(40, layer.num_experts).bfloat16())
+
+    def run(factor):
+        monkeypatch.setattr(layer.moe_runner_config, "routed_scaling_factor", factor)
+        with torch.inference_mode():
+            return layer.run_moe_core(StandardDispatchOutput(x.clone(), None, routed)).hidden_states.clone()
+
+    with installed(moe_workspace.CHANGE):
+        plain = run(1.0)
+        assert plain.isfinite().all()
+        assert torch.equal(run(2.5), plain * 2.5)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("backend", ["flashinfer_cutedsl", "flashinfer_mxfp4", "aiter"])
+def test_shared_experts_wait_wherever_a_layers_experts_run_on_triton(engine, checkpoint, backend, monkeypatch):
+    """BF16 layers do whatever is asked for: those of a draft of an NVFP4 model, for one."""
+    change = deferred_shared_experts.CHANGE
+    load_unquantized(monkeypatch)
+    plan = plan_for(change, {change.name}, SimpleNamespace(device="cuda", moe_runner_backend=backend))
+    assert plan.install is not None, plan
+    patcher = Patcher()
+    plan.install(patcher)
+    try:
+        with engine.arguments(moe_runner_backend=backend):
+            model = engine.load(checkpoint(quantized=False))
+    finally:
+        patcher.undo()
+    block = model.model.layers[1].mlp
+    assert runners.runner_of(block.experts) == "triton"
+    assert getattr(block, deferred_shared_experts._DEFERS)
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "strict", "refused"), [("triton", "1", True), ("marlin", "1", False), ("triton", "0", False)]
+)
+def test_strict_means_the_runner_that_this_server_uses(
+    unsupported, strict, refused, engine, checkpoint, loading, monkeypatch, caplog
+):
+    def plan():
+        raise Unsupported("its code is another one")
+
+    for runner in (triton, marlin):
+        monkeypatch.setattr(runner, "plan", lambda: Plan.applied(lambda patcher: None))
+    monkeypatch.setattr({"triton": triton, "marlin": marlin}[unsupported], "plan", plan)
+    monkeypatch.setenv(STRICT.name, strict)
+    monkeypatch.setattr(log, "_logged", set())
+    load_unquantized(monkeypatch)
+    with engine.arguments(moe_runner_backend="triton"):
+        model = engine.load(checkpoint(quantized=False))
+    with installed(moe_workspace.CHANGE):
+        if refused:
+            with pytest.raises(PatchError, match="layers of this model run on triton, uncut: its code is another one"):
+                loading(model)
+        else:
+            loading(model)
+    assert caplog.text.count("layers of this model run on triton, uncut") == (unsupported == "triton" and not refused)
 
 
 @pytest.mark.every_release

@@ -210,11 +210,3 @@ def test_on_amd_triton_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7")
     monkeypatch.setattr(runners, "runner_of", lambda experts: "triton")
     assert not runners.leaves_its_input_alone(experts(UnknownMethod()))
-
-
-@pytest.mark.parametrize(
-    ("runner", "reason"),
-    [("triton", None), ("auto", None), ("marlin", None), ("deep_gemm", "--moe-runner-backend is deep_gemm")],
-)
-def test_a_runner_that_is_not_on_the_list_is_left_alone(runner, reason):
-    assert deferred_shared_experts.CHANGE.skip_reason(SimpleNamespace(moe_runner_backend=runner)) == reason

@@ -462,7 +462,7 @@ def test_each_runner_does_without_the_other(monkeypatch, triton_plan, marlin_pla
         raise result(THEIRS)
 
     monkeypatch.setenv("SGLANG_MOE_PATCHES_MAX_MOE_TOKENS", max_tokens)
-    monkeypatch.setattr(streams, "probe", lambda: lambda patcher: None)
+    monkeypatch.setattr(streams, "probe", lambda look_at: lambda patcher: None)
     monkeypatch.setattr(moe_workspace, "_offer_dead_input", lambda: (None, ""))
     for module, name, result in ((triton, "triton", triton_plan), (marlin, "marlin", marlin_plan)):
         monkeypatch.setattr(module, "plan", lambda name=name, result=result: plan(name, result))

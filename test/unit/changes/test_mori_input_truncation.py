@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.patch import Plan, Status, check_environment
+from sglang_moe_patches.core.patch import Plan, Status, check_environment, plan_for
 from share import cases
 
 CASES = cases(5_000)
@@ -77,13 +78,26 @@ def test_values_that_are_taken(variable, text, value):
 @pytest.mark.parametrize(
     ("variable", "text", "expected"),
     [
-        *((LIMIT, text, "0 .no limit. or a positive number of rows") for text in ("-1", "1e3", "4k", "3.5", "true")),
+        *((LIMIT, text, "0 .no limit. or a positive number of rows") for text in ("1e3", "4k", "3.5", "true")),
         *((BOUND, text, f"0 or 1, got '{text}'") for text in ("2", "-1", "on", "enabled")),
     ],
 )
-def test_any_other_value_is_refused_by_its_name(variable, text, expected):
+def test_any_other_value_is_refused_by_its_name_where_the_server_has_mori(variable, text, expected, monkeypatch):
+    """The engine starts with it."""
+    change = mori_input_truncation.CHANGE
+    check_environment([change], {variable.name: text})
+    monkeypatch.setenv(variable.name, text)
+    without = SimpleNamespace(moe_a2a_backend="none")
+    assert plan_for(change, {change.name}, without) == Plan.not_needed("--moe-a2a-backend is none")
     with pytest.raises(ValueError, match=f"{variable.name}: expected {expected}"):
-        check_environment([mori_input_truncation.CHANGE], {variable.name: text})
+        plan_for(change, {change.name}, SimpleNamespace(moe_a2a_backend="mori"))
+
+
+@pytest.mark.parametrize(("ranks", "low_latency", "runs"), [(8, False, False), (16, False, True), (16, True, False)])
+def test_internode_kernels_are_known_by_the_ranks_and_the_mode(ranks, low_latency, runs, monkeypatch):
+    utils = SimpleNamespace(get_deepep_mode=lambda: SimpleNamespace(enable_low_latency=lambda: low_latency))
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.utils", utils)
+    assert policy_module._runs_internode(SimpleNamespace(moe_ep_size=ranks)) == runs
 
 
 def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
@@ -308,6 +322,15 @@ def test_nothing_is_cut_that_may_be_needed(caplog, policy, counts, sent, rows, s
     assert len(cut.hidden_states) == rows
     assert (cut is whole) == (rows == 64)
     assert said in caplog.text
+
+
+def test_behind_internode_kernels_nothing_is_cut(caplog, monkeypatch):
+    monkeypatch.setattr(log, "_logged", set())
+    state = dp_buffer([4], 4, 4)
+    given = buffers(received=5)
+    assert truncate(given, Policy(Layout(4), 5, True), state) is not given
+    assert truncate(given, Policy(Layout(4), 5, True, unproven_layout=True), state) is given
+    assert caplog.text.count("InterNode kernels are not known to put what arrives first") == 1
 
 
 def test_no_forward_reads_the_device(monkeypatch):

@@ -194,13 +194,18 @@ def test_the_layers_of_a_stage_are_its_own():
 
 @pytest.mark.parametrize(
     ("inplace", "runner", "least"),
-    [(True, None, 0), (True, "triton", offer.MIN_SCRATCH_BYTES), (False, "triton", 0), (True, "marlin", 0)],
+    [
+        *((True, None, 0), (True, "triton", offer.MIN_SCRATCH_BYTES), (False, "triton", 0)),
+        *((inplace, "marlin", offer.MIN_SCRATCH_BYTES) for inplace in (True, False)),
+        *((True, runner, 0) for runner in ("flashinfer_trtllm_routed", "flashinfer_cutedsl")),
+        *((True, runner, None) for runner in ("deep_gemm", "cutlass", "flashinfer_cutlass", "aiter", "triton_kernel")),
+    ],
 )
-def test_only_triton_in_place_has_no_use_for_a_small_input(inplace, runner, least):
+def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
     method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
     layer = SimpleNamespace()
     offer.mark(layer, None, SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method))
-    assert getattr(layer, offer._OFFERS_FROM) == least
+    assert getattr(layer, offer._OFFERS_FROM, None) == least
 
 
 def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(monkeypatch, caplog):

@@ -39,6 +39,12 @@ def test_selected(value, expected):
     assert patch.selected(THREE, {} if value is None else {patch.SELECT_VARIABLE: value}) == expected
 
 
+@pytest.mark.parametrize("value", [",", " , ,"])
+def test_a_list_without_names_is_an_error(value):
+    with pytest.raises(ValueError, match=r"SGLANG_MOE_PATCHES: ',.*' names no change; none selects none"):
+        patch.selected(THREE, {patch.SELECT_VARIABLE: value})
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_valid_ones():
     with pytest.raises(ValueError, match=r"SGLANG_MOE_PATCHES: unknown change 'tow'.*one, two, three"):
         patch.selected(THREE, {patch.SELECT_VARIABLE: "one,tow"})

@@ -23,7 +23,7 @@ _DEFAULT_BUDGET = 1024
 
 
 def _parse_budget(text: str) -> int:
-    """As the engine reads it: what is no number counts as unset."""
+    """As the engines read it that have no check of their own: what is no number counts as unset."""
     try:
         return int(text)
     except ValueError:
@@ -32,9 +32,10 @@ def _parse_budget(text: str) -> int:
 
 BUDGET = Variable(
     "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
-    "tokens per rank that FlashInfer's all-to-all dispatcher takes",
+    "tokens per rank that FlashInfer's all-to-all dispatcher takes; unset: 1024 up to 0.5.12.post1, then the largest "
+    "prefill that the engine expects, at least 4096",
     _parse_budget,
-    default=str(_DEFAULT_BUDGET),
+    is_engines=True,
 )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +19,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.patch import Patcher, Plan
+from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
 
 if TYPE_CHECKING:
     import torch
@@ -100,19 +103,61 @@ _largest_pools = Pools()
 _shared: WeakValueDictionary[tuple, SharedMoE] = WeakValueDictionary()
 
 
-def _wrap_ensure(original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool]) -> Any:
+def _wrap_ensure(
+    original: Callable[[Any], None], flashinfer: Any, is_capturing: Callable[[], bool], without_output: Any = None
+) -> Any:
+    """:param without_output: what is constructed in the place of FlashInfer's class."""
+
     @functools.wraps(original)
     def ensure_cutedsl_wrapper(layer: Any) -> None:
         if getattr(layer, "_cutedsl_wrapper", None) is not None:
             return
         real = flashinfer.CuteDslMoEWrapper
-        flashinfer.CuteDslMoEWrapper = functools.partial(_construct, real, layer, is_capturing)
+        flashinfer.CuteDslMoEWrapper = functools.partial(_construct, without_output or real, layer, is_capturing)
         try:
             original(layer)
         finally:
             flashinfer.CuteDslMoEWrapper = real
 
     return ensure_cutedsl_wrapper
+
+
+class _BufferTorch:
+    """Stands in for the name ``torch`` where FlashInfer's class allocates its buffers: the output, the one that is not
+    made of bytes, gets no memory. :class:`SharedMoE` drops it, and it may be the largest of all, made when the KV cache
+    has the rest of the GPU.
+    """
+
+    def __init__(self, torch_module: Any) -> None:
+        self._torch = torch_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return self._torch.empty(size, dtype=dtype, device=device if dtype is self._torch.uint8 else "meta")
+
+
+_BUFFERS = "_allocate_buffers"
+
+
+def _class_without_output(real: Any, patcher: Patcher) -> Any:
+    """FlashInfer's class without memory for its output, where it allocates that as expected; else the class itself."""
+    import torch
+
+    allocate = vars(real).get(_BUFFERS)
+    if not isinstance(allocate, FunctionType) or not engine.only_a_global(allocate, "torch"):
+        return real
+    made = [
+        (ast.unparse(call.args[0]), ast.unparse(word.value))
+        for call in engine.calls(allocate, "torch.empty")
+        for word in call.keywords
+        if word.arg == "dtype" and ast.unparse(word.value) != "torch.uint8"
+    ]
+    if made != [("(self.max_num_tokens, self.hidden_size)", "self.output_dtype")]:
+        return real
+    stand_in = with_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch))
+    return type(real.__name__, (real,), {"__module__": real.__module__, _BUFFERS: stand_in})
 
 
 def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
@@ -239,10 +284,11 @@ def plan() -> Plan:
 
     def install(patcher: Patcher) -> None:
         extend_server_args(server_args_module, patcher)
+        without_output = _class_without_output(flashinfer.CuteDslMoEWrapper, patcher)
         patcher.wrap(
             runner,
             "ensure_cutedsl_wrapper",
-            lambda original: _wrap_ensure(original, flashinfer, lambda: capture.get_is_capture_mode()),
+            lambda original: _wrap_ensure(original, flashinfer, lambda: capture.get_is_capture_mode(), without_output),
         )
         patcher.wrap(method, "apply", _wrap_apply)
         patcher.wrap(model_runner, "init_memory_pool", _wrap_init_memory_pool)

@@ -31,15 +31,18 @@ Remove when
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
-from sglang_moe_patches.core import engine
+from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import counts, probe
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status, one_line_error
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, PatchError, Plan, Status, one_line_error
+from sglang_moe_patches.core.variables import STRICT
 
 
 def _skip_reason(server_args: Any) -> str | None:
@@ -75,7 +78,13 @@ def _plan() -> Plan:
         reasons.append(f"{without}: {triton_plan.reason}")
     if marlin_plan.status is Status.UNSUPPORTED:
         reasons.append(f"no columns in Marlin: {marlin_plan.reason}")
-    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe() if has_columns else None]
+    unsupported = {
+        runner: plan.reason
+        for runner, plan in (("triton", triton_plan), ("marlin", marlin_plan))
+        if plan.status is Status.UNSUPPORTED
+    }
+    look_at = functools.partial(_require_supported_runners, unsupported=unsupported)
+    parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at) if has_columns else None]
     if max_tokens is not None:
         parts.append(token_slices.plan(max_tokens).install)
 
@@ -84,6 +93,20 @@ def _plan() -> Plan:
             part(patcher)
 
     return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), install)
+
+
+def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
+    """:raises PatchError: a layer of the model uses a runner that is not supported, and this server is strict.
+
+    :param unsupported: why, by the runner's name for ``--moe-runner-backend``.
+    """
+    experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
+    used = {runners.runner_of(module) for module in model.modules() if isinstance(module, experts)}
+    for runner in sorted(set(unsupported) & used):
+        message = log.of("moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}")
+        if STRICT.read():
+            raise PatchError(f"{STRICT.name}=1, and {message}")
+        log.once(logging.WARNING, f"unsupported {runner}", "%s", message)
 
 
 def _plan_runner(plan: Callable[[], Plan]) -> Plan:

@@ -7,10 +7,12 @@ that the tensor is not cut. The constants of time are fitted to benchmark/result
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from math import gcd, isqrt, lcm
 from typing import NamedTuple
 
+from sglang_moe_patches.core import log
 from sglang_moe_patches.core.variables import Variable, positive_number
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
@@ -302,6 +304,12 @@ def min_packed_tensor_bytes(max_bytes: int | None) -> int:
     The activation's output is narrower than the layer where anything is cut, and the final output has one row a token.
     """
     return MIN_TENSOR_BYTES if max_bytes is None else max_bytes // 3
+
+
+def report_slices(runner: str, tensor_bytes: int, slices: int) -> None:
+    """Log once for each runner of this process that its layers are cut."""
+    message = log.of("moe-workspace", "%s's [tokens, top-k, hidden] tensor of %.0f MB is cut into %d column slices")
+    log.once(logging.INFO, f"cut {runner}", message, runner, tensor_bytes / 1e6, slices)
 
 
 def split_columns(columns: int, width: int) -> list[tuple[int, int]]:

@@ -235,6 +235,7 @@ def gemm_and_sum(
         gemm.run(invoke, whole)
         whole_sum(whole, output, scale)
         return
+    column_slices.report_slices("Triton", tokens * top_k * hidden * deferred.dtype.itemsize, len(slices))
     if quantizes(gemm.kwargs):
         invoke = invoke_quantized
         if gemm.activations.dtype == deferred.dtype:  # else the engine has quantized them already

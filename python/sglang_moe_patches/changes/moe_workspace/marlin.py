@@ -323,6 +323,7 @@ def install(patcher: Patcher, module: ModuleType, function: FunctionType) -> Non
             slices = choose_column_slices(arguments, max_bytes)
             if len(slices) < 2:
                 return original(*args, **kwargs)
+            column_slices.report_slices("Marlin", top_k * hidden_states.nbytes, len(slices))
             call = MarlinCall(hidden_states.shape[0] * top_k, _gate_columns(arguments["w1"], arguments), slices)
             token = _current_call.set(call)
             try:

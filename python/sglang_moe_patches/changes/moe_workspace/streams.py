@@ -42,8 +42,11 @@ def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
     )
 
 
-def probe() -> Install:
-    """Probe where models are loaded; installed, each is asked. Where that is not possible, any may."""
+def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
+    """Probe where models are loaded; installed, each is asked. Where that is not possible, any may.
+
+    :param look_at: is given each model, too.
+    """
     try:
         runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
         engine.own(runner, "load_model")
@@ -57,6 +60,7 @@ def probe() -> Install:
             @functools.wraps(original)
             def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
                 loaded = original(self, *args, **kwargs)
+                look_at(self.model)
                 if may_read_concurrently(self.model.modules(), experts):
                     _assume_concurrent_reader(patcher)
                 return loaded

@@ -144,6 +144,32 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
 
     # First: where the output goes into the dead input, it does so in columns, too.
     triton_sequence.add_route(patcher, route, first=True)
+    if has_unwritten_sum(original):
+        triton_sequence.add_route(patcher, make_top_1_route(module), first=True)
+
+
+def has_unwritten_sum(sequence: FunctionType) -> bool:
+    """Whether the sequence sums a tensor that it never writes, with a top-k of 1 and a factor other than 1.
+
+    Up to 0.5.17 at least: the GEMM writes the output itself then, which the sum overwrites.
+    """
+    return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(sequence)
+
+
+def make_top_1_route(module: ModuleType) -> triton_sequence.Route:
+    """The route of those: the sequence without the factor, by which its output is then multiplied."""
+    following = getattr(module, SEQUENCE)
+
+    def scale_afterwards(*args: Any, **kwargs: Any) -> Any:
+        factor = kwargs["routed_scaling_factor"]
+        return following(*args, **{**kwargs, "routed_scaling_factor": 1.0}).mul_(factor)
+
+    def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
+        if topk_ids.shape[1] != 1 or how.get("routed_scaling_factor") in (None, 1.0):
+            return None
+        return None if how.get("no_combine") or how.get("hooks") else scale_afterwards
+
+    return route
 
 
 def _sequence_in_columns(

@@ -47,6 +47,10 @@ def truncate(dispatched: Any, policy: Policy, dp_buffer: Any) -> Any:
     :raises RuntimeError: a CPU tensor has more rows than an unprovable limit; on a GPU the process is ended.
     """
     buffer_rows = dispatched.hidden_states.shape[0]
+    if policy.unproven_layout:
+        message = "neither %s nor %s is applied: MoRI's InterNode kernels are not known to put what arrives first"
+        log.once(logging.WARNING, "mori layout", log.of("mori-input-truncation", message), LIMIT.name, BOUND.name)
+        return _cut_to(dispatched, buffer_rows)
     counts = None
     if not policy.stale and (policy.unreliable is None or policy.layout.dp_ranks == 1):
         counts = rows_per_dp_rank(
@@ -230,7 +234,7 @@ def plan() -> Plan:
             needed_fields <= set(getattr(engine.get(moriep, name), "_fields", ())),
             f"{name} does not have the fields {', '.join(sorted(needed_fields))}",
         )
-    for name in ("is_tbo_enabled", "get_moe_a2a_backend"):
+    for name in ("is_tbo_enabled", "get_moe_a2a_backend", "get_deepep_mode"):
         engine.get(utils, name)
     engine.require(
         hasattr(environ.envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER"), "SGLANG_SCHEDULER_SKIP_ALL_GATHER is unknown"

@@ -14,13 +14,11 @@ from sglang_moe_patches.core.variables import Variable
 
 
 def _parse_rows(text: str) -> int:
+    """0 and less is no limit, as to the engine."""
     try:
-        rows = int(text)
+        return max(0, int(text))
     except ValueError:
-        rows = -1
-    if rows < 0:
-        raise ValueError(f"expected 0 (no limit) or a positive number of rows, got {text!r}")
-    return rows
+        raise ValueError(f"expected 0 (no limit) or a positive number of rows, got {text!r}") from None
 
 
 def _parse_switch(text: str) -> bool:
@@ -37,12 +35,14 @@ LIMIT = Variable(
     "rows to which MoRI's receive buffer is cut, raised to what can arrive; 0: no limit",
     _parse_rows,
     default="0",
+    is_engines=True,
 )
 BOUND = Variable(
     "SGLANG_MORI_RECV_BOUND",
     "1: cut MoRI's receive buffer to what can arrive, without a limit",
     _parse_switch,
     default="0",
+    is_engines=True,
 )
 
 
@@ -56,6 +56,7 @@ class Policy:
     :param stale: this rank's own count may be wrong, too.
     :param assertions: a failed assertion on the device ends the process.
     :param raise_only: the engine's own cut is never made smaller, only larger.
+    :param unproven_layout: rows that have arrived need not lie first in the buffer: it is never cut.
     """
 
     layout: Layout
@@ -66,6 +67,7 @@ class Policy:
     assertions: bool = True
     stale: bool = False
     raise_only: bool = False
+    unproven_layout: bool = False
 
 
 def assertions_end_the_process(hip: str | None, macros: str) -> bool:
@@ -125,6 +127,17 @@ def _server_setting(context: str, name: str) -> Any:
     return getattr(settings, name, None)
 
 
+_MAX_INTRANODE_RANKS = 8
+"""With more, MoRI's kernels are InterNode's, unless those of low latency (AsyncLL) are asked for. The engine's own
+bound, from 0.5.22 on, is for IntraNode and AsyncLL alone."""
+
+
+def _runs_internode(layer: Any) -> bool:
+    from sglang.srt.layers.moe.utils import get_deepep_mode
+
+    return bool(layer.moe_ep_size > _MAX_INTRANODE_RANKS and not get_deepep_mode().enable_low_latency())
+
+
 def read_policy(layer: Any) -> Policy | None:
     """The policy of a ``FusedMoE`` layer under construction; ``None``: the all-to-all back end is not MoRI."""
     from sglang.srt.environ import envs
@@ -154,4 +167,5 @@ def read_policy(layer: Any) -> Policy | None:
         assertions=_assertions_work(),
         stale=stale,
         raise_only=epv2,
+        unproven_layout=not epv2 and _runs_internode(layer),
     )

@@ -22,8 +22,9 @@ _HOOKS = "_moe_patches_forward_hooks"
 """Of such a layer, from its first forward: the forward hooks of whoever is given its input, or what is computed in its
 place."""
 MIN_SCRATCH_BYTES = 1 << 20
-"""The least where the runner takes the input as scratch memory: a decode's input is smaller, and its expert outputs,
-gathered from many ranks, are below moe-workspace's threshold."""
+"""The least where the runner takes the input in column slices alone (Marlin), or as scratch memory for them (Triton in
+place): a decode's input is smaller, and its expert outputs, gathered from many ranks, are below moe-workspace's
+threshold."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -173,14 +174,17 @@ def of_this_stage(stack: Any) -> list[Any]:
 
 
 def mark(layer: Any, producer: Any, experts: Any) -> None:
-    """From now on a layer offers its input.
+    """From now on a layer offers its input, if its runner may take it.
 
     :param producer: the layer before it.
     :param experts: its routed experts.
     """
-    is_scratch = runners.is_in_place(experts) and runners.runner_of(experts) == "triton"
+    runner = runners.runner_of(experts)
+    if not runners.may_take_dead_input(experts, runner):
+        return
+    in_large_forwards = runner == "marlin" or (runner == "triton" and runners.is_in_place(experts))
     setattr(layer, _PRODUCER, (producer,))
-    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if is_scratch else 0)
+    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if in_large_forwards else 0)
 
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
