@@ -10,6 +10,7 @@ import random
 import re
 from contextlib import contextmanager
 from types import SimpleNamespace
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -119,6 +120,7 @@ def test_the_output_that_nobody_uses_is_never_allocated(engine, checkpoint, monk
         made.append((tuple(tensor.shape), tensor.device.type))
         return tensor
 
+    monkeypatch.setattr(wrapper, "_shared", WeakValueDictionary())  # that of another test may still be alive
     with engine.arguments(**large_enough()), installed(*CHANGES):
         layer = experts(engine.load(checkpoint(dense_layers=0)))[0]
         with monkeypatch.context() as patch:
