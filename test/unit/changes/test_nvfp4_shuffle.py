@@ -189,6 +189,27 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
             assert torch.equal(tensor.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("kind", ["sliced", "transposed", "expanded"])
+def test_views_are_left_to_the_engines_own_function(kind, index):
+    """It copies what it is given, whatever its strides."""
+    layer = list(random_layer(2, 256, 128))
+    tensor = layer[index]
+    views = {
+        "sliced": lambda: torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]],
+        "transposed": lambda: tensor.mT.contiguous().mT,
+        "expanded": lambda: tensor[:1].expand_as(tensor),
+    }
+    layer[index] = views[kind]()
+    before = clone(layer)
+    given = []
+    wrapped = fp4_weights._wrap_prepare(lambda *arguments: given.append(arguments) or "the engine's")
+    assert wrapped(*layer, 256, 128, 2) == "the engine's"
+    assert [one is other for one, other in zip(given[0], layer, strict=False)] == [True] * 4
+    for one, copy in zip(layer, before, strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8))
+
+
 def test_half_a_block_of_scale_columns_is_refused(monkeypatch):
     monkeypatch.setattr(shuffle, "row_permutations", lambda *_: ())  # should FlashInfer allow what the layout does not
     with pytest.raises(shuffle.NotInPlace, match="multiple of 128"):

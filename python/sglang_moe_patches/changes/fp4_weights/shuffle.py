@@ -56,7 +56,9 @@ Shuffled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotInPlace(ValueError):
-    """FlashInfer's layout of this shape is no permutation within the tensors that came in. Nothing was touched."""
+    """FlashInfer's layout is no permutation within the tensors that came in, or those are not the plain tensors that a
+    layer has. The engine's own function is for them. Nothing was touched.
+    """
 
 
 class RowPermutation(NamedTuple):
@@ -431,18 +433,21 @@ def _layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int) -> 
 
 
 def _expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
-    """`tensor` as uint8 ``[experts, rows, row_bytes]`` on the same storage, or a ValueError that names the rule."""
+    """`tensor` as uint8 ``[experts, rows, row_bytes]`` on the same storage.
+
+    :raises NotInPlace: it is not; names the rule.
+    """
     if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
-        raise ValueError(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
+        raise NotInPlace(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
     wanted = (experts, rows, row_bytes)
     shape = tuple(tensor.shape)
     # The engine's own function reshapes what it gets, so leading dimensions may be flattened; the bytes of a row, or
     # everything, must be what the sizes say.
     same_rows = len(shape) == 1 or (len(shape) > 1 and shape[-1] == row_bytes)
     if shape != wanted and not (same_rows and tensor.numel() == experts * rows * row_bytes):
-        raise ValueError(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
+        raise NotInPlace(f"{name}: must have shape [num_experts, rows, row bytes] = {list(wanted)}, not {list(shape)}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous, not strided {tuple(tensor.stride())} for shape {list(shape)}")
+        raise NotInPlace(f"{name}: must be contiguous, not strided {tuple(tensor.stride())} for shape {list(shape)}")
     # detach(): a plain tensor, whatever Parameter subclass came in.
     return tensor.detach().view(torch.uint8).view(wanted)
 
@@ -477,9 +482,9 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param is_gated: w13 holds two matrices of intermediate_size rows, which get interleaved row by row.
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8), gemm2 scales (float8_e4m3fn),
         each of its input's 3-D shape.
-    :raises ValueError: a dtype, shape, layout or size is not what it must be; names the tensor and the rule. Nothing
-        has been touched then.
-    :raises NotInPlace: the sizes have no layout in place.
+    :raises ValueError: a size or device is not what it must be; names the tensor and the rule. Nothing has been touched
+        then.
+    :raises NotInPlace: a dtype, shape or stride is not what it must be, or the sizes have no layout in place.
     """
     if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
         raise ValueError(
