@@ -1,13 +1,11 @@
 """``doctor --model`` for many servers, from one import of the engine for each kind of GPU.
 
 An engine query is a process of its own, and importing the engine is most of what it takes. Here a process that was told
-of a GPU imports the engine, once for all that this process asks, and each query is a fork of it. Everything else is
-doctor's own code.
+of a GPU imports the engine once, and each query is a fork of it; everything else is doctor's own code.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -40,23 +38,16 @@ def ask_each(servers: list[dict[str, Any]], function: str = EXAMINE) -> Iterator
     """
     environ = model_report.query_environment() | SELECTED
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    environ.pop("PYTEST_CURRENT_TEST", None)  # which is another in each test
     for gpu in dict.fromkeys(server["gpu"] for server in servers):
-        process = _process(gpu, tuple(sorted(environ.items())))
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for server in (server for server in servers if server["gpu"] == gpu):
-            print(json.dumps([function, server]), file=process.stdin, flush=True)
-            if not (answer := process.stdout.readline()):
-                raise RuntimeError(f"no answer about {server}: the process ended with exit code {process.wait()}")
-            yield server, json.loads(answer)
-
-
-@functools.cache
-def _process(gpu: str, environ: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
-    """One that has imported the engine with that GPU; it ends with us, as its input does."""
-    command = [sys.executable, "-m", "common.doctor_answers", gpu]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ), text=True)
+        mine = [server for server in servers if server["gpu"] == gpu]
+        with tempfile.TemporaryFile("w+") as asked:
+            asked.writelines(json.dumps(server) + "\n" for server in mine)
+            asked.seek(0)
+            command = [sys.executable, "-m", "common.doctor_answers", gpu, function]
+            with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, env=environ, text=True) as process:
+                assert process.stdout is not None
+                for server, line in zip(mine, process.stdout, strict=True):
+                    yield server, json.loads(line)
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
@@ -70,18 +61,18 @@ def examine(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    (gpu,) = sys.argv[1:]
+    gpu, function = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints
     if gpu in engine_query.GPUS:
         engine_query.claim_gpu(engine_query.GPUS[gpu])
         for name in PRELOADED:
             importlib.import_module(name)
+    module, name = function.split(":")
+    call = getattr(importlib.import_module(module), name)
     engine_query.run_query = _run_in_a_fork
     for line in sys.stdin:
-        function, server = json.loads(line)
-        module, name = function.split(":")
-        call = getattr(importlib.import_module(module), name)
+        server = json.loads(line)
         before = dict(os.environ)
         os.environ.update(server["env"])
         print(json.dumps(call(server)), file=out, flush=True)
