@@ -17,7 +17,8 @@ import pytest
 
 ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
-MEMBER = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+MEMBER = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`")
+MEMBER_IN = re.compile(r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`\s+(?:in\s+|\()\[?`(?P<file>[\w/]+\.py)`")
 ROOTS = (pages.ROOT / "python", pages.ROOT / "benchmark", pages.ROOT / "test")
 TRACKED = subprocess.run(
     ["git", "-C", pages.ROOT, "ls-files"], capture_output=True, text=True, check=True
@@ -113,10 +114,15 @@ def unknown_paths(path: Path) -> list[str]:
 
 
 def unknown_members(path: Path) -> list[str]:
-    """What a page names as ``file.py:NAME`` and no file of ours of that path has."""
+    """What a page says is in a file, and no file of ours of that path has.
+
+    It says so as ``file.py:NAME``, as *NAME in file.py*, or as *NAME (file.py)*.
+    """
+    text = path.read_text()
+    said = [(match["file"], match["name"]) for form in (MEMBER, MEMBER_IN) for match in form.finditer(text)]
     return [
         f"{file}:{name}"
-        for file, name in MEMBER.findall(path.read_text())
+        for file, name in said
         if not any(
             has(tree(pages.ROOT / ours).body, name.split(".")) for ours in TRACKED if f"/{ours}".endswith(f"/{file}")
         )
@@ -137,5 +143,8 @@ def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: py
     module.write_text(f"{' '.join(quoted)!r}\nhere = 1\n")
     monkeypatch.setattr(sys.modules[__name__], "ROOTS", (tmp_path, *ROOTS))
     assert (unknown_names(module), unknown_paths(module)) == (["gone"], ["core/gone.py"])
-    module.write_text("`core/patch.py:Plan`, `core/patch.py:GONE` and `core/gone.py:Plan`")
+    there = "`core/patch.py:Plan`, `Plan` in [`patch.py`](patch.py), `Plan.skipped(why)` (`core/patch.py`)"
+    module.write_text(f"{there}, `core/patch.py:GONE` and `core/gone.py:Plan`")
     assert unknown_members(module) == ["core/patch.py:GONE", "core/gone.py:Plan"]
+    module.write_text(f"{there}, `GONE` in\n[`patch.py`](patch.py), `Plan` (`core/engine.py`)")  # where it is not
+    assert unknown_members(module) == ["patch.py:GONE", "core/engine.py:Plan"]

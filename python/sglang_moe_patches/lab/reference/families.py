@@ -53,7 +53,7 @@ class Family:
     """What a model family has.
 
     :param architecture: the engine's class.
-    :param layers: the engine's module with its decoder layer: the name of a family in ``dead_input.families``.
+    :param layers: the engine's module with its decoder layer, below ``sglang.srt.models``.
     :param config: config.json's keys, besides those that every family has.
     :param attention: the tensors of a layer's attention, by their names below ``self_attn.``.
     :param moe: the name of a layer's MoE block.
