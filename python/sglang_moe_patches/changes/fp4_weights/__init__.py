@@ -130,7 +130,7 @@ def _taking_updates(scale: Any) -> Any:
         def weight_loader(_: Any, *args: Any, **kwargs: Any) -> Any:
             return loader(shadow, *args, **kwargs)  # has the shape, and no memory: writing into it does nothing
 
-        placeholder.weight_loader = weight_loader  # type: ignore[attr-defined]
+        placeholder.weight_loader = weight_loader
     return placeholder
 
 
