@@ -44,10 +44,12 @@ def test_below(): below(0.9)
 def test_with_a_reason(): burn(0.5)
 """
 CONFTEST = """
+import os
 import processor_time
 def pytest_configure(config):
     config.addinivalue_line("markers", "long")
     processor_time.LIMIT_S, processor_time.SAMPLED_S = 0.3, 0.05
+    processor_time.how_slow = lambda: float(os.environ.get("SLOW", "1"))
     processor_time.watch(config)
 """
 
@@ -65,6 +67,10 @@ def run(folder: Path, **variables: str) -> set[str]:
 
 def test_what_takes_too_long_in_its_process_or_below_fails_without_a_reason(tmp_path):
     assert run(tmp_path) == {"test_first", "test_by_itself", "test_below"}
+
+
+def test_on_a_slow_machine_the_limit_is_higher(tmp_path):
+    assert run(tmp_path, SLOW="100") == set()
 
 
 def test_with_all_random_cases_there_is_no_limit(tmp_path):
