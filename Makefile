@@ -110,11 +110,11 @@ pages: env ## write what is generated in the pages: of releases and changes, and
 demo/bf16: | env
 	$(BIN)/python -W ignore benchmark tiny_moe/export bf16 benchmark/tiny_moe $@
 
-demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic: stock and patched, then sized by its record
-	rm -rf demo/report demo/second-start
+demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic: stock and patched, then with a KV cache that grows
+	rm -rf demo/report demo/growing
 	$(BIN)/sglang-moe-patches regress $(REGRESS) --model $(MODEL) --data-path $(DATA) \
 	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- $(SERVER)
-	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/second_start.py --model $(MODEL) --output demo/second-start \
+	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/growing_server.py --model $(MODEL) --output demo/growing \
 	  --report demo/report/report.html -- $(SERVER)
 
 accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from

@@ -53,6 +53,11 @@ def one(name: str, tables: Callable[[output.Result], str]) -> Section:
     return Section((name,), lambda results: tables(results[0]))
 
 
+def pending(names: tuple[str, ...], tables: Callable[[list[output.Result]], str]) -> Section:
+    """Of results of which there may be none yet."""
+    return Section(names, lambda results: tables(results) if results else "Not measured yet.\n")
+
+
 def rows_as_they_are(result: output.Result) -> str:
     """The table of a result without a script of its own."""
     figures = result["figures"]
@@ -80,19 +85,13 @@ TRITON_SERVERS = under(
 SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
-SERVING = under(
-    *("serving", "qwen3-30b-h100", "qwen3-30b-replicas", "qwen3-vl-30b", "qwen3-vl-30b-h200", "qwen3-next-80b"),
-    *("qwen3-next-80b-tp4", "qwen3-30b-ngram", "kimi-k2.5-8192", "kimi-k2.5", "kimi-k2.5-int4", "qwen3-235b-pp2"),
-    *("gpt-oss-120b", "kimi-k2.5-dp", "kimi-k2.5-dp-24", "qwen3-30b-0.5.17"),
-)
-SERVING_RECIPES = under(
-    *("serving", "deepseek-r1-recipe", "qwen3.5-397b-fp8", "deepseek-r1-eagle", "deepseek-r1-eagle-tp2"),
-)
+# Of servers whose KV cache grew in their start.
+SERVING: tuple[str, ...] = under("serving")
+SERVING_RECIPES: tuple[str, ...] = under("serving")
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 SECTIONS = {
-    "launched": Section(headlines=headlines.launched),
-    "second-start": Section(headlines=headlines.second_start),
+    "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
     "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", nvfp4_hopper.tables),
@@ -120,15 +119,13 @@ SECTIONS = {
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
     "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),
     "overhead-host": Section(HOSTS, overhead.host_tables),
-    "kv-plans-by-search": one("kv-plans/by-search", rows_as_they_are),
-    "kv-plans-by-record": one("kv-plans/by-record", rows_as_they_are),
-    "serving": Section(SERVING, serving.tables),
-    "serving-recipes": Section(SERVING_RECIPES, serving.tables),
+    "serving": pending(SERVING, serving.tables),
+    "serving-recipes": pending(SERVING_RECIPES, serving.tables),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),
     "mori-rows": one("mori-rows/rows", lambda result: mori_rows.tables(result, eps=(8, 32), batches=(32, 512))),
     "mori-kernel": one("mori-rows/kernel-h200", mori_rows.kernel_tables),
     "launcher-cost": one("launcher-cost/cpu", launcher_cost.tables),
-    "server-starts": one("launcher-cost/servers-cpu", launcher_cost.server_tables),
+    "server-starts": pending((), lambda results: launcher_cost.server_tables(results[0])),
     "cutedsl-memory": one("cutedsl-memory/layouts", lambda result: cutedsl_memory.tables(result, tps=(4,))),
     "moe-workspace": Section(under("moe-workspace", "h200", "h200-more", "h100"), moe_tables.in_short),
     "moe-workspace-slices": one("moe-workspace/h200-slices", moe_tables.by_rule),

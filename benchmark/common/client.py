@@ -40,6 +40,19 @@ class Client:
         assert isinstance(found, dict)
         return found
 
+    def metrics(self) -> str:
+        """``/metrics``, where the server has any; "": it has none.
+
+        :raises Unanswered: it does not say.
+        """
+        import httpx
+
+        try:
+            answer = self._http.get("/metrics/", timeout=60)
+        except httpx.HTTPError as error:
+            raise Unanswered(error, True) from None
+        return answer.text if answer.status_code == 200 else ""
+
     def generate(
         self,
         prompts: list[list[int]],

@@ -35,7 +35,10 @@ LAUNCHED = {
 
 
 def launched(load: Load) -> str:
-    """The README's first table: servers that people launch, stock and patched; the engine's own settings first."""
+    """The README's first table: servers that people launch, stock and patched; the engine's own settings first.
+
+    Its rows are still those of 0.4.2, whose second start was sized by a record of the first.
+    """
     rows = []
     for name, (mode, server) in LAUNCHED.items():
         servers = load(f"serving/{name}")["figures"]["servers"]
@@ -72,12 +75,6 @@ def launched(load: Load) -> str:
     return f"\n{output.table(header, rows, left=5)}\n{note}\n"
 
 
-def second_start(load: Load) -> str:
-    """What a server said at its second start."""
-    said = load("serving/qwen3-30b-h100")["figures"]["servers"]["sized"]["said"][0]
-    return f"\n```\nsglang-moe-patches: kv-sizing: {said}\n```\n"
-
-
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     """The first row with these values."""
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
@@ -93,13 +90,8 @@ def index(load: Load) -> str:
         """MB of one forward, stock and patched."""
         return [figures(name)["memory"][server]["peak_forward_bytes"] / 1e6 for server in ("stock", "patched")]
 
-    def throughputs(name: str) -> list[float]:
-        """Tokens per second, stock and sized."""
-        return [figures(name)["servers"][server]["total_throughput"] for server in ("stock", "sized")]
-
     kimi, nvfp4 = peaks(PEAKS["Kimi-K2.5"]), peaks("peak-memory/kimi-k2.5-tp4")
     layer = find(figures("moe-workspace/h200")["cells"], model="kimi-k2.5", layout="tp4", weights="bf16", tokens=16384)
-    served, recipe = throughputs("serving/qwen3-30b-h100"), throughputs("serving/deepseek-r1-recipe")
     slack = figures("segments/kimi-k2.5")["servers"]
     free = [slack[name]["lowest_free"] / 1e6 for name in ("patched-off", "patched")]
     soaked = figures("soak/qwen3-30b")["servers"]
@@ -126,15 +118,8 @@ def index(load: Load) -> str:
             "memory of a forward",
             f"{kimi[0]:,.0f} -> {kimi[1]:,.0f} MB; NVFP4 {nvfp4[1] - nvfp4[0]:+,.0f} MB",
         ),
-        "serving": (
-            "tokens per second with a measured reserve, default chunk",
-            f"{served[0]:,.0f} -> {served[1]:,.0f} tokens/s",
-        ),
-        "serving-recipes": (
-            "the same with a published `--mem-fraction-static`",
-            f"{recipe[0]:,.0f} -> {recipe[1]:,.0f} tokens/s",
-        ),
-        "kv-plans": ("KV cache of more models, by a measured reserve", "rows of a command that was removed"),
+        "serving": ("tokens per second with a KV cache that grew in its start, default chunk", "not measured yet"),
+        "serving-recipes": ("the same with a published `--mem-fraction-static`", "not measured yet"),
         "segments": ("what the allocator keeps", f"lowest free memory {free[0]:,.0f} -> {free[1]:,.0f} MB"),
         "soak": (
             "minutes of mixed load, flushes, weight updates",

@@ -1,8 +1,9 @@
-"""A load of another kind than a rehearsal's, which a sizing must survive: more requests than the KV cache holds.
+"""Loads of another kind than a rehearsal's, which a sizing must survive.
 
-First prompts of growing length, after which the allocator keeps most, then requests that together want a little more
-than the KV cache has, until the engine retracts some; then clients with random lengths, shared prefixes, penalties and
-connections that close early. Used by ``benchmark/memory/serving.py --overfill``.
+:func:`overfill`: more requests than the KV cache holds. First prompts of growing length, after which the allocator
+keeps most, then requests that together want a little more than the KV cache has, until the engine retracts some; then
+clients with random lengths, shared prefixes, penalties and connections that close early, which alone are :func:`mixed`.
+:func:`penalized`: one decode of many requests with penalties. Used by ``benchmark/memory/serving.py``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ MAX_DECODED_TOKENS = 1024
 """Of each request: up to these, decodes fill the rest faster than one more chunk behind a prefix does."""
 FILL_TIME_FRACTION = 0.75
 """Part of the time that filling the KV cache may take."""
+PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
+"""Of each request that :func:`penalized` asks for: short, so that all of them decode at once."""
 RETRACTED = re.compile(r"KV cache pool is full\. Retract")
 USAGE = re.compile(r"token usage: ([0-9.]+\d)")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
@@ -64,36 +67,77 @@ def overfill(
     :returns: answered and aborted requests, errors, retractions, the highest token usage and whether memory ran out, by
         the server's log. Where the server ends meanwhile, that is an error like others: what was measured before stays.
     """
+    load, start_s = _Load(Client(server.url), limits_of(info, vocabulary), may_abort), time.monotonic()
+
+    def drive(log: Callable[[], str]) -> None:
+        def is_full() -> bool:
+            return time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or RETRACTED.search(log()) is not None
+
+        load.run(load.fill, 1, is_full, server)
+        load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
+
+    return _outcome(server, load, drive)
+
+
+def mixed(server: Server, info: Mapping[str, Any], vocabulary: int, seconds: float) -> dict[str, Any]:
+    """The second half of :func:`overfill`, which leaves the KV cache room: clients with random lengths."""
+    load, until_s = _Load(Client(server.url), limits_of(info, vocabulary), True), time.monotonic() + seconds
+    return _outcome(
+        server, load, lambda log: load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > until_s, server)
+    )
+
+
+def penalized(server: Server, info: Mapping[str, Any], vocabulary: int, requests: int) -> dict[str, Any]:
+    """So many short requests in one decode, each with penalties and a logit bias, which take memory by vocabulary."""
+    load, tokens = _Load(Client(server.url), limits_of(info, vocabulary), True), Tokens("penalized", vocabulary)
+    prompts = [tokens.some(PENALIZED_PROMPT_TOKENS) for _ in range(requests)]
+    never = threading.Event()
+    return _outcome(
+        server,
+        load,
+        lambda log: load.ask(prompts, PENALIZED_NEW_TOKENS, never, sampling=PENALIZED, patience_s=END_TIMEOUT_S),
+    )
+
+
+def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
+    """What a server may be asked for at once.
+
+    :param info: its ``/get_server_info``.
+    """
     tokens = int(info["max_total_num_tokens"])
     facts = ServerFacts(
-        kv_bytes=0,
+        fixed_bytes=0,
         kv_tokens=tokens,
         page=int(info.get("page_size") or 1),
-        table_bytes=0,
         table_requests=int(info.get("max_running_requests") or MIN_FILLING_REQUESTS),
         context=int(info.get("max_req_input_len") or tokens),
         vocabulary=vocabulary,
     )
-    load = _Load(Client(server.url), derive_limits(info, facts), may_abort)
-    log_start, start_s = len(server.log_text()), time.monotonic()
+    return derive_limits(info, facts)
 
-    def retracted() -> bool:
-        return RETRACTED.search(server.log_text()[log_start:]) is not None
+
+def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:
+    """What became of a load, as :func:`overfill` returns it.
+
+    :param drive: is given what reads the server's log since now.
+    """
+    log_start = len(server.log_text())
+
+    def log() -> str:
+        return server.log_text()[log_start:]
 
     try:
-        load.run(load.fill, 1, lambda: time.monotonic() > start_s + FILL_TIME_FRACTION * seconds or retracted(), server)
-        load.run(load.random, RANDOM_CLIENTS, lambda: time.monotonic() > start_s + seconds, server)
-        load.ask([Tokens("after", vocabulary).some(8)], 4, threading.Event())
+        drive(log)
+        load.ask([Tokens("after", load.c.vocabulary).some(8)], 4, threading.Event())
     except ServerFailed as error:
         load.errors.insert(0, str(error).partition(". ")[0])
-    log = server.log_text()[log_start:]
     return {
         "answered": load.answered,
         "aborted": load.aborted,
         "errors": load.errors[:3],
-        "retractions": len(RETRACTED.findall(log)),
-        "highest_usage": max(map(float, USAGE.findall(log)), default=0.0),
-        "out_of_memory": OUT_OF_MEMORY.search(log) is not None,
+        "retractions": len(RETRACTED.findall(said := log())),
+        "highest_usage": max(map(float, USAGE.findall(said)), default=0.0),
+        "out_of_memory": OUT_OF_MEMORY.search(said) is not None,
     }
 
 

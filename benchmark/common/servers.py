@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,6 @@ EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 SERVERS = ("stock", "patched")
 QUESTIONS = 8
 """Prompts that are asked one after the other, so that a server without noise repeats its answers."""
-REHEARSED = re.compile(r"kv-sizing: rehearsed in (\d+) s")
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),
     "triton": ("--moe-runner-backend", "triton"),
@@ -130,12 +128,6 @@ def running(setups: dict[str, Setup], *, at_once: bool) -> Iterator[dict[str, Se
         for future in entered:
             future.result()
         yield servers
-
-
-def rehearsed_s(log: str) -> int | None:
-    """Seconds of the first kv-sizing rehearsal that a server's log tells of; ``None``: it tells of none."""
-    found = REHEARSED.search(log)
-    return int(found[1]) if found else None
 
 
 def prompt(tokens: int, seed: object) -> list[int]:

@@ -1,18 +1,27 @@
-"""Tokens per second of servers as they come, patched, and sized by their record: the engine's own `bench_serving`.
+"""Tokens per second of servers as they come, and with a KV cache that grew in their start, by the engine's client.
 
-    python benchmark memory/serving --work serving --json serving.json  # Kimi-K2.5's widths, 14 layers
+    python benchmark memory/serving --json serving.json  # Kimi-K2.5's widths, 14 layers: stock, grown
     python benchmark memory/serving --work serving --json serving.json --servers stock  # one of them; the others later
     python benchmark memory/serving --model qwen3-30b --shard 1 --layers 48 --context 40960 --input 30000 --prompts 60
     python benchmark memory/serving --model qwen3-vl-30b --shard 1 --layers 48 --input 100,2000 --images 2
+    python benchmark memory/serving ... --servers stock,post-capture,grown --penalized 256  # from 0.5.17 on
+    python benchmark memory/serving ... --servers grown --take 60 --overfill 60
     python benchmark memory/serving --quick  # a tiny model, CPU: does it run?
 
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
 are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
-`patched`: all changes. `stock-sized` and `sized` have kv-sizing besides, and a record: `stock-first` and `sized-first`
-are the starts that make it, by the rule; they rehearse and are asked nothing but the questions. `post-capture` is the
-engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With --mem-fraction-static
-behind `--` the record decides all the same (SGLANG_MOE_PATCHES_KV_SIZING=always). What is known is written to --json
-after each server; with the same --work and --json a later or a second run adds its servers to it.
+`patched`: all changes. `grown`: kv-sizing besides (SGLANG_MOE_PATCHES_KV_SIZING=auto); `stock-grown`: kv-sizing alone.
+`grown-again`: as `grown`, and asked nothing but the questions: does another first start give the same? `post-capture`
+is the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
+--mem-fraction-static behind `--` the KV cache grows all the same (SGLANG_MOE_PATCHES_KV_SIZING=always).
+
+Each server has an empty home of its own, where it leaves no file of this package. Compiled kernels lie in --work: the
+time to ready is a warm one if an earlier run with the same --work has compiled them. What is known is written to --json
+after each server; with the same --json a later or a second run adds its servers to it, so that each call can be short.
+
+After the load: --overfill asks for more than the KV cache holds, --penalized for so many requests at once with
+penalties and a logit bias. --take has another process take memory while clients ask, until less than half of
+kv-sizing's margin is free: the server is to give KV cache back and to go on answering.
 """
 
 from __future__ import annotations
@@ -21,39 +30,67 @@ import importlib.util
 import json
 import os
 import random
+import shutil
+import site
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import dummy_weights, kinds, machine, output, overfill, processes, served, servers, stand_ins
+from common import (
+    dummy_weights,
+    growth,
+    kinds,
+    machine,
+    output,
+    overfill,
+    plugins,
+    processes,
+    served,
+    servers,
+    stand_ins,
+    taken,
+)
 from common.client import Client
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.kv_sizing import record
-from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 from sglang_moe_patches.memory.kv_sizing.phases import fraction_in_force
 
 MB = 1e6
-SAYS = "sglang-moe-patches: kv-sizing: "
-#: SGLANG_MOE_PATCHES, and whose record it has; "": none.
+
+
+class Kind(NamedTuple):
+    """A server of this benchmark.
+
+    :param changes: its ``SGLANG_MOE_PATCHES``.
+    :param grows: with kv-sizing.
+    :param loaded: asked for more than the questions.
+    :param variables: more of them.
+    """
+
+    changes: str
+    grows: bool = False
+    loaded: bool = True
+    variables: Mapping[str, str] = {}
+
+
 SERVERS = {
-    "stock": ("none", ""),
-    "post-capture": ("none", ""),
-    "patched": ("all", ""),
-    "stock-first": ("kv-sizing", "stock"),
-    "stock-sized": ("kv-sizing", "stock"),
-    "sized-first": ("all", "sized"),
-    "sized": ("all", "sized"),
+    "stock": Kind("none"),
+    "post-capture": Kind("none", variables={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
+    "patched": Kind("all"),
+    "stock-grown": Kind("kv-sizing", grows=True),
+    "grown": Kind("all", grows=True),
+    "grown-again": Kind("all", grows=True, loaded=False),
 }
-DEFAULT = ("stock", "patched", "sized-first", "sized")
+DEFAULT = ("stock", "grown")
 #: Of the engine's own result.
 KEPT = (
     *("duration", "completed", "total_input_tokens", "total_output_tokens", "total_throughput", "output_throughput"),
@@ -69,10 +106,16 @@ STREAMED = 16
 IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
 """1,280 x 720 pixels, and the tokens that Qwen3-VL makes of them."""
 RETRACTED = "KV cache pool is full. Retract"
-#: More variables of a server.
-VARIABLES = {"post-capture": {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}}
-SIZED = " tokens instead of "
-"""In the line of a start that a record sizes."""
+#: Where what is compiled is kept for the next server, below one folder.
+COMPILED = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+}
+LOADS = {"overfill": "overfilled", "penalized": "with penalties", "taken": "memory taken"}
+"""What may come after the load, by its key in a result: what the tables call it."""
 
 
 class Failed(RuntimeError):
@@ -96,7 +139,7 @@ def tokenizer_json(vocabulary: int, images: dict[int, str]) -> str:
 
 
 def write_model(folder: Path, options: Any) -> Path:
-    """The model's folder, as it was left where it is there: a record is of one folder."""
+    """The model's folder, as it was left where it is there."""
     if folder.exists():
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
@@ -110,11 +153,15 @@ def write_model(folder: Path, options: Any) -> Path:
     return folder
 
 
-def server_arguments(options: Any, model: Path) -> list[str]:
+def server_arguments(options: Any, model: Path, name: str) -> list[str]:
     given = [each for each in served.server_arguments(options) if each != "--skip-tokenizer-init"]
     given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
     if options.quick:
         given += ["--context-length", str(options.context)]
+        if "grown" in name:  # without the limit that servers without a GPU have
+            given += ["--max-total-tokens", "100000000"]
+    if options.take:
+        given.append("--enable-metrics")  # which say what was given back
     return environment.server_arguments(given)
 
 
@@ -247,132 +294,190 @@ def left_out(found: dict[str, Any], options: Any) -> str:
     return ""
 
 
-def overfilled(server: Server, options: Any, info: Any, vocabulary: int) -> dict[str, Any]:
-    """A load of another kind until the KV cache is full, and the lowest free memory meanwhile."""
-    # A release stopped answering after an abort where it speculates, stock as well.
-    may_abort = "--speculative-algorithm" not in options.arguments
-    with free_memory() as free:
-        outcome = overfill.overfill(server, info, vocabulary, options.overfill, may_abort=may_abort)
-    return outcome | lowest_free(free)
+def after_the_load(
+    server: Server, options: Any, info: Mapping[str, Any], vocabulary: int, ask: Callable[[], list[str]], *, grows: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What options ask for besides, one after the other, each with the lowest free memory meanwhile.
+
+    :param ask: the questions once more; the answers' digests.
+    """
+    asked = []
+    if options.overfill:
+        # A release stopped answering after an abort where it speculates, stock as well.
+        may_abort = "--speculative-algorithm" not in options.arguments
+        drive = partial(overfill.overfill, server, info, vocabulary, options.overfill, may_abort=may_abort)
+        asked.append(("overfill", drive))
+    if options.penalized:
+        asked.append(("penalized", partial(overfill.penalized, server, info, vocabulary, options.penalized)))
+    if options.take and grows:
+        margin = KV_MARGIN.read(server.environment)
+        asked.append(("taken", partial(taken.taken, server, info, vocabulary, margin, options.take, ask)))
+    for name, drive in asked:
+        with free_memory() as free:
+            outcome = drive()
+        yield name, outcome | lowest_free(free)
 
 
 # --- One server ------------------------------------------------------------------------------------------------------
 
 
-def variables(name: str, work: Path, mode: str) -> dict[str, str]:
-    """The environment of a server; ``mode``: of kv-sizing."""
-    select, recorded = SERVERS[name]
-    own = processes.variables(*dummy_weights.write_plugin(work / "plugin"))
+def variables(name: str, options: Any, work: Path) -> dict[str, str]:
+    """The environment of a server."""
+    kind, home = SERVERS[name], work / "homes" / name
+    folders = dummy_weights.write_plugin(work / "plugin")
+    if pretends := kind.grows and not has_gpu():
+        shutil.rmtree(stand_in := work / "stand-in", ignore_errors=True)
+        folders.append(plugins.write_module(stand_in, growth.STAND_IN.stem, growth.STAND_IN.read_text()))
+    own = processes.variables(*folders)
     own |= {} if has_gpu() else environment.variables(own)
-    own |= {SELECT_VARIABLE: select} | VARIABLES.get(name, {})
-    if recorded:
-        own |= {KV_SIZING.name: mode, KV_RECORD.name: str(work / f"{recorded}.records.json")}
+    own |= {taken.STAND_IN: str(work / "taken"), KV_MARGIN.name: KV_MARGIN.default} if pretends else {}
+    own = {each: value for each, value in own.items() if not each.startswith("XDG_")}
+    own |= {"HOME": str(home), "PYTHONUSERBASE": site.getuserbase()}
+    own |= {variable: str(work / "compiled" / folder) for variable, folder in COMPILED.items()}
+    own |= {SELECT_VARIABLE: kind.changes, **kind.variables}
+    if kind.grows:
+        own[KV_SIZING.name] = "always" if "--mem-fraction-static" in options.arguments else "auto"
+        own |= {KV_MARGIN.name: str(options.margin)} if options.margin else {}
     return own
 
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     """One server, from start to end."""
-    own = variables(name, work, "always" if "--mem-fraction-static" in options.arguments else "auto")
-    first = name.endswith("-first")
-    records = Path(own.get(KV_RECORD.name) or work / "none")
-    if first:
-        records.unlink(missing_ok=True)
-    elif KV_SIZING.name in own and not records.exists() and not options.quick:
-        raise Failed(
-            f"nothing is recorded in {records}: start {SERVERS[name][1]}-first before it, with the same --work"
-        )
+    kind, own = SERVERS[name], variables(name, options, work)
+    home = Path(own["HOME"])
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
 
     log, progress = work / f"{name}.log", processes.saying(name, 20)
-    server = Server(name, server_arguments(options, model), own, log, timeout=560, progress=progress)
+    server = Server(name, server_arguments(options, model, name), own, log, timeout=560, progress=progress)
     with server:
         client = Client(server.url)
         info = client.info()
+        said = growth.said(server.log_text())
+        sized = growth.growth(said)
         found: dict[str, Any] = {
             "startup_s": round(server.startup_s, 1),
             "fraction": fraction_in_force(info),
             "tokens": info["max_total_num_tokens"],
+            "growth": None if sized is None else sized._asdict(),
+            "rehearsed_s": growth.rehearsed_s(said),
         }
         print(f"  {name}: ready in {server.startup_s:.0f} s, {found['tokens']:,} tokens", flush=True)
+        if sized is not None and sized.tokens != found["tokens"]:
+            raise Failed(f"its log says {sized.tokens:,} KV tokens, and its answer {found['tokens']:,}")
         new_tokens = min(ANSWER_TOKENS, options.output)
-        found["answers"] = servers.answer_digests(server, max(options.input), new_tokens)
-        if not first:
+        ask = partial(servers.answer_digests, server, max(options.input), new_tokens)
+        found["answers"] = ask()
+        if kind.loaded:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
             found |= loaded(server, options, model, work)
-            if options.overfill:
-                found["overfill"] = overfilled(server, options, info, vocabulary)
-    said = [line.partition(SAYS)[2] for line in server.log_text().splitlines() if SAYS in line]
-    said = [line.partition("; recorded in ")[0] for line in said]
-    found |= {"said": said, "rehearsed_s": servers.rehearsed_s(server.log_text())}
-    if records.exists():
-        # What it is made of has folders of this machine in it.
-        found["record"] = [{**asdict(each), "fingerprint_inputs": {}} for each in record.read(records).values()]
+            for load, outcome in after_the_load(server, options, info, vocabulary, ask, grows=kind.grows):
+                found[load] = outcome
+                if failures(found):
+                    break  # it may have ended, and would end the next load as well
+    found["said"] = growth.said(server.log_text())
+    if left := sorted(str(each.relative_to(home)) for each in home.rglob("*sglang-moe-patches*")):
+        raise Failed(f"it left files in its home: {', '.join(left)}")
     return found
 
 
-def stayed_with_the_rule(name: str, found: dict[str, Any]) -> bool:
-    """Whether a start that a record was to size had the engine's own fraction, by what it said."""
-    return name.endswith("sized") and bool(found["said"]) and not any(SIZED in line for line in found["said"])
+def by_the_rule(name: str, found: dict[str, Any]) -> bool:
+    """Whether a server that was to grow has what the engine's own fraction gives, by its log."""
+    return SERVERS[name].grows and found["growth"] is None
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What went wrong under a load that the server must survive; none where there was no such load."""
-    full = found.get("overfill")
-    if full is None:
-        return []
-    return (["out of memory"] if full["out_of_memory"] else []) + full["errors"]
+    """What went wrong under loads that the server must survive; none where there was no such load."""
+    loads = [(words, found[key]) for key, words in LOADS.items() if key in found]
+    failed = [f"{words}: out of memory" for words, load in loads if load["out_of_memory"]]
+    failed += [f"{words}: {error}" for words, load in loads for error in load["errors"]]
+    if found.get("taken", {}).get("given_back") == 0:
+        failed.append("memory taken: nothing was given back")
+    return failed
 
 
 def summary(found: dict[str, Any]) -> str:
-    rehearsed = f", rehearsed in {found['rehearsed_s']} s" if found["rehearsed_s"] else ""
+    rehearsed = f", {found['rehearsed_s']:g} s of it rehearsing" if found["rehearsed_s"] else ""
     line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
     if "total_throughput" not in found:
         return line
-    free = "" if found["lowest_free"] is None else f", lowest free {found['lowest_free'] / MB:,.0f} MB"
-    line = f"{line}: {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{free}"
-    if full := found.get("overfill"):
-        free = "" if full["lowest_free"] is None else f", lowest free {full['lowest_free'] / MB:,.0f} MB"
-        line += f"; overfilled: {full['answered']:,} answers, {full['retractions']} retractions{free}"
-        line += ", OUT OF MEMORY" * full["out_of_memory"] + "".join(f"; failed: {error}" for error in full["errors"])
-    return line
+    line += f": {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{_free(found)}"
+    for key, words in LOADS.items():
+        if load := found.get(key):
+            line += f"; {words}: {load['answered']:,} answers, {load['retractions']} retractions{_free(load)}"
+    return line + "".join(f"; FAILED: {why}" for why in failures(found))
+
+
+def _free(load: dict[str, Any]) -> str:
+    return "" if load["lowest_free"] is None else f", lowest free {load['lowest_free'] / MB:,.0f} MB"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
+def run_label(figures: dict[str, Any], result: output.Result) -> str:
+    """A run: what was served, on which GPU, and what was asked."""
+    lengths = " to ".join(f"{each:,}" for each in figures["input"])
+    images = f" and {figures['images']} images" if "images" in figures else ""
+    load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
+    gpu = machine.gpu_model(result["conditions"])
+    margin = f"margin {figures['margin']:,} MB" if "margin" in figures else ""
+    parts = [served.run_label(result), gpu, margin, f"chunk {figures['chunk']:,}; {load}"]
+    return ", ".join(filter(None, parts))
+
+
 def tables(results: Sequence[output.Result]) -> str:
-    """A row for each server."""
+    """A row for each server; and one for each load besides, where there is any."""
     header = (
-        *("run", "server", "KV tokens", "tokens/s", "unfinished", "ms a token", "first token s"),
-        *("retractions", "lowest free MB", "start s", "rehearsal s", "answers as stock's"),
+        *("run", "server", "KV tokens", "tokens/s", "unfinished", "ms a token", "first token s", "retractions"),
+        *("lowest free MB", "forwards need MB", "ready after s", "of it rehearsal s", "answers as stock's"),
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    besides: list[tuple[str, ...]] = []
     for result in results:
         figures = result["figures"]
-        lengths = " to ".join(f"{each:,}" for each in figures["input"])
-        images = f" and {figures['images']} images" if "images" in figures else ""
-        load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
-        gpu = machine.gpu_model(result["conditions"])
-        run = ", ".join(filter(None, [served.run_label(result), gpu, f"chunk {figures['chunk']:,}; {load}"]))
+        run = run_label(figures, result)
         stock = figures["servers"].get("stock", {}).get("total_throughput")
         for place, (name, one) in enumerate(figures["servers"].items()):
-            label = f"{name} (by the rule)" if stayed_with_the_rule(name, one) else name
+            label = f"{name} (by the rule)" if by_the_rule(name, one) else name
             cells = ['"' if place else run, label, f"{one['tokens']:,}"]
             if "total_throughput" in one:
                 gain = f" ({one['total_throughput'] / stock:.2f})" if stock and name != "stock" else ""
-                free = one["lowest_free"]
                 cells += [f"{one['total_throughput']:,.0f}{gain}", f"{one['concurrency']:.0f}"]
                 cells.append(f"{one['median_tpot_ms']:.1f}")
-                cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}"]
-                mixed = one.get("overfill", {}).get("lowest_free")
-                lowest = {"": free, " mixed": mixed}  # while the load runs, and while --overfill's does
-                cells.append("; ".join(f"{least / MB:,.0f}{load}" for load, least in lowest.items() if least))
+                cells += [f"{one['median_ttft_ms'] / 1e3:.1f}", f"{one['retractions']}", _mb(one["lowest_free"])]
             else:
                 cells += [""] * 6
-            rehearsed = one.get("rehearsed_s")
-            cells += [f"{one['startup_s']:.0f}", "" if rehearsed is None else f"{rehearsed}"]
+            cells.append(_mb(one["growth"] and one["growth"]["need_bytes"]))
+            cells.append(f"{one['startup_s']:.0f}")
+            cells.append("" if one["rehearsed_s"] is None else f"{one['rehearsed_s']:.0f}")
             rows.append((*cells, servers.equal_answers(figures["servers"], name)))
-    return output.table(header, rows, left=2)
+            besides += _loads_besides(run, label, one)
+    table = output.table(header, rows, left=2)
+    if besides:
+        of_loads = (
+            *("run", "server", "load", "answered", "retractions", "errors", "lowest free MB", "KV tokens then"),
+            *("given back MB", "answers as before"),
+        )
+        table += f"\n{output.table(of_loads, besides, left=3)}"
+    return table
+
+
+def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for key, words in LOADS.items():
+        if (load := one.get(key)) is None:
+            continue
+        errors = "out of memory" if load["out_of_memory"] else f"{len(load['errors'])}"
+        same = ""
+        if "answers" in load:
+            same = servers.equal_answers({"stock": one, "then": load}, "then")
+        row = (run, label, words, f"{load['answered']:,}", f"{load['retractions']}", errors, _mb(load["lowest_free"]))
+        yield (*row, f"{load['tokens']:,}" if "tokens" in load else "", _mb(load.get("given_back")), same)
+
+
+def _mb(size: int | None) -> str:
+    return "" if size is None else f"{size / MB:,.0f}"
 
 
 def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +493,7 @@ def earlier(path: Path | None, figures: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     quick = {"chunk": 64, "context": 320, "requests": 4, "prompts": 6, "input": (20, 60), "output": 8}
-    parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "sized-first", "sized"]}, logs=True)
+    parser = output.parser(__doc__, quick={**quick, "servers": ["stock", "grown"]}, logs=True)
     served.add_options(parser)
     parser.add_argument("--prompts", type=int, default=200, help="requests of the load")
     parser.add_argument("--input", type=output.numbers, default=(3000, 9000), metavar="MIN,MAX", help="tokens of each")
@@ -397,15 +502,24 @@ def main() -> None:
     parser.add_argument(
         "--overfill", type=float, default=0, metavar="SECONDS", help="then more than the KV cache holds"
     )
+    parser.add_argument(
+        "--penalized", type=int, default=0, metavar="REQUESTS", help="then so many at once, with penalties"
+    )
+    parser.add_argument(
+        "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
+    )
+    parser.add_argument("--margin", type=int, metavar="MB", help=f"{KV_MARGIN.name} of those that grow")
     parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep model and records there, for later runs")
+    parser.add_argument(
+        "--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there, for later runs"
+    )
     parser.add_argument("arguments", nargs="*", help="more server arguments, after `--`")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("serving", "--quick runs without one")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
-        *("arguments", *(["images"] if options.images else [])),
+        *("arguments", *(name for name in ("images", "margin") if getattr(options, name))),
     )
     figures = served.described(options, described_by)
     figures["servers"] = earlier(options.json, figures)

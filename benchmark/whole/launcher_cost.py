@@ -7,8 +7,8 @@ server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) wit
     python benchmark whole/launcher_cost --servers --json servers.json  # kv-sizing: whole starts of a tiny model, CPU
 
 With `--servers` whole servers start one after another, each round in the other order: stock, stock again, kv-sizing
-without its variable, with `auto` where no record can be written, and a first start, which rehearses. What the driver
-says of memory is a stand-in's. A rehearsal's own time is told in whole seconds.
+without its variable, and with `auto`, which rehearses and grows. What the driver says of memory is a stand-in's. A
+rehearsal's own time is told in whole seconds.
 
 Runs on any machine; without a CUDA driver start it through ``sglang-moe-patches exec --reference-kernels --``, whose
 reference kernels it leaves out.
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import output, plugins, processes, servers, timing, weights
+from common import growth, output, plugins, processes, servers, timing, weights
 from common.shapes import TINY
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.kv_sizing.eligibility import KV_RECORD, KV_SIZING
+from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 
 LAUNCHER = """
 import json, resource, sys, time
@@ -117,16 +117,14 @@ def tables(result: output.Result) -> str:
 
 # --- Servers ---------------------------------------------------------------------------------------------------------
 
-STAND_IN = Path(__file__).parents[2] / "test/standins/tells_memory.py"
 STARTS = {
     timing.STOCK: ("none", "", "stock", None),
     timing.CONTROL: ("none", "", "stock again", 0.0),
     "unset": ("kv-sizing", "", "kv-sizing without its variable", 0.0),
-    "read-only": ("kv-sizing", "auto", "`auto`, no record can be written", 0.2),
-    "first": ("kv-sizing", "auto", "`auto`, first start", 0.3),
+    "grown": ("kv-sizing", "auto", "`auto`", 0.3),
 }
 """By name: ``SGLANG_MOE_PATCHES``, ``SGLANG_MOE_PATCHES_KV_SIZING``, what the table calls it; and, written before the
-first run, seconds beside stock, of a first start without its rehearsal."""
+first run, seconds beside stock, without the rehearsal."""
 
 
 def processor_s() -> float:
@@ -138,44 +136,42 @@ def processor_s() -> float:
     return seconds
 
 
-def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, int | None]]) -> float:
+def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, float | None]]) -> float:
     """Seconds until a server is ready.
 
     :param seen: takes the processor's seconds until then, and those of the rehearsal; ``None``: there was none.
     """
     changes, mode, *_ = STARTS[name]
-    record = work / "record.json"
-    record.unlink(missing_ok=True)
     own = setup.environment(name) | {SELECT_VARIABLE: changes}
     if mode:
-        # Below a file there is no folder: as in a home that is read-only, and for root too.
-        own |= {KV_SIZING.name: mode, KV_RECORD.name: str(STAND_IN / "x" if name == "read-only" else record)}
+        own[KV_SIZING.name] = mode
+    own[KV_MARGIN.name] = KV_MARGIN.default  # the stand-in reads it
     arguments = [each for each in setup.command() if each != "--skip-server-warmup"]
     setup.temporary(name).mkdir(exist_ok=True)
     with Server(name, arguments, own, work / f"{name}.log", progress=processes.saying(name, 20)) as server:
-        seen.append((processor_s(), servers.rehearsed_s(server.log_text())))
+        seen.append((processor_s(), growth.rehearsed_s(growth.said(server.log_text()))))
     print(f"  {name}: ready in {server.startup_s:.1f} s", flush=True)
     return server.startup_s
 
 
 def measure_servers(rounds: int) -> dict[str, Any]:
-    seen: dict[str, list[tuple[float, int | None]]] = {name: [] for name in STARTS}
+    seen: dict[str, list[tuple[float, float | None]]] = {name: [] for name in STARTS}
     with tempfile.TemporaryDirectory(prefix="starts-") as folder:
         work = Path(folder)
         limits = ("--max-running-requests", "3", "--context-length", "320", "--max-total-tokens", "2000")
         setup = servers.Setup(weights.Served(TINY), work, tokens=64, arguments=limits, observe=False)
         setup.prepare()
-        plugins.write_module(work / "plugin", "tells_memory", STAND_IN.read_text())
+        plugins.write_module(work / "plugin", growth.STAND_IN.stem, growth.STAND_IN.read_text())
         versions = {name: partial(start, name, work, setup, seen[name]) for name in STARTS}
         ready_s = timing.in_turn(versions, rounds)
-    if any((rehearsed is None) == (name == "first") for name, each in seen.items() for _, rehearsed in each):
+    if any((rehearsed is None) == (name == "grown") for name, each in seen.items() for _, rehearsed in each):
         raise SystemExit(f"launcher_cost: rehearsals of unexpected starts: {seen}")
     counted = {name: each[1:] for name, each in seen.items()}  # the first ones warm the disk's cache
     return {
         "rounds": rounds,
         "ready_s": ready_s,
         "processor_s": {name: [processor for processor, _ in each] for name, each in counted.items()},
-        "rehearsed_s": [rehearsed for _, rehearsed in counted["first"]],
+        "rehearsed_s": [rehearsed for _, rehearsed in counted["grown"]],
     }
 
 
@@ -189,11 +185,11 @@ def server_tables(result: output.Result) -> str:
     figures = result["figures"]
     rows = []
     for name, ready in figures["ready_s"].items():
-        is_first, processor = name == "first", figures["processor_s"][name]
+        grows, processor = name == "grown", figures["processor_s"][name]
         *_, label, predicted = STARTS[name]
-        rehearsed = figures["rehearsed_s"] if is_first else [0] * len(ready)
+        rehearsed = figures["rehearsed_s"] if grows else [0] * len(ready)
         row = [label, f"{statistics.median(ready):.1f}"]
-        row.append(f"{statistics.median(rehearsed):.0f}" if is_first else "")
+        row.append(f"{statistics.median(rehearsed):.0f}" if grows else "")
         if name == timing.STOCK:
             rows.append((*row, "", "", f"{statistics.median(processor):.1f}", ""))
             continue

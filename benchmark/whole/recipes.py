@@ -28,7 +28,7 @@ PAGES = "../benchmarks"
 NO_CONFIG = "config.json not at hand"
 SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason"
 #: What the pages say for an outcome that results have stored in other words.
-LABELS = {BESIDE: "measured only; given fraction kept"}
+LABELS = {BESIDE: "given fraction left alone"}
 Key = tuple[models.Sizes, int]
 
 

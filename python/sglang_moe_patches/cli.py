@@ -17,7 +17,7 @@ import typer
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.lab import extras, kv_records
+from sglang_moe_patches.lab import extras
 from sglang_moe_patches.lab.predict import engine_query, model_report
 from sglang_moe_patches.lab.predict.engine_query import GPUS
 from sglang_moe_patches.lab.reference import environment
@@ -156,12 +156,6 @@ def doctor(
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"With --model: {', '.join(GPUS)}; none need be there.")] = "h200",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    kv: Annotated[
-        bool, typer.Option("--kv", help="List what kv-sizing has recorded: the fraction to set, what is needed.")
-    ] = False,
-    forget: Annotated[
-        str, typer.Option(metavar="RECORD|all", help="With --kv: forget a record, by how its name begins, or all.")
-    ] = "",
 ) -> None:
     """Show the engine, the GPU, each change's status in a server without flags, and the variables in force.
 
@@ -187,17 +181,6 @@ def doctor(
         return
     if server_args:
         fail("SERVER_ARGS need --model: give --model before the `--`")
-    if kv or forget:
-        try:
-            if forget:
-                typer.echo(kv_records.forget(forget))
-            elif json:
-                typer.echo(json_module.dumps(kv_records.json_report(), indent=2))
-            else:
-                typer.echo("\n".join(kv_records.format_records()))
-        except ValueError as error:
-            fail(str(error))
-        return
     from sglang_moe_patches.lab import doctor
 
     require_engine()

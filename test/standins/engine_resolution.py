@@ -17,7 +17,8 @@ from typing import Any
 from common import doctor_answers
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.memory.kv_sizing import coordination, hooks
+from sglang_moe_patches.memory.kv_sizing import hooks
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -65,11 +66,12 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
             return {"refused": f"{type(error).__name__}: {error}"}
     if reason := change.skip_reason(server_args):
         return {"skipped": reason}
-    runner = SimpleNamespace(server_args=server_args, mem_fraction_static=0.8, gpu_id=0)
-    hooks._is_leader = lambda runner: True  # there are no process groups
-    coordination.all_gather = lambda told: [told]
-    inputs = hooks.gather(hooks.State(Path(os.devnull)), runner, 100.0)
-    return {"monitored": inputs.monitor_only} if inputs.monitor_only else {"kept": inputs.keep}
+    hooks.ranks.is_first_rank = lambda: True  # there are no process groups
+    hooks.ranks.all_gather = lambda told: [told]
+    hooks._launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
+    start = hooks.ServerStart()
+    start._gather(SimpleNamespace(server_args=server_args, gpu_id=0), 100.0)
+    return {"kept": start.reason} if start.reason else {"sized": True}
 
 
 def _resolve(recipe: dict[str, Any]) -> dict[str, Any]:

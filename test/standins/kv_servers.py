@@ -1,42 +1,19 @@
-"""What kv-sizing's unit tests run on: a record, the limits of a server, and one rank's scheduler without an engine."""
+"""What kv-sizing's unit tests run on: the limits of a server, and one rank's scheduler without an engine."""
 
 from __future__ import annotations
 
 import random
 from copy import copy
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import torch
 import zmq
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.memory.kv_sizing import phases, rehearsal, sizing
+from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal
 from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Limits
-from sglang_moe_patches.memory.kv_sizing.record import Record
 
 GB = 1_000_000_000
-KEY = "0123456789abcdef"
-A, B, ELSEWHERE = "h:1@1.0", "h:2@1.0", "another:1@1.0"
-"""Launches: host, process and when it began."""
-START = sizing.LaunchMemory(free_before_load=140 * GB, total=141 * GB, fraction=0.8)
-MEASURED = Record(
-    measured=1000.0,
-    total=141 * GB,
-    before=140 * GB,
-    rule_fraction=0.8,
-    rule_tokens=382_206,
-    fraction=0.8,
-    tokens=382_206,
-    kv_bytes=20 * GB,
-    reserve=28 * GB,
-    need=8 * GB,
-    ranks=(8 * GB, 7 * GB),
-    reached=("prefill chunk",),
-)
-SIZED = 0.9285
-"""What it gives such a start: 8 GB of 140 were needed, and 2 GB are the margin of START."""
 LIMITS = Limits(chunk=1024, input_tokens=10_000, cache_tokens=50_000, requests=300, captured=64, vocabulary=5000)
 SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captured=0, vocabulary=5000)
 
@@ -164,54 +141,39 @@ def state_of(scheduler):
     return owners, numbers
 
 
-class Notes:
-    """What ranks leave for the first; those of ``others`` are there when it looks for the last time of ``looks``."""
+class OneRank:
+    """A rehearsal of one rank, with the orders by which it is told what to do.
 
-    def __init__(self, *others, looks=1):
-        self.left, self.others, self.looks, self.low = [], list(others), looks, False
+    :param low: whether another rank says that it has little memory left.
+    """
 
-    def report_low_memory(self):
-        self.low = True
+    def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False):
+        reports: list[bool] = []
+        self.low_reports = reports
+        any_low = lambda: bool(reports) or low()  # noqa: E731
+        self.run = rehearsal.Rehearsal(scheduler, 0, over, lambda: reports.append(True), any_low, leads=leads)
+        self.orders = ranks.Orders(scheduler, self.run.plant, leads=leads)
 
-    def any_rank_low_on_memory(self):
-        return self.low
+    def begin(self):
+        self.orders.open()
+        self.orders.instead, self.orders.each_turn = self.run.poll, self.run.look_at_turn
+        self.run.begin()
 
-    def publish(self, result):
-        self.left.append(result)
-
-    def collect(self):
-        self.looks -= 1
-        return [*self.left, *self.others] if self.looks <= 0 else None
-
-
-def a_rehearsal(scheduler, over=print, notes=None, *, leads=True):
-    return rehearsal.Rehearsal(scheduler, 0, over, notes or Notes(), leads=leads)
+    def end(self):
+        self.run.end()
+        self.orders.close()
 
 
-def rehearse(scheduler, notes=None):
+def rehearse(scheduler, low=lambda: False):
     """To its end: the result; nothing of it is left in the scheduler."""
-    results: list[rehearsal.RankResult] = []
+    results: list[rehearsal.Measured] = []
     before = state_of(scheduler)
-    a_rehearsal(scheduler, results.append, notes).begin()
+    one = OneRank(scheduler, results.append, low=low)
+    one.begin()
     for _ in range(3000):
         scheduler.turn()
         if results:
+            one.orders.close()
             assert state_of(scheduler) == before
             return results[0]
     raise AssertionError("it never ends")
-
-
-@dataclass
-class Rank:
-    """What the driver says to one rank, and the file that it would read."""
-
-    path: Path
-    device: str = "H200"
-    total: int = 141 * GB
-    before: int = 140 * GB
-    silent: bool = False
-
-    def read(self):
-        if self.silent:
-            raise RuntimeError("the driver does not answer")
-        return Memory(self.before, self.total)

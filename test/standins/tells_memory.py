@@ -1,15 +1,22 @@
 """A plugin of the engine's that tells what the driver would tell, where there is no GPU: kv-sizing on the CPU.
 
-It says how much memory is free before loading, after it and at the worst moment, has rehearsals be short, and kv-sizing
-take the server for one on a GPU. All else is the engine's. Each rank writes what it ran while rehearsing into a file of
-the folder ``STEPS``.
+It says how much memory is free before loading, after it and while forwards run, less what is mapped behind the KV
+cache, has rehearsals be short, and kv-sizing take the server for one on a GPU. All else is the engine's, and the KV
+cache is ours over addresses: whatever touches what is not mapped ends the process. Variables:
+
+``GAIN``       bytes that the KV cache can grow by; below 0: it must shrink
+``GIVEN``      the fraction in force, where the user gave one
+``STEPS``      a folder: each rank writes what it ran while rehearsing into a file of it
+``SLOW_S``     seconds that each turn of a rehearsal takes more
+``FAILS``      the rank whose driver does not answer while it rehearses
+``MAP_FAILS``  the rank that has no memory to grow
+``SHORT``      a file: once it is there, another process has taken as many bytes as it says
 """
 
 from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -17,46 +24,59 @@ import wrapt
 
 GIB = 1 << 30
 BEFORE = 100 * GIB  # 107 GB: the whole GPU, free before the weights are loaded
-CACHE = 100_000_000  # what the rule leaves to the KV cache
-FREE = int(os.environ.get("FREE", "300000000"))  # at the worst moment
-NEED = int(os.environ.get("NEED", "0"))
-"""Bytes of forwards: ``BEFORE * (1 - fraction in force) - NEED`` are free. 0: ``FREE`` are, whatever the fraction."""
-GAIN = 300_000_000
-"""With ``NEED``: what the record gives to the KV cache. The margin is what is left of the reserve by the rule."""
-rule = [float(os.environ.get("GIVEN", "0"))]
-in_force = [0.0]
+CACHE = int(os.environ.get("CACHE", "100000000"))  # what the rule leaves to the KV cache
+GAIN = int(os.environ.get("GAIN", "300000000"))
+fraction = [float(os.environ.get("GIVEN", "0"))]
+mapped = [0]
+reads = [0]
 
 
 def register():
     here = "sglang_moe_patches.memory.kv_sizing."
     hooks = {here + "eligibility": allow, "sglang_moe_patches.core.gpu_memory": measure, here + "hooks": learn_the_rule}
-    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "sizing": set_margin}
-    hooks[here + "coordination"] = be_quick
+    hooks |= {here + "phases": shorten, here + "rehearsal": be_patient, here + "address_space": count_what_is_mapped}
+    hooks |= {here + "ranks": be_quick, here + "serving": look_often}
     for module in ("utils.common", "server_args", "arg_groups.memory_hook"):
         hooks["sglang.srt." + module] = tell_the_rule
     for module in ("model_executor.model_runner", "distributed.bootstrap"):
         hooks["sglang.srt." + module] = telling(lambda: BEFORE / GIB)
     for module in ("model_executor.model_runner_kv_cache_mixin", "mem_cache.kv_cache_configurator"):
         hooks["sglang.srt." + module] = telling(lambda: free_before_pools() / GIB)
-    wrapt.register_post_import_hook(count_every_step, "sglang.srt.managers.scheduler")
-    if "KILLED" in os.environ:
-        wrapt.register_post_import_hook(be_killed_in_capture, "sglang.srt.model_executor.model_runner")
+    hooks["sglang.srt.managers.scheduler"] = count_every_step
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
 
 
+def rank():
+    import torch
+
+    return str(torch.distributed.get_rank())
+
+
 def free_before_pools():
-    """Bytes, whatever fraction is in force: what the rule sets aside, and what it leaves to the KV cache."""
-    return int(BEFORE * (1 - rule[0])) + CACHE
+    """Bytes: what the rule sets aside, and what it leaves to the KV cache."""
+    return int(BEFORE * (1 - fraction[0])) + CACHE
+
+
+def margin():
+    return int(os.environ["SGLANG_MOE_PATCHES_KV_MARGIN_MB"]) * 1_000_000
+
+
+def taken_by_forwards():
+    return int(BEFORE * (1 - fraction[0])) - margin() - GAIN
 
 
 def shorten(phases):
     phases.GROWING_PROMPTS, phases.VARIED_PROMPTS = 3, 6
 
 
+def look_often(serving):
+    serving.SAMPLE_INTERVAL_S = 0.05
+
+
 def be_patient(rehearsal):
     rehearsal.REHEARSAL_TIMEOUT_S = 3600  # however slow the machine is
-    rehearsal.MIN_FREE_BYTES = FREE // 2
+    rehearsal.MIN_FREE_BYTES = margin() // 2
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
     if "SLOW_S" in os.environ:
@@ -64,23 +84,21 @@ def be_patient(rehearsal):
 
 
 def be_slow(rehearsal):
-    poll = rehearsal.Rehearsal._poll
+    poll = rehearsal.Rehearsal.poll
 
     def poll_late(rehearsal):
         time.sleep(float(os.environ["SLOW_S"]))  # in each turn
         return poll(rehearsal)
 
-    rehearsal.Rehearsal._poll = poll_late
+    rehearsal.Rehearsal.poll = poll_late
 
 
 def keep_steps(rehearsal):
     begin = rehearsal.Rehearsal.begin
 
     def begin_with(rehearsal):
-        import torch
-
         begin(rehearsal)
-        file = Path(os.environ["STEPS"], str(torch.distributed.get_rank()))
+        file = Path(os.environ["STEPS"], rank())
         watched = rehearsal.runner.forward
 
         def forward(batch, *args, **kwargs):
@@ -94,12 +112,8 @@ def keep_steps(rehearsal):
     rehearsal.Rehearsal.begin = begin_with
 
 
-def be_quick(coordination):
-    coordination.WAIT_S = 15
-
-
-def set_margin(sizing):
-    sizing.LaunchMemory.margin = int(os.environ.get("MARGIN", "200000000"))
+def be_quick(ranks):
+    ranks.WAIT_S = 15
 
 
 def count_every_step(module):
@@ -107,12 +121,6 @@ def count_every_step(module):
     for name in ("DECODE_STEP_MAX_US", "STEP_MAX_US"):
         if hasattr(module, name):
             setattr(module, name, math.inf)
-
-
-def be_killed_in_capture(module):
-    """As by an orchestrator, or by the kernel for want of memory."""
-    name = "init_device_graphs" if hasattr(module.ModelRunner, "init_device_graphs") else "init_cuda_graphs"
-    setattr(module.ModelRunner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def tell_the_rule(module):
@@ -129,23 +137,30 @@ def telling(told):
 
 
 def learn_the_rule(hooks):
-    original = hooks._report
+    original = hooks._fraction
 
-    def report(state, runner, before, fraction, arguments):
-        rule[0] = fraction
-        if NEED:
-            hooks.sizing.LaunchMemory.margin = int(BEFORE * (1 - fraction)) - NEED - GAIN
-        return original(state, runner, before, fraction, arguments)
+    def in_force(maker):
+        fraction[0] = original(maker)
+        return fraction[0]
 
-    apply = hooks.apply
+    hooks._fraction = in_force
 
-    def apply_and_learn(outcome, inputs, state, runner, in_context):
-        apply(outcome, inputs, state, runner, in_context)
-        in_force[0] = runner.mem_fraction_static
 
-    hooks._report, hooks.apply = report, apply_and_learn
-    if NEED:  # else what is free has nothing to do with what the pools take
-        hooks._free_before_pools = lambda state, runner: free_before_pools()
+def count_what_is_mapped(address_space):
+    memory = address_space.HostMemory
+    map_, unmap = memory.map, memory.unmap
+
+    def map_and_count(self, address, size):
+        if os.environ.get("MAP_FAILS") == rank() and reads[0] > 3:
+            raise address_space.OutOfMemory("nothing is left")
+        map_(self, address, size)
+        mapped[0] += size
+
+    def unmap_and_count(self, address, size):
+        unmap(self, address, size)
+        mapped[0] -= size
+
+    memory.map, memory.unmap = map_and_count, unmap_and_count
 
 
 def allow(eligibility):
@@ -158,15 +173,13 @@ def allow(eligibility):
 
 
 def measure(memory):
-    reads = [0]
-
     def read(gpu):
-        import torch
-
         reads[0] += 1
-        if reads[0] > 3 and os.environ.get("FAILS_ON_RANK") == str(torch.distributed.get_rank()):
+        if reads[0] > 3 and os.environ.get("FAILS") == rank():
             raise RuntimeError("the driver does not answer")
-        free = int(BEFORE * (1 - in_force[0])) - NEED if NEED else FREE
-        return memory.Memory(free if reads[0] > 3 else free + 1_000_000_000, BEFORE)
+        short = Path(os.environ["SHORT"]) if "SHORT" in os.environ else None
+        others = int(short.read_text() or 0) if short is not None and short.exists() else 0
+        forwards = taken_by_forwards() if reads[0] > 3 else 0
+        return memory.Memory(free_before_pools() - mapped[0] - forwards - others, BEFORE)
 
     memory.read = read

@@ -1,4 +1,4 @@
-"""A server for each flag with which kv-sizing keeps the fraction.
+"""A server for each flag with which kv-sizing leaves the KV cache alone.
 
 Written by hand: tests compare it with kv-sizing's own tables, and see a flag that these lose.
 """
@@ -28,7 +28,7 @@ class UnsizedServer:
 
 
 _EAGLE = {"speculative_algorithm": "EAGLE"}
-MONITOR_ONLY = {
+INELIGIBLE = {
     "--attn-cp-size": UnsizedServer(2, "--tp 2"),
     "--speculative-algorithm": UnsizedServer("DFLASH"),
     "--speculative-adaptive": UnsizedServer(more=EAGLE, arguments=_EAGLE | {"speculative_adaptive": True}),
@@ -44,9 +44,6 @@ MONITOR_ONLY = {
     "--disaggregation-mode": UnsizedServer("prefill"),
     "--enable-eplb": UnsizedServer(more="--tp 2 --ep 2"),
     "--moe-a2a-backend": UnsizedServer("deepep", "--tp 2"),
-}
-"""Their free memory is recorded while they serve."""
-INELIGIBLE = {
     "--enable-dp-attention-local-control-broadcast": UnsizedServer(
         more=ATTENTION, arguments={"attn_dp_size": 2, "enable_dp_attention_local_control_broadcast": True}
     ),
@@ -76,16 +73,32 @@ INELIGIBLE = {
     "--enable-flexkv": UnsizedServer(),
     "--radix-cache-backend": UnsizedServer("flexkv"),
     "--enable-unified-cache-external-linker": UnsizedServer(),
+    "--kv-canary": UnsizedServer("log"),
+    "--enable-return-routed-experts": UnsizedServer(),
+    "--enable-return-indexer-topk": UnsizedServer(),
+    "--prefill-only-disable-kv-cache": UnsizedServer(),
+    "--dcp-size": UnsizedServer(2, "--tp 2"),
+    "--enable-kv-cache-sharding": UnsizedServer(more="--tp 2"),
+    "--enable-dsa-cache-layer-split": UnsizedServer(more="--tp 2"),
+    "--enable-page-major-kv-layout": UnsizedServer(),
+    "--enable-pd-role-switch": UnsizedServer(),
 }
-"""Nothing is recorded of them."""
 ABSENT_FROM_SOME_RELEASES = {
     "attn_dp_size",
+    "dcp_size",
+    "enable_dsa_cache_layer_split",
     "enable_flexkv",
+    "enable_kv_cache_sharding",
+    "enable_page_major_kv_layout",
+    "enable_pd_role_switch",
+    "enable_return_indexer_topk",
     "enable_unified_cache_external_linker",
     "enable_unified_memory",
     "grpc_port",
     "keep_mm_feature_on_device",
+    "kv_canary",
     "model_config",  # the engine keeps it beside the arguments
+    "prefill_only_disable_kv_cache",
     "radix_cache_backend",
     "speculative_skip_dp_mlp_sync",
 }
@@ -94,11 +107,10 @@ ABSENT_FROM_SOME_RELEASES = {
 
 def arguments(flag: str) -> dict[str, object]:
     """What the resolved arguments of the flag's server say of it."""
-    one = (MONITOR_ONLY | INELIGIBLE)[flag]
+    one = INELIGIBLE[flag]
     return dict(one.arguments) or {flag.removeprefix("--").replace("-", "_"): one.value}
 
 
 def command_lines() -> list[str]:
     """Of all these servers. A release that has no such flag refuses the server."""
-    given = (MONITOR_ONLY | INELIGIBLE).items()
-    return [f"{flag} {'' if one.value is True else one.value} {one.more}" for flag, one in given]
+    return [f"{flag} {'' if one.value is True else one.value} {one.more}" for flag, one in INELIGIBLE.items()]

@@ -23,7 +23,7 @@ ROOMS = (
     {"extras", "effects", "reference", "observers"},
     {"predict", "servers"},
     {"regress"},
-    {"doctor", "kv_records"},
+    {"doctor"},
 )
 """From the bottom up, within ``lab``."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.variables import OWN, STRICT, Variable, WrongValue
+from sglang_moe_patches.core.variables import OWN, RETIRED, STRICT, Variable, WrongValue
 
 # --- What a change states --------------------------------------------------------------------------------------------
 
@@ -199,13 +199,16 @@ def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os
     A change's counts where the change is selected. One of the engine's own is checked by the change itself, where the
     server uses it.
 
-    :raises ValueError: one line that names the variable and its valid values.
+    :raises ValueError: one line that names the variable and its valid values, or what replaces it.
     """
     changes = tuple(changes)
     not_selected = {change.name for change in changes} - selected(changes, environ)
     for reader, variable in variables(changes):
         if reader not in not_selected and not variable.is_engines:
             variable.read(environ)
+    for name, (reader, instead) in RETIRED.items():
+        if reader not in not_selected and environ.get(name, "").strip():
+            raise ValueError(f"{name}: {instead}")
 
 
 def unread(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> list[str]:

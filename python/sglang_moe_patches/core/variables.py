@@ -74,6 +74,15 @@ def positive_number(of: str) -> Callable[[str], int | None]:
     return parse
 
 
+RETIRED: Mapping[str, tuple[str, str]] = {
+    "SGLANG_MOE_PATCHES_KV_RECORD": (
+        "kv-sizing",
+        "no record is kept any more, each start measures and grows; to start without that, pin the "
+        "--mem-fraction-static of its log line",
+    ),
+}
+"""Variables of earlier versions, by name: the change that read each, and what replaces it."""
+
 STRICT = Variable(
     "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", zero_or_one, "0"
 )

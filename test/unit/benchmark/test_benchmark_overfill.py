@@ -31,6 +31,22 @@ def test_a_server_that_ends_under_the_load_is_an_error_and_what_it_answered_stay
     assert (outcome["answered"], outcome["out_of_memory"]) == (5, True)
 
 
+def test_requests_with_penalties_are_asked_for_at_once_and_short(monkeypatch) -> None:
+    asked = []
+
+    def generate(client, prompts, new_tokens, *, sampling=None, patience_s=0.0):
+        asked.append((len(prompts), {len(each) for each in prompts}, new_tokens, sampling))
+        return ""
+
+    monkeypatch.setattr(overfill.Client, "generate", generate)
+    server = SimpleNamespace(url="http://here", log_text=lambda: "")
+    outcome = overfill.penalized(server, {"max_total_num_tokens": 50_000}, 5000, 256)
+    count, lengths, new_tokens, sampling = asked[0]
+    assert (count, lengths, outcome["answered"]) == (256, {overfill.PENALIZED_PROMPT_TOKENS}, 257)
+    assert new_tokens == overfill.PENALIZED_NEW_TOKENS
+    assert {"frequency_penalty", "repetition_penalty", "logit_bias"} <= set(sampling)
+
+
 @given(st.integers(8, 600), st.integers(128, 40_000), st.integers(1, 4))
 def test_what_fills_the_kv_cache_is_let_in_and_wants_more_than_there_is(
     requests: int, share: int, context: int

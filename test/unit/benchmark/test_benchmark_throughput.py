@@ -6,10 +6,11 @@ import json
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from common import kinds
+from common import growth, kinds
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -91,38 +92,79 @@ def test_a_later_run_adds_to_an_earlier_one_of_the_same_load_alone(tmp_path):
         serving.earlier(path, {**same, "model": "n"})
 
 
-def test_servers_with_a_record_share_it_with_their_first_start_and_with_nobody_else(tmp_path, monkeypatch):
+def test_each_server_has_a_home_of_its_own_and_all_have_the_compiled_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
-    records = {name: serving.variables(name, tmp_path, "auto").get(serving.KV_RECORD.name) for name in serving.SERVERS}
-    assert records["stock"] is records["patched"] is None
-    assert records["sized"] == records["sized-first"] != records["stock-sized"] == records["stock-first"]
+    given = options(monkeypatch, "--margin", "500")
+    own = {name: serving.variables(name, given, tmp_path) for name in serving.SERVERS}
+    assert len({each["HOME"] for each in own.values()}) == len(own)
+    assert len({each["TRITON_CACHE_DIR"] for each in own.values()}) == 1
+    grow = {name for name, each in own.items() if serving.KV_SIZING.name in each}
+    assert grow == {"grown", "grown-again", "stock-grown"}
+    assert {own[name][serving.KV_MARGIN.name] for name in grow} == {"500"}
+    assert {own[name][serving.KV_SIZING.name] for name in grow} == {"auto"}
+
+
+def test_a_given_fraction_is_where_the_kv_cache_begins(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "has_gpu", lambda: True)
+    given = options(monkeypatch, "--", "--mem-fraction-static", "0.8")
+    assert serving.variables("grown", given, tmp_path)[serving.KV_SIZING.name] == "always"
 
 
 def measured(*said: str, **more):
     """What is known of a server."""
     loaded = {"total_throughput": 10.0, "duration": 1.0, "concurrency": 2.0, "median_tpot_ms": 3.0, "retractions": 0}
     known = {"startup_s": 1.0, "tokens": 5, "rehearsed_s": None, "lowest_free": None, "median_ttft_ms": 4.0}
-    return {**known, **loaded, "said": list(said), **more}
+    sized = growth.growth(list(said))
+    return {**known, **loaded, "said": list(said), "growth": None if sized is None else sized._asdict(), **more}
 
 
-RULE, BY_RECORD = "using the engine's default fraction 0.8000: why", "0.9285 instead of 0.8000: 5 tokens instead of 4; "
+RULE = "using the engine's default fraction 0.8000 because why"
+GROWN = "1,235 KV tokens instead of 987; forwards need 4,990 MB, 2,000 MB of margin stay free"
+PINNED = "; the same as --mem-fraction-static 0.9105"
 FULL = {"answered": 3, "retractions": 1, "lowest_free": None, "out_of_memory": False, "errors": []}
+
+
+@pytest.mark.parametrize(
+    ("line", "fraction"),
+    [(GROWN + PINNED, 0.9105), (GROWN, None), (f"{GROWN}, 17 MB the engine's for images{PINNED}", 0.9105)],
+)
+def test_a_servers_log_says_how_far_its_kv_cache_grew(line, fraction):
+    log = "\n".join(
+        f"[2026-11-27 07:11:25 TP0] sglang-moe-patches: kv-sizing: {each}"
+        for each in ("rehearsed in 12 s: prefill 2.1 s, decode 9 s", line)
+    )
+    lines = growth.said(log)
+    assert growth.growth(lines) == growth.Growth(1235, 987, 4_990_000_000, 2_000_000_000, fraction)
+    assert growth.rehearsed_s(lines) == 12
+
+
+def test_a_server_by_the_rule_has_not_grown():
+    lines = growth.said("x\nsglang-moe-patches: kv-sizing: 987 KV tokens, as by the rule; forwards need 1 MB")
+    assert lines
+    assert growth.growth(lines) is growth.rehearsed_s(lines) is None
 
 
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        pytest.param(serving.Failed("no KV cache"), "sized-first", id="it is not measured"),
-        pytest.param(measured(overfill=FULL | {"out_of_memory": True}), "sized-first (out of memory)", id="memory"),
-        pytest.param(measured(overfill=FULL | {"errors": ["no answer"]}), "sized-first (no answer)", id="no answer"),
-        pytest.param(measured(overfill=FULL), "", id="it survives"),
+        pytest.param(serving.Failed("no KV cache"), "grown", id="it is not measured"),
+        pytest.param(
+            measured(overfill=FULL | {"out_of_memory": True}), "grown (overfilled: out of memory)", id="memory"
+        ),
+        pytest.param(
+            measured(penalized=FULL | {"errors": ["no answer"]}), "grown (with penalties: no answer)", id="no answer"
+        ),
+        pytest.param(
+            measured(taken=FULL | {"given_back": 0}), "grown (memory taken: nothing was given back)", id="gives nothing"
+        ),
+        pytest.param(measured(overfill=FULL, taken=FULL | {"given_back": 9}), "", id="it survives"),
     ],
 )
 def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, said, tmp_path, monkeypatch):
-    servers = {"stock": measured(), "sized-first": second, "sized": measured(BY_RECORD)}
+    servers = {"stock": measured(), "grown": second, "grown-again": measured(GROWN)}
 
     def serve(name, options, work, model):
-        if name == "sized":  # whatever ends a run here, the first one's are kept
+        if name == "grown-again":  # whatever ends a run here, the first one's are kept
             assert "stock" in json.loads(path.read_text())["figures"]["servers"]
         if isinstance(servers[name], Exception):
             raise servers[name]
@@ -131,30 +173,64 @@ def test_a_server_that_fails_is_named_and_loses_no_other_ones_figures(second, sa
     path = tmp_path / "found.json"
     monkeypatch.setattr(serving, "serve", serve)
     monkeypatch.setattr(serving, "write_model", lambda folder, options: folder)
-    monkeypatch.setattr(sys, "argv", ["memory/serving.py", "--quick", "--json", str(path)])
+    monkeypatch.setattr(
+        sys, "argv", ["memory/serving.py", "--quick", "--json", str(path), "--servers", ",".join(servers)]
+    )
     with pytest.raises(SystemExit) if said else nullcontext() as ended:
         serving.main()
-    assert not said or str(ended.value).rpartition(": ")[2] == said
+    assert not said or str(ended.value).partition("survive: ")[2] == said
     known = {name: found for name, found in servers.items() if isinstance(found, dict)}
     assert json.loads(path.read_text())["figures"]["servers"] == known
+
+
+def table_of(**servers) -> str:
+    figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
+    return serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": servers}}])
 
 
 @pytest.mark.parametrize(
     ("name", "said", "label"),
     [
-        ("sized", [BY_RECORD], "sized"),
-        ("stock-sized", [RULE], "stock-sized (by the rule)"),
-        ("sized-first", [RULE], "sized-first"),
+        ("grown", [GROWN + PINNED], "grown"),
+        ("grown", [RULE], "grown (by the rule)"),
+        ("grown-again", [RULE], "grown-again (by the rule)"),
         ("patched", [], "patched"),
     ],
 )
-def test_a_start_that_stayed_with_the_rule_is_not_shown_as_sized(name, said, label):
-    figures = {**dict.fromkeys(("shard", "layers", "tp", "prompts", "output", "chunk"), 1), "model": "m", "input": [1]}
-    table = serving.tables([{"conditions": {"engine": "1"}, "figures": figures | {"servers": {name: measured(*said)}}}])
-    assert f" | {label} | " in table
+def test_a_start_that_stayed_with_the_rule_is_not_shown_as_grown(name, said, label):
+    assert f" | {label} | " in table_of(**{name: measured(*said)})
 
 
-def test_where_nothing_is_recorded_a_sized_server_is_not_started(tmp_path, monkeypatch):
+def test_loads_besides_have_rows_of_their_own():
+    taken = FULL | {"answers": ["a", "c"], "tokens": 4, "given_back": 2_000_000, "lowest_free": 7_000_000}
+    table = table_of(grown=measured(GROWN, answers=["a", "b"], overfill=FULL | {"out_of_memory": True}, taken=taken))
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines() if "grown" in line][1:]
+    assert rows == [
+        ["grown", "overfilled", "3", "1", "out of memory", "", "", "", ""],
+        ["grown", "memory taken", "3", "1", "0", "7", "4", "2", "1 of 2"],
+    ]
+
+
+def test_a_server_that_leaves_a_file_of_ours_in_its_home_is_refused(monkeypatch, tmp_path):
+    class Started:
+        def __init__(self, name, arguments, environment, log, **more):
+            self.environment, self.startup_s, self.url, self.name = environment, 1.0, "http://here", name
+
+        def __enter__(self):
+            (Path(self.environment["HOME"]) / ".cache" / "sglang-moe-patches").mkdir(parents=True)
+
+        def __exit__(self, *error):
+            pass
+
+        def log_text(self):
+            return ""
+
+    (tmp_path / "homes/grown-again/.cache/sglang-moe-patches").mkdir(parents=True)  # of an earlier run
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
-    with pytest.raises(serving.Failed, match="start sized-first before"):
-        serving.serve("sized", options(monkeypatch), tmp_path, tmp_path)
+    monkeypatch.setattr(serving, "Server", Started)
+    monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
+    monkeypatch.setattr(serving.servers, "answer_digests", lambda *asked: ["a"])
+    with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
+        serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
+    monkeypatch.setattr(Started, "__enter__", lambda server: None)
+    assert serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)["tokens"] == 5

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sglang_moe_patches.core import engine, log, patch, runners
 from sglang_moe_patches.core.patch import Change, Off, Patcher, PatchError, Plan, Status
-from sglang_moe_patches.core.variables import STRICT, Variable, zero_or_one
+from sglang_moe_patches.core.variables import RETIRED, STRICT, Variable, zero_or_one
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -145,6 +145,14 @@ def test_the_variables_of_the_package_are_checked_too(environ, words):
         patch.check_environment([change()], environ)
 
 
+def test_a_variable_of_an_earlier_version_is_refused_by_what_replaces_it_where_its_change_is_selected():
+    environ = {"SGLANG_MOE_PATCHES_KV_RECORD": "/records.json"}
+    with pytest.raises(ValueError, match=r"^SGLANG_MOE_PATCHES_KV_RECORD: no record .* pin the --mem-fraction-static"):
+        patch.check_environment(CHANGES, environ)
+    patch.check_environment(CHANGES, environ | {patch.SELECT_VARIABLE: "none"})
+    patch.check_environment(CHANGES, {"SGLANG_MOE_PATCHES_KV_RECORD": ""})
+
+
 def test_every_variable_that_the_code_names_is_in_the_table():
     package = Path(patch.__file__).parents[1]
     named = {
@@ -152,7 +160,8 @@ def test_every_variable_that_the_code_names_is_in_the_table():
         for file in package.rglob("*.py")
         for name in re.findall(r"\b(SGLANG_MOE_PATCHES(?:_[A-Z]+)*)\b", file.read_text())
     }
-    assert named == {v.name for _, v in patch.variables(CHANGES) if v.name.startswith(patch.SELECT_VARIABLE)}
+    read = {v.name for _, v in patch.variables(CHANGES) if v.name.startswith(patch.SELECT_VARIABLE)}
+    assert named == read | set(RETIRED)
 
 
 @pytest.mark.parametrize(

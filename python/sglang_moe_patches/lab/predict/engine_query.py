@@ -507,12 +507,11 @@ def _has_float_logits() -> bool:
 
 
 def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
-    """What the server would decide: why kv-sizing leaves it alone ("": it does not), and why it only monitors it."""
+    """What the server would decide by its arguments: why kv-sizing leaves it alone; "": it does not."""
     mode = eligibility.KV_SIZING.read()
     return {
         "mode": mode,
         "skip_reason": eligibility.skip_reason(mode or "auto", resolved, os.environ) or "",
-        "monitor_only": eligibility.monitor_only_reason(resolved) or "",
     }
 
 

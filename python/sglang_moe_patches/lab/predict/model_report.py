@@ -26,11 +26,8 @@ from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
 from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
-from sglang_moe_patches.memory.kv_sizing import sizing
-from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, record_path
+from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, given_reason
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
-from sglang_moe_patches.memory.kv_sizing.record import Record, Unreadable
-from sglang_moe_patches.memory.kv_sizing.record import read as read_records
 from sglang_moe_patches.registry import CHANGES
 
 _OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
@@ -172,18 +169,15 @@ def describe_kv_sizing(answer: Mapping[str, str], arguments: Iterable[str]) -> d
     given = any(argument.split("=")[0] == "--mem-fraction-static" for argument in arguments)
     mode = answer["mode"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
-    if reason := answer["skip_reason"] or answer["monitor_only"]:
-        recorded = "" if answer["skip_reason"] else "; free memory is recorded while it serves"
-        used = "is used" if mode else "would be used"
-        return row | {"reason": f"the engine's fraction {used} because {reason}{recorded}"}
+    reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
+    if reason:
+        source = "the given --mem-fraction-static" if given else "the engine's fraction"
+        return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
     if not mode:
-        would = "say what the given --mem-fraction-static leaves" if given else "size this server"
-        return row | {"status": "not needed", "reason": f"{KV_SIZING.name}=auto turns it on; it would {would}"}
-    if given and mode != ALWAYS:
-        does = "the given --mem-fraction-static is used unchanged; a start measures, and the log says what it leaves"
-    else:
-        does = "a start measures what forwards need, and the next gives the rest to the KV cache"
-    return row | {"acts": True, "does": does}
+        turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns it on"
+        return row | {"status": "not needed", "reason": f"{turns_on}; it would size this server"}
+    begins = ", beginning with the given --mem-fraction-static" if given else ""
+    return row | {"acts": True, "does": f"measures what forwards need and gives the rest to the KV cache{begins}"}
 
 
 def predict(
@@ -237,11 +231,10 @@ ALWAYS_UNKNOWN = (
 
 
 def count_kv_tokens(
-    sizes: ModelSizes, resolved: Mapping[str, Any], weight_bytes: int, gpu: str, recorded: tuple[str, Record] | None
+    sizes: ModelSizes, resolved: Mapping[str, Any], weight_bytes: int, gpu: str
 ) -> dict[str, Any] | str:
-    """The tokens that the engine's rule gives and, where a record knows what was needed, those of a measured reserve.
+    """The tokens that the engine's rule gives.
 
-    :param recorded: a record of this model on this kind of GPU, with its name.
     :returns: why it is not known, as text.
     """
     model = sizes.model
@@ -261,40 +254,12 @@ def count_kv_tokens(
         columns = 2 * max(1, model.kv_heads // ranks) * model.head_dim
     token_bytes = columns * model.layers * itemsize
     memory, fraction = GPUS[gpu].memory, resolved["mem_fraction_static"]
-    tokens: dict[str, Any] = {
+    return {
         "weight_bytes": weight_bytes,
         "token_bytes": token_bytes,
         "fraction": fraction,
         "rule_tokens": max(0, int(memory * fraction - weight_bytes) // token_bytes),
     }
-    if recorded:
-        name, record = recorded
-        launch = sizing.LaunchMemory.of_record(record)
-        decision = sizing.decide(launch, record)
-        tokens |= {"record": name, "record_rule_tokens": record.rule_tokens, "record_reason": decision.reason}
-        if decision.fraction is not None:
-            fitting = sizing.limited(launch, sizing.tokens_beside(record, decision.reserve))
-            tokens |= {"record_fraction": decision.fraction, "record_tokens": fitting}
-    return tokens
-
-
-def find_record(model: str, gpu: str, resolved: Mapping[str, Any]) -> tuple[str, Record] | None:
-    """The newest record of this model, ranks and chunk on this kind of GPU; what else a server is given may differ."""
-
-    def matches(inputs: Mapping[str, Any]) -> bool:
-        chunk = inputs.get("arguments", {}).get("chunked_prefill_size", resolved["chunked_prefill_size"])
-        return (
-            (inputs.get("model"), inputs.get("device")) == (model, GPUS[gpu].name)
-            and inputs.get("devices") == resolved["tp_size"] * resolved.get("pp_size", 1)
-            and chunk == resolved["chunked_prefill_size"]
-        )
-
-    try:
-        records = read_records(record_path(os.environ))
-    except Unreadable:  # `doctor --kv` says so
-        return None
-    fitting = [(name, one) for name, one in records.items() if one.rule_tokens and matches(one.fingerprint_inputs)]
-    return max(fitting, key=lambda pair: pair[1].measured, default=None)
 
 
 # --- From a model and arguments --------------------------------------------------------------------------------------
@@ -326,8 +291,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         return report
     tokens: dict[str, Any] | str = "a part of the model is beside the language model"
     if not asked["is_part"]:
-        recorded = find_record(model, gpu, asked["resolved"])
-        tokens = count_kv_tokens(sizes, asked["resolved"], layer["weight_bytes"], gpu, recorded)
+        tokens = count_kv_tokens(sizes, asked["resolved"], layer["weight_bytes"], gpu)
     if isinstance(tokens, str):
         report["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
         return report
@@ -559,19 +523,11 @@ def show(report: Mapping[str, Any]) -> None:
 
 def _describe_kv_cache(tokens: Mapping[str, Any]) -> str:
     """What is known of the KV cache, in words."""
-    words = (
+    return (
         f"KV cache: about {tokens['rule_tokens']:,} tokens by the engine's fraction {tokens['fraction']:.3f} "
         f"({tokens['weight_bytes'] / 1e9:,.1f} GB of weights, {tokens['token_bytes']:,} bytes a token; what CUDA and "
         f"NCCL hold is not counted)"
     )
-    if "record" in tokens:
-        words += f"; record {tokens['record']}: {tokens['record_rule_tokens']:,} tokens by the rule, "
-        words += (
-            f"{tokens['record_tokens']:,} with the measured reserve ({tokens['record_fraction']:.4f})"
-            if "record_tokens" in tokens
-            else tokens["record_reason"]
-        )
-    return words
 
 
 def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -13,8 +13,10 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     Limits,
     Load,
     Phase,
+    Plant,
     Tokens,
     max_new_tokens,
+    shared_prefix,
 )
 
 ATTEMPTS_PER_PHASE = 2
@@ -30,8 +32,8 @@ class LoadDriver:
     Asked again and again for what to put; in between it is told what was seen and answered.
 
     :param abort: makes the request that ends all others.
-    :param late: whether no further phase is to begin.
-    :param left_s: seconds until what still runs is left to itself.
+    :param seconds_to_deadline: seconds until no further phase begins, and so many more.
+    :param grace_s: so many more, after which what still runs is left to itself.
     """
 
     def __init__(
@@ -40,18 +42,20 @@ class LoadDriver:
         limits: Limits,
         make: Make,
         abort: Callable[[], Any],
-        late: Callable[[], bool],
-        left_s: Callable[[], float],
+        seconds_to_deadline: Callable[[float], float],
+        grace_s: float,
     ):
-        self.load, self.limits, self._make, self._abort, self._late = load, limits, make, abort, late
-        self._left_s, self._slowest_s = left_s, 0.0
+        self.load, self.limits, self._make, self._abort = load, limits, make, abort
+        self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
+        self.seconds: dict[str, float] = {}
+        """Of each phase that began, by its name."""
         self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = self.out_of_time = False
         self._numbers = count(1)
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
-        self._reached = self._decoding = self._idle = self._ended = False
+        self._reached = self._decoding = self._idle = self._ended = self._planted = False
         self._steps = self._run()
 
     @property
@@ -70,12 +74,19 @@ class LoadDriver:
         """A request has ended, however it did."""
         self._waiting.discard(name)
 
+    def planted(self, held: bool) -> None:
+        """The caches have been given a :class:`Plant`.
+
+        :param held: what :func:`.planted_prefix.plant` said on this rank.
+        """
+        self._planted = held
+
     def end(self) -> None:
         """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
 
     def put(self, idle: bool) -> list[Any]:
-        """What to put now; nothing while requests are waited for.
+        """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
 
         :param idle: the scheduler has nothing to do: what is waited for has been lost.
         """
@@ -93,10 +104,12 @@ class LoadDriver:
     def _run(self) -> Iterator[list[Any]]:
         for number, phase in enumerate(self.load.phases):
             self._phase, self._reached = phase, False
+            began = self._seconds_to_deadline(0.0)
             for attempt in range(ATTEMPTS_PER_PHASE):
                 if self._stopping():
                     break
                 yield from self._attempt(phase, Tokens(f"{phase.name} {attempt}", self.limits.vocabulary))
+                self.seconds[phase.name] = began - self._seconds_to_deadline(0.0)
                 if self._reached:
                     break
             (self.reached if self._reached else self.missed).append(phase.name)
@@ -106,10 +119,14 @@ class LoadDriver:
         self._phase = None
 
     def _stopping(self) -> bool:
-        return self._ended or self._late()
+        return self._ended or self._seconds_to_deadline(0.0) < 0
 
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
-        self._decoding = False
+        self._decoding = self._planted = False
+        if phase.planted:
+            yield [Plant(tuple(shared_prefix(phase.planted, self.limits)))]
+            if not self._planted:
+                return  # computing it may take minutes
         if phase.background:
             others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
             yield self._requests(others, max_new_tokens(phase.background, self.limits, 4096), phase)
@@ -118,7 +135,7 @@ class LoadDriver:
         behind = set(self._waiting)
         prompts = phase.prompts(tokens)
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
-            if (left_s := self._left_s()) < phase.growth * self._slowest_s:
+            if (left_s := self._seconds_to_deadline(self._grace_s)) < phase.growth * self._slowest_s:
                 self.out_of_time = True
                 self.end()
                 break
@@ -128,7 +145,7 @@ class LoadDriver:
                     break
                 yield []
             if phase.growth:
-                self._slowest_s = max(self._slowest_s, left_s - self._left_s())
+                self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline(self._grace_s))
             if self._ended:
                 break
         if self._waiting and not self._idle:

@@ -1,18 +1,13 @@
-"""Which servers may size their KV cache by a record: pure functions of a server's arguments."""
+"""Which servers measure what they need and size their KV cache by it: pure functions of a server's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.machine import cache_folder
 from sglang_moe_patches.core.variables import Variable
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, speculates
-
-FILE = "kv-records.json"
-
 
 ALWAYS = "always"
 
@@ -25,27 +20,38 @@ def _mode(text: str) -> str:
     return "" if text == "off" else text
 
 
+def _margin(text: str) -> int:
+    if not text.isdecimal() or int(text) < LEAST_MARGIN_MB:
+        raise ValueError(f"expected a whole number of MB, at least {LEAST_MARGIN_MB}, got {text!r}")
+    return int(text) * 1_000_000
+
+
+LEAST_MARGIN_MB = 200
+"""Below it a server could not take one more buffer of a library."""
 KV_SIZING = Variable(
     "SGLANG_MOE_PATCHES_KV_SIZING",
-    "auto: a server's first start measures what it needs, later ones give the rest to the KV cache; a given "
-    "--mem-fraction-static is used unchanged, and the log says what it leaves. always: the record decides all the same",
+    "auto: each start measures what forwards need and gives the rest to the KV cache; a given --mem-fraction-static is "
+    "left alone. always: with a given one the KV cache begins, and is measured and grown all the same",
     _mode,
     "off",
 )
-KV_RECORD = Variable(
-    "SGLANG_MOE_PATCHES_KV_RECORD", f"the file of what was measured; unset: `{FILE}` in the user's cache", str
+KV_MARGIN = Variable(
+    "SGLANG_MOE_PATCHES_KV_MARGIN_MB",
+    "MB (10^6 bytes) kept free beside what was measured; with half of it left while serving, KV cache is given back",
+    _margin,
+    "2000",
 )
-
-
-def record_path(environ: Mapping[str, str]) -> Path:
-    """The file of records."""
-    given = KV_RECORD.read(environ)
-    return Path(given).expanduser() if given else cache_folder(environ) / FILE
+"""Between two kinds of load the need of fourteen servers has differed by up to 1,180 MB, and once by 2 GB, on H100s and
+H200s. ``docs/changes/kv-sizing.md`` states the default where it explains the margin, and one test compares
+(``test_the_page_says_the_margin`` in ``test/unit/memory/kv_sizing/test_eligibility.py``). A margin that no GPU was run
+with belongs under *Not run* there; where servers were run with 2,000 MB, that stays."""
 
 
 _NOT_REHEARSED = "whose forwards are not rehearsed"
 _MEMORY_CHANGES = "whose memory comes and goes"
 _KEEPS_PROMPTS = "which would keep the prompts of a rehearsal"
+_BY_SLOT = "which keeps something for every slot of the KV cache, as many as there are at first"
+_SHARDS = "whose KV cache lies in pieces on several ranks"
 
 REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 """Speculative algorithms that a rehearsal exercises, by the engine's names."""
@@ -53,11 +59,8 @@ REHEARSED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 Reasons = Mapping[str, tuple[Callable[[Mapping[str, Any]], object], str]]
 """By flag: whether a server's resolved arguments have the feature, and the reason, worded to follow "of FLAG,"."""
 
-# Which table a flag belongs to. INELIGIBLE is the safe one: the change is skipped and hooks nothing. MONITOR_ONLY is
-# for a feature that somebody has looked at: the server is never rehearsed, but its lowest free memory while it serves
-# tells what the next start of the same server will leave. What else a new flag needs: docs/development/new-argument.md.
-#: Servers that keep their fraction. Their free memory is recorded while they serve.
-MONITOR_ONLY: Reasons = {
+# What a new flag must be looked at for: docs/development/new-argument.md.
+INELIGIBLE: Reasons = {
     "--attn-cp-size": (lambda a: (a.get("attn_cp_size") or 1) > 1, _NOT_REHEARSED),
     "--speculative-algorithm": (
         lambda a: str(a.get("speculative_algorithm") or "").upper() not in ("", *REHEARSED_ALGORITHMS),
@@ -79,9 +82,6 @@ MONITOR_ONLY: Reasons = {
         lambda a: a.get("moe_a2a_backend") not in (None, "none"),
         "whose buffers may hold fewer requests than are admitted",
     ),
-}
-#: Servers that keep their fraction. Nothing is recorded.
-INELIGIBLE: Reasons = {
     "--enable-dp-attention-local-control-broadcast": (
         lambda a: attention_ranks(a) > 1 and a.get("enable_dp_attention_local_control_broadcast"),
         "with which other ranks do not receive rank 0's requests",
@@ -112,9 +112,21 @@ INELIGIBLE: Reasons = {
     "--enable-flexkv": (lambda a: a.get("enable_flexkv"), _KEEPS_PROMPTS),
     "--radix-cache-backend": (lambda a: a.get("radix_cache_backend") not in (None, "", "auto"), _KEEPS_PROMPTS),
     "--enable-unified-cache-external-linker": (lambda a: a.get("enable_unified_cache_external_linker"), _KEEPS_PROMPTS),
+    "--kv-canary": (lambda a: a.get("kv_canary") not in (None, "", "none"), _BY_SLOT),
+    "--enable-return-routed-experts": (lambda a: a.get("enable_return_routed_experts"), _BY_SLOT),
+    "--enable-return-indexer-topk": (lambda a: a.get("enable_return_indexer_topk"), _BY_SLOT),
+    "--prefill-only-disable-kv-cache": (lambda a: a.get("prefill_only_disable_kv_cache"), "which has no KV cache"),
+    "--dcp-size": (lambda a: (a.get("dcp_size") or 1) > 1, _SHARDS),
+    "--enable-kv-cache-sharding": (lambda a: a.get("enable_kv_cache_sharding"), _SHARDS),
+    "--enable-dsa-cache-layer-split": (lambda a: a.get("enable_dsa_cache_layer_split"), _SHARDS),
+    "--enable-page-major-kv-layout": (lambda a: a.get("enable_page_major_kv_layout"), "whose layout is not known"),
+    "--enable-pd-role-switch": (lambda a: a.get("enable_pd_role_switch"), "which registers the KV cache's memory"),
 }
-ENGINE_SWITCHES = ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RUST_SERVER")
-"""With the first the engine sizes its KV cache after graph capture; with the second it has no inbox of this kind."""
+ENGINE_SWITCHES = {
+    "SGLANG_RUST_SERVER": "it has no inbox of the kind that a rehearsal needs",
+    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "another allocator makes the KV cache, and registers its memory",
+}
+"""Environment variables of the engine's, each with why a server that has it on is not sized."""
 SKIP_ALL_GATHER = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 """With it ranks do not exchange batch information, which matters where each runs requests of its own."""
 
@@ -125,7 +137,7 @@ def arguments_of(server_args: Any) -> dict[str, Any]:
 
 
 def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Why the engine's rule sizes a server and nothing is recorded of it; ``None``: a record is kept.
+    """Why the engine's rule sizes a server; ``None``: it measures and sizes itself, if its pools are known.
 
     :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     :returns: the reason, worded to follow "because".
@@ -134,22 +146,23 @@ def skip_reason(asked: object, arguments: Mapping[str, Any], environ: Mapping[st
         return f"{KV_SIZING.name} is off; auto turns it on"
     if str(arguments.get("device")) != "cuda":
         return f"--device is {arguments.get('device')}"
-    if reason := _first_reason(INELIGIBLE, arguments):
-        return reason
-    for name in (*ENGINE_SWITCHES, *([SKIP_ALL_GATHER] if attention_ranks(arguments) > 1 else [])):
+    for name, (has, reason) in INELIGIBLE.items():
+        if has(arguments):
+            return f"of {name}, {reason}"
+    for name, why in ENGINE_SWITCHES.items():
         if is_on(name, environ):
-            return f"{name} is set"
+            return f"{name} is set: {why}"
+    if attention_ranks(arguments) > 1 and is_on(SKIP_ALL_GATHER, environ):
+        return f"{SKIP_ALL_GATHER} is set"
     return None
 
 
-def monitor_only_reason(arguments: Mapping[str, Any]) -> str | None:
-    """Why the engine's rule sizes a server of which a record is kept; ``None``: the record may size it."""
-    return _first_reason(MONITOR_ONLY, arguments)
+def given_reason(asked: object) -> str:
+    """Why a given ``--mem-fraction-static`` is left alone, worded to follow "because"; "": a KV cache begins with it.
 
-
-def _first_reason(reasons: Reasons, arguments: Mapping[str, Any]) -> str | None:
-    """The first reason that applies, worded to follow "because"."""
-    return next((f"of {name}, {reason}" for name, (has, reason) in reasons.items() if has(arguments)), None)
+    :param asked: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
+    """
+    return "" if asked == ALWAYS else f"it was given; {KV_SIZING.name}={ALWAYS} measures all the same"
 
 
 def is_on(name: str, environ: Mapping[str, str]) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.phases import MAMBA, Batch, ServerFacts
 
 GIB = 1 << 30
 WINDOWS = "sliding-window"
-REHEARSED = {"SWAKVPool": WINDOWS, "HybridLinearKVPool": MAMBA}
-"""The pools of more than one KV cache that are known, by the engine's name for the one of the keys and values."""
 
 
 def batch_facts(batch: Any) -> Batch:
@@ -40,10 +37,9 @@ def server_facts(runner: Any) -> ServerFacts:
     rows = getattr(table, "req_to_token", None)
     window_tokens = int(getattr(pool, "size_swa", 0) or 0)
     return ServerFacts(
-        kv_bytes=pool_bytes(pool) + pool_bytes(getattr(table, "mamba_pool", None)),
+        fixed_bytes=_table_bytes(rows) + pool_bytes(getattr(table, "mamba_pool", None)),
         kv_tokens=int(runner.max_total_num_tokens),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
-        table_bytes=0 if rows is None else rows.numel() * rows.element_size(),
         table_requests=int(getattr(table, "size", 0) or 0),
         context=int(config.context_len),
         vocabulary=int(config.vocab_size),
@@ -53,6 +49,10 @@ def server_facts(runner: Any) -> ServerFacts:
         window_tokens=window_tokens,
         captured=_captured(runner),
     )
+
+
+def _table_bytes(rows: Any) -> int:
+    return 0 if rows is None else int(rows.numel() * rows.element_size())
 
 
 def _captured(runner: Any) -> int | None:
@@ -80,25 +80,9 @@ def graph_bytes(runner: Any) -> tuple[int, int]:
     return round(decodes * GIB), round(float(told.get("prefill", 0)) * GIB)
 
 
-def draft_kv_bytes(draft_runners: Iterable[Any], target: Any) -> int:
-    """Bytes of the KV caches that draft models have of their own, beside the target's."""
-    own = {id(pool): pool for pool, _ in map(pools, draft_runners) if pool is not pools(target)[0]}
-    return sum(map(pool_bytes, own.values()))
-
-
 def hybrid(pool: Any, table: Any) -> str:
     """The kind of pool that is more than one KV cache, or "" for none."""
     kinds = [kind.__name__ for each in (pool, table) for kind in type(each).__mro__]
     if any("SWA" in kind for kind in kinds):
         return WINDOWS
     return MAMBA if any("Hybrid" in kind or "Mamba" in kind for kind in kinds) else ""
-
-
-def unknown_pool(runner: Any) -> str:
-    """A pool of more than one KV cache that is not :data:`REHEARSED`; "": there is none."""
-    pool, table = pools(runner)
-    kind = hybrid(pool, table)
-    # The table must be of the pool's kind: a request takes a slot in a table of states, too.
-    known = REHEARSED.get(type(pool).__name__) == kind == (hybrid(None, table) or kind)
-    several = kind or getattr(runner, "is_hybrid_swa", False)
-    return type(pool).__name__ if several and not known else ""

@@ -1,584 +1,627 @@
-"""The hook points: pools (choose the fraction), event loop (rehearse, monitor), init info (report the fraction)."""
+"""A server's start, in the order in which it happens: reserve, rehearse, grow, serve."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import re
+import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_moe_patches.core import engine, gpu_memory, log, patch
+from sglang_moe_patches.core import engine, gpu_memory, log
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.kv_sizing import (
-    coordination,
     eligibility,
-    fingerprint,
     images,
     metrics,
-    record,
+    phases,
+    ranks,
     rehearsal,
+    serving,
     sizing,
+    token_count,
 )
-from sglang_moe_patches.memory.kv_sizing.facts import GIB, draft_kv_bytes, server_facts
+from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, HostMemory, Memory
+from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, server_facts
 from sglang_moe_patches.memory.kv_sizing.launcher import MARK, given_by_the_user
-from sglang_moe_patches.memory.kv_sizing.monitor import FreeMemoryMonitor
-from sglang_moe_patches.memory.kv_sizing.phases import MAMBA
-from sglang_moe_patches.memory.kv_sizing.record import Record
+from sglang_moe_patches.memory.kv_sizing.phases import Plant
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
-RECORD_LOCK_TIMEOUT_S = 5.0
-"""While a server starts; in a turn of the serving loop nothing is waited for."""
+LOW = "little memory is left"
+"""What a rank tells the first on the board while it rehearses."""
 
 
-@dataclass
-class State:
-    """State of one scheduler process, from KV-cache sizing to exit.
+@dataclass(frozen=True)
+class MapTokens(ranks.Order):
+    """Have memory behind so many tokens, and tell whether there was enough."""
 
-    :param process: the launch that this process belongs to, the same for all replicas of a server.
-    :param leader: it is the world's first rank, which reads, writes and logs.
-    :param elsewhere: it is on another machine than the leader, with a file of its own.
-    :param launch: memory of all ranks as the start began; ``None``: nothing is sized or recorded.
-    :param given: the user set ``--mem-fraction-static``.
-    :param rank_reserve: what this rank has beside its weights and its KV cache, in bytes.
-    :param draft_runners: the engine's model runners of draft models, which have KV caches of their own.
+    tokens: int
+
+
+@dataclass(frozen=True)
+class UseTokens(ranks.Order):
+    """Serve with so many tokens from now on.
+
+    :param reason: why it is not what fits; "" where it is.
+    :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
     """
 
-    path: Path
-    process: str = ""
-    leader: bool = False
-    elsewhere: bool = False
-    gpu: int = 0
-    key: str = ""
-    fingerprint_inputs: Mapping[str, Any] = field(default_factory=dict)
-    launch: sizing.LaunchMemory | None = None
-    record: Record | None = None
-    decision: sizing.Decision = field(default_factory=sizing.Decision)
-    given: bool = False
-    rank_reserve: int = 0
-    draft_runners: list[Any] = field(default_factory=list)
-
-    @property
-    def fraction(self) -> float | None:
-        """The record's; ``None``: the engine's own, or the given one, is in force."""
-        return self.decision.fraction
-
-    @property
-    def fraction_in_force(self) -> float:
-        assert self.launch is not None
-        return self.launch.fraction if self.fraction is None else self.fraction
-
-    @property
-    def source(self) -> metrics.Source:
-        """Of the fraction in force."""
-        if self.fraction is not None:
-            return metrics.Source.RECORD
-        return metrics.Source.GIVEN if self.given else metrics.Source.DEFAULT
-
-    def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
-        """Log on the leader alone."""
-        if self.leader:
-            level = logging.WARNING if warn else logging.INFO
-            log.logger.log(level, log.of("kv-sizing", message), *arguments)
-
-    def update(self, change: Callable[[Record], Record | None], *, wait_s: float = 0.0) -> Record | None:
-        """Change this configuration's record; see :func:`record.update`."""
-        return record.update(self.path, self.key, change, wait_s=wait_s)
-
-
-# --- Probing ---------------------------------------------------------------------------------------------------------
+    tokens: int
+    reason: str = ""
+    again: bool = False
+    missed: tuple[str, ...] = ()
 
 
 def probe() -> Install:
-    """Find the hook points.
-
-    :returns: what wraps them.
+    """Find where pools are made, and where serving begins.
 
     :raises engine.Unsupported: the engine is not as expected.
     """
     runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
-    name = "init_memory_pool" if hasattr(runner, "init_memory_pool") else "alloc_memory_pool"
-    owner = runner
-    if not hasattr(owner, "_profile_available_bytes"):
-        owner = engine.own(engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator")
-    profile = engine.own(owner, "_profile_available_bytes")
+    maker = runner
+    if not hasattr(maker, "_init_pools"):
+        maker = engine.own(engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator")
+    profile = engine.own(maker, "_profile_available_bytes")
     engine.require_mentions(profile, "mem_fraction_static", "pre_model_load_memory")
-    engine.own(runner, name)
-    in_context = engine.mentions(profile, "get_schedule")
-    if in_context:
-        context = engine.module("sglang.srt.runtime_context")
-        engine.require_parameters(engine.own(engine.own(context, "RuntimeContext"), "override"), ("self", "source"))
+    engine.require_parameters(engine.own(maker, "_resolve_memory_pool_config"), ("self", "pre_model_load_memory"))
+    engine.require_mentions(engine.own(maker, "_init_pools"), "max_running_requests")
     scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
-    engine.own(scheduler, "process_input_requests")
     engine.own(scheduler, "is_fully_idle")
-    if engine.has_module(rehearsal.RECEIVER):
-        receiver = engine.own(engine.module(rehearsal.RECEIVER), "SchedulerRequestReceiver")
-        engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
-    else:
-        engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
+    engine.own(scheduler, "flush_cache")
+    ranks.require_inbox(scheduler)
 
     def install(patcher: Patcher) -> None:
-        state = State(eligibility.record_path(os.environ))
-        patcher.wrap(runner, name, lambda original: _make_init_memory_pool(original, state, in_context))
-        patcher.wrap(scheduler, "get_init_info", lambda original: _make_init_info(original, state))
-        patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, state))
+        start = ServerStart()  # one of each scheduler process
+        patcher.wrap(maker, "_resolve_memory_pool_config", start.reserve)
+        patcher.wrap(maker, "_init_pools", start.make_pools)
+        patcher.wrap(scheduler, "get_init_info", start.hold_init_info)
+        patcher.wrap(scheduler, "run_event_loop", start.rehearse)
 
     return install
 
 
-# --- Sizing ----------------------------------------------------------------------------------------------------------
+class ServerStart:
+    """One scheduler process, from the decision on its pools on.
 
-
-def _make_init_memory_pool(original: Callable[..., Any], state: State, in_context: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not eligibility.KV_SIZING.read():
-            return original(self, *args, **kwargs)
-        is_draft = getattr(self, "is_draft_worker", False)
-        if is_draft:
-            state.draft_runners.append(self)
-        if is_draft or state.launch is not None:
-            return original(self, *args, **kwargs)
-        given = args[0] if args and isinstance(args[0], int | float) else kwargs.get("pre_model_load_memory")
-        inputs = gather(state, self, given if given is not None else self.pre_model_load_memory)
-        apply(sizing.decide_sizing(inputs), inputs, state, self, in_context)
-        before = _free_before_pools(state, self)
-        result = original(self, *args, **kwargs)
-        state.rank_reserve = _rank_reserve(state, self, before)
-        if state.fraction is not None:
-            assert state.launch is not None
-            assert state.record is not None
-            state.log(
-                "%.4f instead of %.4f: %s tokens instead of %s; %s MB of margin%s, measured %s ago%s",
-                state.fraction,
-                state.launch.fraction,
-                f"{int(self.max_total_num_tokens):,}",
-                f"{state.record.rule_tokens:,}",
-                f"{state.decision.margin / 1e6:,.0f}",
-                f", {state.launch.images / 1e6:,.0f} MB the engine's for images" if state.launch.images else "",
-                record.age(state.record, time.time()),
-                "; rehearses once more" if state.decision.rehearse else "",
-            )
-        return result
-
-    return init_memory_pool
-
-
-def _free_before_pools(state: State, runner: Any) -> int:
-    """Free bytes, as the engine finds them when it sizes its pools.
-
-    :returns: 0 where it is not known, or the rank has no more beside its KV cache than the fraction sets aside.
+    Wrappers of the engine's functions take the original, and return what is called in its place.
     """
+
+    def __init__(self) -> None:
+        self.leads, self.gpu, self.given = False, 0, False
+        self.margin = eligibility.KV_MARGIN.read()
+        self.reason = "its pools have not been made"
+        """Why this server is not sized; "": it is."""
+        self.launch = LaunchMemory()
+        self.pools: ElasticPools | None = None
+        self.bytes_per_token = 0.0
+        self.limited = 0
+        self._init_info: Any = self
+        self._held: list[Callable[[], None]] = []
+        self._rehearsal: rehearsal.Rehearsal | None = None
+        self._serving: serving.Serving | None = None
+        self._pass, self._waits_for, self._deadline = 0, "", math.inf
+
+    def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
+        """Log on the first rank alone."""
+        if self.leads:
+            (log.logger.warning if warn else log.logger.info)(log.of("kv-sizing", message), *arguments)
+
+    # --- 1. Reserve ----------------------------------------------------------------------------------------------
+
+    def reserve(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's decision on its pools: how many tokens there are addresses for."""
+
+        @functools.wraps(original)
+        def resolve(maker: Any, pre_model_load_memory: float) -> Any:
+            if maker.is_draft_worker or self.pools is not None or not eligibility.KV_SIZING.read():
+                return original(maker, pre_model_load_memory)
+            launches = self._gather(maker, pre_model_load_memory)
+            if self.reason:
+                config = original(maker, pre_model_load_memory)
+                source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
+                self.log("using %s %.4f because %s", source, self.launch.fraction, self.reason)
+                return config
+            with self._at_least_one_request(maker, launches):
+                config = original(maker, pre_model_load_memory)
+            self._reserve(maker, config)
+            return config
+
+        return resolve
+
+    def _gather(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
+        """What all ranks know; sets the reason. Collective, also where a given fraction is left alone."""
+        arguments = eligibility.arguments_of(maker.server_args)
+        self.leads, self.gpu = ranks.is_first_rank(), int(maker.gpu_id)
+        self.given = given_by_the_user(maker.server_args)
+        vars(maker.server_args).pop(MARK, None)  # else /server_info would show it
+        if int(arguments.get("nnodes") or 1) > 1 and (apart := _machines_apart()):
+            self.reason = apart
+            return []
+        try:
+            self.launch = _launch_memory(maker, arguments, before_gib)
+        except Exception as error:
+            self.launch = LaunchMemory(f"{type(error).__name__}: {error}")
+        launches: list[LaunchMemory] = ranks.all_gather(self.launch)
+        self.reason = next((each.failure for each in launches if each.failure), "")
+        if not self.reason and self.given:
+            self.reason = eligibility.given_reason(eligibility.KV_SIZING.read())
+        # The engine divides by the free memory of the rank with the least.
+        before = min((each.free_before_load for each in launches if not each.failure), default=0)
+        self.launch = replace(self.launch, free_before_load=before)
+        return [replace(each, free_before_load=before) for each in launches]
+
+    @contextmanager
+    def _at_least_one_request(self, maker: Any, launches: list[LaunchMemory]) -> Any:
+        """Where the engine's rule leaves the KV cache less than one longest request takes, begin with as much."""
+        fraction = None
+        if not self.given and not getattr(maker, "mambaish_config", None):
+            with suppress(Exception):
+                longest = int(maker.model_config.context_len) + 2 * int(maker.page_size)
+                fraction = sizing.least_fraction(launches, int(longest * _bytes_per_token(maker)), self.margin)
+        if fraction is None:
+            yield
+            return
+        self.log(
+            "the engine's default fraction %.4f leaves the KV cache less than one request of the whole context: "
+            "it begins with %.4f",
+            self.launch.fraction,
+            fraction,
+            warn=True,
+        )
+        with _fraction_in_force(maker, fraction):
+            yield
+        self.launch = replace(self.launch, fraction=fraction)
+
+    def _reserve(self, maker: Any, config: Any) -> None:
+        """Decide on the addresses. Collective."""
+        rule = _counts_of(config)
+        top, problem = rule, ""
+        try:
+            self.bytes_per_token = _bytes_per_token(maker)
+            most = rule.tokens + int(self.launch.set_aside / self.bytes_per_token)
+            self.limited = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
+            top = _counts_of(_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        told: list[tuple[str, TokenCounts]] = ranks.all_gather((problem, top))
+        problem = next((each for each, _ in told if each), "")
+        top = min((each for _, each in told), key=lambda each: each.tokens)
+        if self.limited:
+            top = rule if self.limited <= rule.tokens else top
+        if not problem and (not top.tokens or min(top) < min(rule)):
+            problem = f"there is no address space for more than {rule.tokens:,} tokens"
+        if problem:
+            self.reason = problem
+            self.log("no rehearsal because %s", problem, warn=True)
+            return
+        self.pools = ElasticPools(make_memory(self.gpu), rule, top, int(maker.page_size))
+        self._hold_init_info()
+
+    def make_pools(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's making of pools: with buffers of ours, or as without us."""
+
+        @functools.wraps(original)
+        def init_pools(maker: Any, **arguments: Any) -> Any:
+            pools = self.pools
+            if pools is None or self.reason:
+                return original(maker, **arguments)
+            kept = {name: getattr(maker, name) for name in _POOLS if hasattr(maker, name)}
+            try:
+                with sized_for(maker, arguments, pools.rule, pools.top) as told:
+                    built = pools.build(lambda: original(maker, **told), lambda made: _parts(maker, made), maker.device)
+                if not maker.is_draft_worker:
+                    token_count.resize_allocator(_parts(maker, built)[2], pools.rule)
+                return built
+            except Exception as error:
+                self.reason = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
+                log.logger.warning(log.of("kv-sizing", "the KV cache does not grow because %s"), self.reason)
+                for name, value in kept.items():
+                    setattr(maker, name, value)
+            return original(maker, **arguments)
+
+        return init_pools
+
+    # --- 2. Rehearse ---------------------------------------------------------------------------------------------
+
+    def hold_init_info(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the scheduler tells its launcher: not before the number of tokens is known."""
+
+        @functools.wraps(original)
+        def get_init_info(scheduler: Any) -> Any:
+            self._init_info, self._scheduler_of_info = original(scheduler), scheduler
+            return self._init_info
+
+        return get_init_info
+
+    def _hold_init_info(self) -> None:
+        """Have the message that carries the scheduler's word to its launcher wait.
+
+        The engine takes the pipe's method before it asks for what it is to send, so this begins before.
+        """
+        from multiprocessing.connection import Connection
+
+        patcher = Patcher()
+
+        def make_send(send: Callable[..., None]) -> Callable[..., None]:
+            def hold(pipe: Any, told: Any) -> None:
+                if told is not self._init_info or self.reason:
+                    send(pipe, told)
+                    return
+                patcher.undo()
+                self._held.append(lambda: send(pipe, token_count.init_info(told, self._scheduler_of_info)))
+
+            return hold
+
+        patcher.wrap(Connection, "send", make_send)
+        self._held.append(patcher.undo)
+
+    def _release_init_info(self) -> None:
+        while self._held:
+            self._held.pop()()
+
+    def rehearse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The event loop: in its first turns a rehearsal, before users' requests are read."""
+
+        @functools.wraps(original)
+        def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if eligibility.KV_SIZING.read():
+                self._begin(scheduler)
+            return original(scheduler, *args, **kwargs)
+
+        return run_event_loop
+
+    def _begin(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        arguments = eligibility.arguments_of(scheduler.server_args)
+        self.metrics = metrics.Metrics(arguments, self.gpu)
+        self.orders = ranks.Orders(scheduler, self.obey, leads=self.leads)
+        problem = self.reason
+        if not problem:
+            try:
+                self.board = ranks.Board()
+                self.orders.open()
+                self._begin_pass(None)
+            except Exception as error:
+                problem = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        if self.pools is not None:  # as on every rank: all have made addresses for their pools, or none
+            problem = next(filter(None, ranks.all_gather(problem)), "")
+        if not problem:
+            limit_s = rehearsal.timeout_s()
+            self.log("rehearses the largest forwards before the first request, at most %.0f s", limit_s)
+            return
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+        self.orders.close()
+        if self.pools is not None:
+            self.log("no rehearsal because %s", problem, warn=True)
+        self._show("rule", problem)
+        self._release_init_info()
+
+    def _begin_pass(self, load: Callable[[phases.Limits], phases.Load] | None) -> None:
+        """:raises Exception: this rank cannot; the caller must end the rehearsal."""
+        self._pass += 1
+        low = f"{LOW} {self._pass}"
+        self._rehearsal = rehearsal.Rehearsal(
+            self.scheduler,
+            self.gpu,
+            self._measured,
+            functools.partial(self.board.raise_flag, low),
+            functools.partial(self.board.is_raised, low),
+            leads=self.leads,
+            load=load,
+        )
+        self._rehearsal.begin()
+        self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
+
+    def _measured(self, seen: rehearsal.Measured) -> None:
+        """On every rank, in the turn of the flush: the stages of a pipeline not at the same time."""
+        assert self.pools is not None
+        self._seen = seen
+        self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
+        self._await("measured")
+        not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
+        spare = seen.lowest - self.margin - self.launch.images - not_run
+        mapped = self.pools.bytes_behind(self.pools.counts)
+        need = RankNeed(
+            fits=self.pools.tokens_within(mapped + spare),
+            need=int(max(0, self.launch.free - self._other_bytes() - self.pools.mapped_bytes() - seen.lowest)),
+            failure=seen.failure,
+            stopped=seen.stopped,
+            out_of_time=seen.out_of_time,
+            seconds=seen.seconds,
+            phases=seen.phases,
+            missed=seen.missed,
+            skipped=seen.skipped,
+        )
+        self._publish("measured", need)
+
+    def _other_bytes(self) -> int:
+        """What was allocated with the pools and is not the KV cache's, in bytes: request tables, states."""
+        return server_facts(self.scheduler.tp_worker.model_runner).fixed_bytes
+
+    # --- 3. Grow, or shrink --------------------------------------------------------------------------------------
+
+    def _await(self, topic: str) -> None:
+        self._waits_for = topic
+        self._deadline = time.monotonic() + rehearsal.ABANDON_AFTER_S
+
+    def _publish(self, topic: str, told: Any) -> None:
+        try:
+            self.board.publish(f"{topic} {self._pass}", told)
+        except Exception as error:
+            log.logger.warning(log.of("kv-sizing", "what a rank has to tell is lost: %s"), error)
+
+    def _decide_when_all_have_told(self) -> list[Any]:
+        """On ranks that read, instead of users' requests: the first gives orders."""
+        assert self.pools is not None
+        if not self.leads or not self._waits_for:
+            return []
+        topic, now = self._waits_for, self.pools.counts.tokens
+        try:
+            told = self.board.collect(f"{topic} {self._pass}")
+            late = time.monotonic() > self._deadline
+            if told is None and not late:
+                return []
+            if told is None:
+                order: ranks.Order = UseTokens(now, "not every rank has told what it measured")
+            elif topic == "measured":
+                order = self._order_for(told)
+            else:
+                order = self._order_after_mapping(told)
+        except Exception as error:
+            order = UseTokens(now, f"what was measured is lost: {type(error).__name__}: {error}")
+        self._waits_for = ""
+        if isinstance(order, MapTokens):
+            self._await("mapped")
+        return [ranks.Broadcast((order,))]
+
+    def _order_for(self, needs: list[RankNeed]) -> ranks.Order:
+        assert self.pools is not None
+        self.needs = needs
+        now = self.pools.counts.tokens
+        most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
+        verdict = sizing.decide(needs, now, most)
+        if verdict.tokens > now:
+            return MapTokens(verdict.tokens)
+        again = verdict.tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
+        return UseTokens(verdict.tokens, verdict.reason, again, needs[0].missed)
+
+    def _order_after_mapping(self, told: list[tuple[int, str]]) -> ranks.Order:
+        assert self.pools is not None
+        before = self._counts_before.tokens
+        if problem := next((problem for _, problem in told if problem), ""):
+            return UseTokens(before, f"a rank had no memory to map: {problem}")
+        return UseTokens(self.pools.counts.tokens, again=self._pass < sizing.MAX_PASSES)
+
+    def obey(self, order: ranks.Order) -> None:
+        """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
+        if self._serving is not None:
+            self._serving.obey(order)
+        elif isinstance(order, MapTokens):
+            self._map(order)
+        elif isinstance(order, UseTokens):
+            self._use(order)
+        elif isinstance(order, Plant) and self._rehearsal is not None:
+            self._rehearsal.plant(order)
+
+    def _map(self, order: MapTokens) -> None:
+        assert self.pools is not None
+        self._counts_before, problem, mapped = self.pools.counts, "", 0
+        try:
+            mapped = self.pools.map(self.pools.counts_for(order.tokens))
+        except Exception as error:
+            problem = str(error)
+        self._publish("mapped", (mapped, problem))
+
+    def _use(self, order: UseTokens) -> None:
+        assert self.pools is not None
+        counts = self.pools.counts_for(order.tokens)
+        try:
+            self._tell(counts)
+        except Exception as error:
+            # As on every rank, whose objects are of the same kinds. With the rule's number all is as it was.
+            counts = self.pools.counts_for(min(self.pools.rule.tokens, self.pools.counts.tokens))
+            with suppress(Exception):
+                self._tell(counts)
+            order = replace(order, again=False, reason=f"not every count could be told: {error}")
+        self.pools.unmap_from(counts)
+        if order.again and self._rehearse_again(order.missed):
+            return
+        self._log_sizing(order)
+        self._serve()
+
+    def _tell(self, counts: TokenCounts) -> None:
+        token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
+        token_count.set_token_count(self.scheduler, counts)
+
+    def _rehearse_again(self, missed: tuple[str, ...]) -> bool:
+        """Whether something is left to rehearse with this number of tokens, and has begun: the same on every rank."""
+        assert self._rehearsal is not None
+        assert self._rehearsal.limits is not None
+        before = self._rehearsal.limits
+        after = rehearsal.limits_of(self.scheduler, server_facts(self.scheduler.tp_worker.model_runner))
+        if not phases.derive_second_pass(before, after, missed).phases:
+            return False
+        try:
+            self._begin_pass(lambda limits: phases.derive_second_pass(before, limits, missed))
+        except Exception as error:
+            self._rehearsal.end()
+            # The others wait for what this rank has to tell.
+            self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
+            self._await("measured")
+            self._publish("measured", RankNeed(failure=f"{type(error).__name__}: {error}"))
+        return True
+
+    def _log_sizing(self, order: UseTokens) -> None:
+        assert self.pools is not None
+        rule, now = self.pools.rule.tokens, self.pools.counts.tokens
+        state = "grown" if now > rule else "shrunk" if now < rule else "rule"
+        self._show(state, order.reason)
+        if not self.leads:
+            return
+        needs = getattr(self, "needs", [])
+        need = max(needs, key=lambda each: each.need, default=RankNeed())
+        leader = needs[0] if needs else RankNeed()
+        if leader.seconds:
+            parts = ", ".join(
+                f"{name} {seconds:.1f} s" for name, seconds in leader.seconds.items() if name != rehearsal.ALL
+            )
+            missed = f"; not reached: {', '.join(leader.missed)}" if leader.missed else ""
+            early = "; ended early, before memory ran out" if any(each.stopped for each in needs) else ""
+            self.log("rehearsed in %.0f s: %s%s%s", leader.seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
+            decode, prefill = self._seen.graphs
+            self.log(
+                "forwards need %s MB; largest: %s; graphs: %s MB of decodes, %s MB of prefills",
+                f"{need.need / 1e6:,.0f}",
+                sizing.largest_phases(leader),
+                f"{decode / 1e6:,.0f}",
+                f"{prefill / 1e6:,.0f}",
+            )
+        kept = f", {self.launch.images / 1e6:,.0f} MB the engine's for images" if self.launch.images else ""
+        facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
+        fraction = sizing.pinned_fraction(self.launch, (now - rule) * self.bytes_per_token)
+        hybrid = server_facts(self.scheduler.tp_worker.model_runner).hybrid == MAMBA
+        pin = f"; the same as --mem-fraction-static {fraction:.4f}" if fraction and not hybrid and now != rule else ""
+        why = f"; {order.reason}" if order.reason else ""
+        limit = f"; --max-total-tokens {self.limited:,} is used" if self.limited and now == self.limited else ""
+        need_mb, margin_mb = f"{need.need / 1e6:,.0f}", f"{self.margin / 1e6:,.0f}"
+        self.log(
+            "%s; forwards need %s MB, %s MB of margin stay free%s%s%s%s",
+            *(facts, need_mb, margin_mb, kept, limit, why, pin),
+            warn=bool(order.reason) or now < rule,
+        )
+        if self.given and now < rule and fraction:
+            self.log("the given --mem-fraction-static is too high: %.4f would be safe", fraction, warn=True)
+
+    def _show(self, state: str, reason: str) -> None:
+        self.metrics.show_state(state, reason)
+        if self.pools is not None:
+            self.metrics.show(metrics.TOKENS, self.pools.counts.tokens)
+            self.metrics.show(metrics.BY_RULE, self.pools.rule.tokens)
+        if needs := getattr(self, "needs", None):
+            self.metrics.show(metrics.NEED, max(each.need for each in needs))
+
+    # --- 4. Serve ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """From here on users' requests are read, and each turn reads the clock once."""
+        assert self.pools is not None
+        self.orders.instead, self.orders.each_turn = None, lambda: None
+        try:
+            memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
+            self._serving = serving.Serving(
+                self.scheduler,
+                self.pools,
+                memory,
+                self.orders,
+                self.metrics,
+                leads=self.leads,
+                ranks=ranks.world_size(),
+            )
+            self.orders.each_turn = self._serving.look
+        except Exception as error:
+            self.log("free memory is not watched: %s", error, warn=True)
+        self._release_init_info()
+
+
+def make_memory(gpu: int) -> Memory:
+    """What KV buffers are made of."""
     import torch
 
-    stages = int(eligibility.arguments_of(runner.server_args).get("pp_size") or 1)
-    if state.launch is None or (stages == 1 and not state.launch.max_tokens):
-        return 0
-    try:
-        torch.cuda.empty_cache()
-        return gpu_memory.read(state.gpu).free
-    except Exception:
-        return 0
+    return CudaMemory(gpu) if torch.cuda.is_available() else HostMemory()
 
 
-def _rank_reserve(state: State, runner: Any, before: int) -> int:
-    """:param before: free memory in bytes before the pools were made; 0: not known, or it does not matter."""
-    reserve = int(state.decision.reserve)
-    if before:
-        # A stage with less to hold than another has more left, and so has a KV cache that the user limits.
-        with suppress(Exception):
-            return max(reserve, before - server_facts(runner).kv_bytes)
-    return reserve
+_POOLS = ("req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator")
+"""What a model runner has been given before it makes pools, and keeps as attributes up to 0.5.15."""
 
 
-def gather(state: State, runner: Any, free_before_load_gib: float) -> sizing.SizingInputs:
-    """Collective: every rank calls it at the same point, even on servers that keep the given fraction."""
-    arguments = eligibility.arguments_of(runner.server_args)
-    fraction = float(runner.mem_fraction_static)
-    state.leader, state.gpu = _is_leader(runner), int(runner.gpu_id)
-    state.elsewhere = int(arguments.get("node_rank") or 0) > 0
-    given = given_by_the_user(runner.server_args)
-    vars(runner.server_args).pop(MARK, None)  # else /server_info would show it
-    keep = given and eligibility.KV_SIZING.read() != eligibility.ALWAYS
-    monitor_only = eligibility.monitor_only_reason(arguments) or ""
-    if int(arguments.get("nnodes") or 1) > 1 and not monitor_only:
-        monitor_only = _machines_apart() or ""
-        # The leader may not be there to log it.
-        if monitor_only and state.elsewhere and state.gpu == int(arguments.get("base_gpu_id") or 0):
-            message = log.of("kv-sizing", "using the engine's default fraction %.4f because %s")
-            log.logger.warning(message, fraction, monitor_only)
-    try:
-        report = _report(state, runner, free_before_load_gib, fraction, arguments)
-    except Exception as error:
-        report = sizing.RankReport(f"{type(error).__name__}: {error}")
-    reports = [report] if monitor_only else coordination.all_gather(report)
-    return sizing.SizingInputs(fraction, given, keep, monitor_only, reports)
+def _parts(maker: Any, built: Any) -> tuple[Any, Any, Any]:
+    """The KV cache, the request table and the allocator that were made."""
+    owner = maker if built is None else built
+    return owner.token_to_kv_pool, owner.req_to_token_pool, owner.token_to_kv_pool_allocator
 
 
-def apply(
-    outcome: sizing.SizingOutcome, inputs: sizing.SizingInputs, state: State, runner: Any, in_context: bool
-) -> None:
-    """Log what was decided, keep it for the event loop, and tell the engine its fraction."""
-    if outcome.message:
-        state.log("%s", outcome.message, warn=outcome.is_warning)
-    state.launch, state.record, state.decision = outcome.launch, outcome.record, outcome.decision
-    state.given, state.fingerprint_inputs = inputs.given, inputs.reports[0].fingerprint_inputs
-    state.key = record.fingerprint(state.fingerprint_inputs)
-    if state.fraction is None:
-        return
-    if state.leader:
-        # Before it tries, so that a start that dies before it serves is not repeated for ever. A file that cannot be
-        # written, as one that is shipped read-only, keeps no start from being sized.
-        try:
-            state.update(lambda old: record.with_unserved(old, state.process), wait_s=RECORD_LOCK_TIMEOUT_S)
-        except OSError as error:
-            state.log("this start is not written down: %s", error)
-    runner.mem_fraction_static = state.fraction
-    if in_context:
-        from sglang.srt.runtime_context import get_context
-
-        get_context().override("sglang-moe-patches: kv-sizing", mem_fraction_static=state.fraction)
-    else:
-        runner.server_args.mem_fraction_static = state.fraction
+def _configurator(maker: Any) -> Any:
+    """The engine's arithmetic from bytes to tokens."""
+    return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
-def _machines_apart() -> str | None:
-    """Why the ranks of several machines do not decide together; ``None``: they do."""
-    try:
-        together = coordination.all_machines_take_part()
-    except Exception as error:
-        return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
-    if together:
-        return None
-    return (
-        f"of --nnodes, not all of whose machines have said within {coordination.WAIT_S:.0f} s that they have "
-        f"{eligibility.KV_SIZING.name} and this version"
+def _bytes_per_token(maker: Any) -> float:
+    """Of the KV cache, by the engine's arithmetic for as many bytes as make its rounding small."""
+    enough = 64 * GIB
+    return enough / int(_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
+
+
+def _counts_of(config: Any) -> TokenCounts:
+    """:param config: the engine's ``MemoryPoolConfig``."""
+    return TokenCounts(
+        int(config.max_total_num_tokens),
+        int(config.full_max_total_num_tokens or 0),
+        int(config.swa_max_total_num_tokens or 0),
     )
 
 
-def _is_leader(runner: Any) -> bool:
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    return bool(get_world_group().rank_in_group == 0)
-
-
-def _report(
-    state: State, runner: Any, free_before_load_gib: float, fraction: float, arguments: Mapping[str, Any]
-) -> sizing.RankReport:
-    """What this rank knows: its memory, and the record of its configuration."""
-    state.process = record.current_launch(is_replica=int(arguments.get("dp_size") or 1) > 1)
-    kept = 0
-    if getattr(runner, "is_multimodal", False):
-        try:
-            kept = images.allowance(runner, arguments, fraction, free_before_load_gib)
-        except images.NoAllowance as error:
-            return sizing.RankReport(str(error))
-    total = gpu_memory.read(int(runner.gpu_id)).total
-    limit = int(arguments.get("max_total_tokens") or 0)
-    launch = sizing.LaunchMemory(int(free_before_load_gib * GIB), total, fraction, kept, limit)
-    inputs = _fingerprint_inputs(runner, arguments, launch)
-    found, unreadable, nearest = None, "", ""
-    try:
-        known = record.read(state.path)
-        if own := known.get(record.fingerprint(inputs)):
-            found = record.without_living(own, record.is_alive)
-        else:
-            nearest = fingerprint.nearest(inputs, known)
-    except record.Unreadable as error:
-        unreadable = f"{state.path} {error}"
-    return sizing.RankReport("", launch, inputs, found, unreadable, nearest)
-
-
-def _fingerprint_inputs(runner: Any, arguments: Mapping[str, Any], launch: sizing.LaunchMemory) -> dict[str, Any]:
-    """What the fingerprint of this server is made of."""
+def _launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
+    """What this rank knows, or why it is not sized."""
     import torch
 
-    from sglang_moe_patches import __version__
-
-    return {
-        "package": __version__,
-        "margin": launch.margin,
-        "engine": engine.version(),
-        "torch": torch.__version__,
-        "driver": gpu_memory.driver(),
-        "device": gpu_memory.device(int(runner.gpu_id)),
-        "bytes": launch.total,
-        "devices": int(arguments.get("tp_size") or 1) * int(arguments.get("pp_size") or 1),
-        "model": str(arguments.get("model_path")),
-        "config": record.fingerprint(fingerprint.model_configuration(runner.model_config.hf_config)),
-        "arguments": fingerprint.lasting_arguments(arguments, fingerprint.defaults_of(runner.server_args)),
-        "variables": fingerprint.variables_of(os.environ),
-        "changes": fingerprint.changes_of(patch.in_force()),
-    }
-
-
-# --- Serving ---------------------------------------------------------------------------------------------------------
-
-
-def _make_init_info(original: Callable[..., Any], state: State) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_init_info(self: Any) -> Any:
-        info = original(self)
-        # The launcher's own arguments have the fraction that it was told: this is the one in force.
-        return info if state.fraction is None else {**info, "mem_fraction_static": state.fraction}
-
-    return get_init_info
-
-
-def _make_run_event_loop(original: Callable[..., Any], state: State) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        serving = Serving(state, self)
-        serving.begin()
+    if getattr(maker, "post_capture_kv_active", False):
+        return LaunchMemory("the engine sizes its KV cache after its graphs by itself")
+    if torch.cuda.is_available():
+        if getattr(torch.cuda.get_device_properties(maker.gpu_id), "is_integrated", False):
+            return LaunchMemory("the GPU shares its memory with the host, which has use for what is free")
+        torch.cuda.empty_cache()
+    fraction = _fraction(maker)
+    kept = 0
+    if getattr(maker, "is_multimodal", False) or maker.model_config.is_multimodal:
         try:
-            result = original(self, *args, **kwargs)
-        except BaseException as error:
-            serving.end(ran_out=is_out_of_memory(error))
-            raise
-        serving.end()
-        return result
-
-    return run_event_loop
+            kept = images.allowance(maker, arguments, fraction, before_gib)
+        except images.NoAllowance as error:
+            return LaunchMemory(str(error))
+    return LaunchMemory("", int(before_gib * GIB), gpu_memory.read(int(maker.gpu_id)).free, fraction, kept)
 
 
-OUT_OF_MEMORY = re.compile(
-    r"out[ _]of[ _]memory|OutOfMemory|_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to cuda ?(calloc|malloc)",
-    re.IGNORECASE,
-)
-"""As PyTorch, its accelerator errors, cuBLAS, cuDNN, Triton, NCCL and the driver's own names say it."""
+def _fraction(maker: Any) -> float:
+    """In force, as the engine reads it."""
+    if hasattr(maker, "mem_fraction_static"):
+        return float(maker.mem_fraction_static)
+    return float(engine.module("sglang.srt.runtime_context").get_schedule().mem_fraction_static)
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or one that it came from, is about GPU memory."""
-    while error is not None:
-        if OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+@contextmanager
+def _fraction_in_force(maker: Any, fraction: float) -> Any:
+    """Have the engine size its pools by another fraction."""
+    before = _fraction(maker)
+
+    def put(value: float) -> None:
+        if hasattr(maker, "mem_fraction_static"):
+            maker.mem_fraction_static = maker.server_args.mem_fraction_static = value
+        else:
+            context = engine.module("sglang.srt.runtime_context").get_context()
+            context.override("sglang-moe-patches: kv-sizing", mem_fraction_static=value)
+
+    put(fraction)
+    try:
+        yield
+    finally:
+        put(before)
 
 
-class Serving:
-    """The event loop of one scheduler: a rehearsal where one is due, then the free-memory monitor."""
-
-    def __init__(self, state: State, scheduler: Any) -> None:
-        self.state, self.scheduler = state, scheduler
-        self._metrics = metrics.Metrics(eligibility.arguments_of(scheduler.server_args), state.gpu)
-        self._monitor: FreeMemoryMonitor | None = None
-        self._results: coordination.RankResults | None = None
-        self._rehearsing = False
-        self._collect_until: float | None = None
-
-    def begin(self) -> None:
-        """Called on every rank, before the loop."""
-        state = self.state
-        if state.launch is None:
-            self._show_sizing()
-            return
-        if state.decision.rehearse:
-            if problem := self._begin_rehearsal():
-                state.decision = replace(state.decision, rehearse=False)
-                state.log("no rehearsal: %s", problem, warn=True)
-            else:
-                limit_s = rehearsal.timeout_s()
-                state.log("rehearses the largest forwards before the first request, at most %.0f s", limit_s)
-        if not self._rehearsing:
-            self._read_requests()
-
-    def _begin_rehearsal(self) -> str:
-        """:returns: why no rank has begun one; "": all have."""
-        run, problem = None, ""
-        try:
-            self._results = coordination.RankResults()
-            run = rehearsal.Rehearsal(
-                self.scheduler, self.state.gpu, self._rehearsed, self._results, leads=self.state.leader
-            )
-            run.begin()
-            if self.state.leader:
-                self.state.update(self._with_rehearsal_begun, wait_s=RECORD_LOCK_TIMEOUT_S)
-        except Exception as error:
-            problem = str(error) if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {error}"
-        problem = next(filter(None, coordination.all_gather(problem)), "")
-        if problem and run is not None:
-            run.end()
-        self._rehearsing = not problem
-        return problem
-
-    def _read_requests(self) -> None:
-        """From here on users' requests are read, and the loop reads the clock once in each turn."""
-        state = self.state
-        if state.leader and state.fraction is not None:
-            # What ends this server from now on was not its size.
-            with suppress(OSError):
-                state.update(record.with_served_start, wait_s=RECORD_LOCK_TIMEOUT_S)
-        self._show_sizing()
-        if state.record is not None or state.decision.rehearse or state.decision.monitor:
-            try:
-                self._monitor = FreeMemoryMonitor(
-                    lambda: gpu_memory.read(state.gpu), self._save, show=self._metrics.show_lowest_free
-                )
-            except Exception as error:
-                state.log("free memory is not monitored: %s", error, warn=True)
-        if self._monitor is None and self._collect_until is None:
-            return
-        original = self.scheduler.process_input_requests
-
-        def process_input_requests(*args: Any, **kwargs: Any) -> Any:
-            self._collect()
-            if self._monitor is not None:
-                self._monitor.sample()
-            return original(*args, **kwargs)
-
-        self.scheduler.process_input_requests = process_input_requests
-
-    def _show_sizing(self) -> None:
-        """On the leader alone, which has the record."""
-        state = self.state
-        if not state.leader:
-            return
-        fraction = suggested = None
-        if state.launch is not None:
-            fraction, suggested = state.fraction_in_force, sizing.suggested_fraction(state.launch, state.record)
-        self._metrics.show_sizing(fraction, suggested, state.source, state.decision.reason)
-
-    def _with_rehearsal_begun(self, old: Record) -> Record:
-        state, launch = self.state, self.state.launch
-        assert launch is not None
-        new = replace(old, fingerprint_inputs=state.fingerprint_inputs)
-        if not old.need:  # doctor shows it all the same
-            new = replace(new, total=launch.total, before=launch.free_before_load, rule_fraction=launch.fraction)
-        return record.with_rehearsal_begun(new, state.gpu, state.process)
-
-    def _rehearsed(self, result: rehearsal.RankResult) -> None:
-        """Called on every rank, in the same turn of its loop: the stages of a pipeline not at the same time."""
-        self._rehearsing = False
-        assert self._results is not None
-        try:
-            self._results.publish(replace(result, reserve=self.state.rank_reserve))
-        except Exception as error:
-            log.logger.warning(log.of("kv-sizing", "what a rank has measured is lost: %s"), error)
-        if self.state.leader:
-            self._collect_until = time.monotonic() + rehearsal.ABANDON_AFTER_S
-        self._read_requests()
-        self._collect()
-
-    def _collect(self) -> None:
-        """On the leader, once and then in each turn of the loop: write the record when every rank has published."""
-        state, until = self.state, self._collect_until
-        if until is None:
-            return
-        assert self._results is not None
-        try:
-            results: list[rehearsal.RankResult] | None = self._results.collect()
-            if results is None and time.monotonic() < until:
-                return
-            failures = [f"rank {rank}: {result.failure}" for rank, result in enumerate(results or ()) if result.failure]
-            if results is None or failures:
-                reason = "; ".join(failures) or "not every rank has published its result"
-                state.log("the rehearsal failed, and nothing is recorded: %s", reason, warn=True)
-            else:
-                self._write(results)
-        except Exception as error:
-            state.log("what was measured is lost: %s", error, warn=True)
-        self._collect_until = None
-
-    def _write(self, results: list[rehearsal.RankResult]) -> None:
-        state, runner = self.state, self.scheduler.tp_worker.model_runner
-        launch, leader = state.launch, results[0]
-        assert launch is not None
-        needs = tuple(max(0, result.reserve - result.lowest) for result in results)
-        if not max(needs):
-            state.log("another process freed memory during the rehearsal; nothing is recorded", warn=True)
-            return
-        stopped = any(result.stopped for result in results)
-        facts = server_facts(runner)
-        # What a forward that did not run would have taken is not known: as much again as was left.
-        not_run = rehearsal.MIN_FREE_BYTES if stopped else 0
-        # All ranks run the same phases, but only the leader knows their names.
-        parts = replace(results[needs.index(max(needs))].parts, phase=leader.parts.phase, not_run=not_run)
-        new = Record(
-            fingerprint_inputs=state.fingerprint_inputs,
-            measured=time.time(),
-            total=launch.total,
-            before=launch.free_before_load,
-            rule_fraction=launch.fraction,
-            rule_tokens=facts.kv_tokens if state.fraction is None else 0,
-            fraction=state.fraction_in_force,
-            tokens=facts.kv_tokens,
-            kv_bytes=facts.kv_bytes,
-            reserve=min(result.reserve for result in results),
-            images=launch.images,
-            table_bytes=facts.table_bytes,
-            draft_kv_bytes=draft_kv_bytes(state.draft_runners, runner),
-            requests_grow=facts.hybrid == MAMBA,
-            need=max(needs) + not_run,
-            ranks=needs,
-            parts=parts,
-            reached=leader.reached,
-            missed=leader.missed,
-            skipped=leader.skipped,
-            proven=state.fraction is not None and not stopped and not leader.missed,
-        )
-        became = state.update(
-            lambda old: record.with_rehearsal(old, new, state.gpu, state.process, stopped=stopped),
-            wait_s=RECORD_LOCK_TIMEOUT_S,
-        )
-        assert became is not None
-        state.record = became
-        self._show_sizing()
-        hint = "; out of time, and a smaller --context-length takes less" if leader.out_of_time else ""
-        state.log(
-            "rehearsed in %.0f s: %s MB needed of %s MB set aside%s%s; recorded in %s",
-            leader.seconds,
-            f"{max(needs) / 1e6:,.0f}",
-            f"{state.decision.reserve / 1e6:,.0f}",
-            f"{hint}; not reached: {', '.join(became.missed)}" if became.missed else "",
-            "; ended early, before memory ran out" if stopped else "",
-            state.path,
-        )
-
-    def _save(self, lowest: int, ran_out: bool) -> bool:
-        def add_serving(old: Record) -> Record:
-            served = record.with_serving(old, self.state.rank_reserve, lowest)
-            return record.with_out_of_memory(served) if ran_out else served
-
-        try:
-            became = self._add(add_serving)
-        except record.Busy:
-            return False  # it is tried again
-        # A rank that monitors already may be here before the leader has written what was rehearsed.
-        return became is not None and became.lowest_free_serving is not None
-
-    def _add(self, add: Callable[[Record], Record]) -> Record | None:
-        """Add what this rank has seen to the record, unless that was forgotten meanwhile, or nothing was measured."""
-        state = self.state
-
-        def added(old: Record) -> Record | None:
-            if not (old.need or state.decision.monitor or state.elsewhere):
-                return old if old.fingerprint_inputs else None
-            assert state.launch is not None
-            new = Record(
-                state.fingerprint_inputs,
-                time.time(),
-                total=state.launch.total,
-                before=state.launch.free_before_load,
-                fraction=state.fraction_in_force,
-                reserve=state.rank_reserve,
-            )
-            return add(old if old.fingerprint_inputs else new)
-
-        return state.update(added)
-
-    def end(self, ran_out: bool = False) -> None:
-        """The loop has ended."""
-        if ran_out and self._rehearsing:
-            with suppress(OSError):
-                self._add(record.with_out_of_memory)
-        if self._monitor is not None:
-            self._monitor.end(ran_out)
-            self._monitor = None
+def _machines_apart() -> str:
+    """Why the ranks of several machines do not decide together; "": they do."""
+    try:
+        together = ranks.all_machines_take_part()
+    except Exception as error:
+        return f"of --nnodes, whose machines cannot ask one another, {type(error).__name__}: {error}"
+    if together:
+        return ""
+    return (
+        f"of --nnodes, not all of whose machines have said within {ranks.WAIT_S:.0f} s that they have "
+        f"{eligibility.KV_SIZING.name} and this version"
+    )

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from sglang_moe_patches.core import log
 
 PREFIX = "sglang_moe_patches:"
-LOWEST_FREE, FRACTION, SUGGESTED, STATE = (
-    PREFIX + name for name in ("lowest_free_bytes", "kv_fraction", "kv_suggested_fraction", "kv_state")
+TOKENS, BY_RULE, NEED, LOWEST_FREE, GIVEN_BACK, STATE = (
+    PREFIX + name
+    for name in ("kv_tokens", "kv_tokens_by_rule", "need_bytes", "lowest_free_bytes", "given_back_bytes", "kv_state")
 )
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    TOKENS: ("Tokens of the KV cache.", ()),
+    BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
+    NEED: ("Bytes that the largest forwards of the rehearsal took beside weights and KV cache.", ()),
     LOWEST_FREE: ("The lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
-    FRACTION: ("The fraction by which the KV cache is sized.", ()),
-    SUGGESTED: ("The --mem-fraction-static that the record of this configuration gives.", ()),
-    STATE: ("1 for where the fraction comes from, and why it is not the record's.", ("source", "reason")),
+    GIVEN_BACK: ("Bytes of the KV cache that were given back while serving.", ()),
+    STATE: ("1 for what became of the KV cache, with the reason where it was not measured.", ("state", "reason")),
 }
 """By their names: what each says, and its labels beside the rank's."""
-
-
-class Source(StrEnum):
-    """Where the fraction in force comes from."""
-
-    DEFAULT = "default"
-    GIVEN = "given"
-    RECORD = "record"
 
 
 class Metrics:
@@ -39,6 +33,7 @@ class Metrics:
     def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
+        self._state: dict[str, str] = {}
         if not arguments.get("enable_metrics"):
             return
         try:
@@ -55,21 +50,17 @@ class Metrics:
             log.logger.warning(log.of("kv-sizing", "no metrics: %s"), error)
             self._gauges = {}
 
-    def show_lowest_free(self, lowest: int) -> None:
-        self._set(LOWEST_FREE, lowest)
-
-    def show_sizing(self, fraction: float | None, suggested: float | None, source: Source, reason: str) -> None:
-        """Show the fraction in use, that of the record, and which of them rules.
-
-        :param fraction: ``None``: not known.
-        :param suggested: ``None``: no record gives one.
-        :param reason: why it is not the record's; "" where it is.
-        """
-        for name, value in ((FRACTION, fraction), (SUGGESTED, suggested)):
-            if value is not None:
-                self._set(name, value)
-        self._set(STATE, 1, source=str(source), reason=reason)
-
-    def _set(self, name: str, value: float, **labels: str) -> None:
+    def show(self, name: str, value: float) -> None:
+        """:param name: one of :data:`GAUGES` but :data:`STATE`."""
         if name in self._gauges:
-            self._gauges[name].labels(**self._labels, **labels).set(value)
+            self._gauges[name].labels(**self._labels).set(value)
+
+    def show_state(self, state: str, reason: str = "") -> None:
+        """:param state: "rule", "grown" or "shrunk"; ``reason``: why it is the rule's, or another than fits."""
+        if STATE not in self._gauges:
+            return
+        gauge = self._gauges[STATE]
+        if self._state:
+            gauge.labels(**self._labels, **self._state).set(0)
+        self._state = {"state": state, "reason": reason}
+        gauge.labels(**self._labels, **self._state).set(1)

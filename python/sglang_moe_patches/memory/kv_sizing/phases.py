@@ -7,22 +7,27 @@ Nothing here imports the engine or torch.
 from __future__ import annotations
 
 import math
+import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
+
+from sglang_moe_patches.memory.kv_sizing.ranks import Order
 
 DECODES = ("DECODE", "TARGET_VERIFY")
 PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Requests that share the longest prefix in one forward."""
 MAX_PART_FRACTION = 1 / 16
-"""Of the longest prefix, by which it grows at most with each prompt, where there is a radix cache. The engine computes
-an aborted prompt to its end, and the request by which it tests itself waits: unanswered that ends the server."""
+"""Of the longest prefix, by which it grows at most with each prompt, where a radix cache is to hold it and it cannot be
+planted. The engine computes an aborted prompt to its end, and the request by which it tests itself waits: unanswered
+that ends the server."""
 FIRST_PART_FRACTION = 1 / 4
-"""Of the longest prompt, where there is no radix cache: computed before the whole, to tell how long that will take."""
+"""Of the longest prefix that is planted, or of the longest prompt without a radix cache: computed before the whole, to
+tell how long that will take."""
 LONG_PROMPT_NEW_TOKENS = 64
 """New tokens of requests that wait for one long prompt, and then decode with it."""
 MIXED_DECODES = 32
@@ -36,8 +41,8 @@ PENALIZED = {
     "logit_bias": {"1000": -1.0},
 }
 """Each of them allocates a number for every request and every token of the vocabulary."""
-VARIED_PROMPTS = 32
-"""Requests of the phase that leaves the allocator blocks of many sizes."""
+VARIED_PROMPTS = 16
+"""Requests of the phase that leaves the allocator blocks of many sizes: a dozen chunks, cut at other places each."""
 GROWING_PROMPTS = 8
 """Prompts up to a chunk, each longer than the one before. Blocks that the allocator keeps of one are too small for the
 next, so it takes new ones until it has seen the largest. Of prompts in random order, one in a thousand of them a whole
@@ -97,9 +102,9 @@ class Batch:
 class ServerFacts:
     """What a model runner consists of, as far as its release tells.
 
-    :param kv_tokens: of the KV cache, ``page`` of them a page; ``kv_bytes``: of all of it on this rank, with Mamba's
-        states.
-    :param table_bytes: of the request table, which has a row for each of ``table_requests``.
+    :param kv_tokens: of the KV cache, ``page`` of them a page.
+    :param fixed_bytes: of what goes with requests: their table, which has a row for each of ``table_requests``, and
+        Mamba's states.
     :param context: tokens of the model's context.
     :param images: the model takes them.
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
@@ -107,10 +112,9 @@ class ServerFacts:
     :param captured: the largest decode batch that has a graph; ``None``: none has, or not yet.
     """
 
-    kv_bytes: int
+    fixed_bytes: int
     kv_tokens: int
     page: int
-    table_bytes: int
     table_requests: int
     context: int
     vocabulary: int
@@ -142,6 +146,8 @@ class Limits:
     """``--pp-max-micro-batch-size``; 0: what runs at once, shared by the stages."""
     mixed: bool = False
     radix_cache: bool = True
+    plants: bool = False
+    """The radix cache takes a prefix that was not computed (:mod:`.planted_prefix`)."""
     ranks: int = 1
     """Data-parallel ranks, of both kinds."""
     gathered: int = 1
@@ -178,8 +184,7 @@ class Limits:
     @property
     def together(self) -> int:
         """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
-        # One more than those must fit into the KV cache: what they wait for.
-        limits = [self.cache_tokens // (self.largest + 2 * self.page) - 1, self.requests - 1, self.batch]
+        limits = [self.cache_tokens // (self.largest + 2 * self.page + self.draft_slots), self.batch]
         if self.window_tokens:
             # A request is admitted where the pool has a window for it, however short it is.
             limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
@@ -332,6 +337,7 @@ class Phase:
     :param output_logprobs: every request asks for the log-probabilities of its new tokens.
     :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
+    :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
     """
 
     kind: PhaseKind
@@ -345,6 +351,17 @@ class Phase:
     sampling: Mapping[str, Any] = field(default_factory=lambda: SAMPLED)
     output_logprobs: bool = False
     growth: float = 0.0
+    planted: int = 0
+
+
+@dataclass(frozen=True)
+class Plant(Order):
+    """What every rank's radix cache is to hold without computing it, before the requests that are put next.
+
+    :param tokens: the shared prefix, as far as a phase needs it.
+    """
+
+    tokens: tuple[int, ...]
 
 
 class Tokens:
@@ -371,124 +388,150 @@ class Load:
     skipped: tuple[str, ...]
 
 
-def derive_phases(c: Limits) -> Load:
+def derive_phases(limits: Limits) -> Load:
     """What a server of this configuration rehearses: the largest forwards, and what sampling takes besides."""
     phases: list[Phase] = []
     missing: list[str] = []
 
-    chunk = c.largest
-    whole = chunk // c.page * c.page
+    chunk = limits.largest
+    whole = chunk // limits.page * limits.page
     prefill = Bound(PREFILLS, tokens=whole)
-    name = "longest prefill" if c.chunk is None else "prefill chunk"
+    name = "longest prefill" if limits.chunk is None else "prefill chunk"
     phases.append(Phase(PhaseKind.PREFILL, name, prefill, _growing(chunk), in_turn=True))
-    if c.together > 1:
-        several = Bound(PREFILLS, tokens=c.packed, requests=c.together)
-        name = f"{c.together} of the longest prompts"
-        phases.append(Phase(PhaseKind.TOGETHER, name, several, _several(chunk, c.together)))
+    if limits.together > 1:
+        several = Bound(PREFILLS, tokens=limits.packed, requests=limits.together)
+        name = f"{limits.together} of the longest prompts"
+        phases.append(Phase(PhaseKind.TOGETHER, name, several, _several(chunk, limits.together)))
 
-    room = min(c.input_tokens, c.cache_tokens - 2 * c.page - c.draft_slots)  # of one request
+    room = min(limits.input_tokens, limits.cache_tokens - 2 * limits.page - limits.draft_slots)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
-    step = math.lcm(c.page, min(STATE_INTERVAL_TOKENS, chunk)) if c.states and c.radix_cache else c.page
-    before = (room - chunk if c.radix_cache else (room // chunk - 1) * chunk) // step * step
+    keeps_states = limits.states and limits.radix_cache
+    step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
+    before = (room - chunk if limits.radix_cache else (room // chunk - 1) * chunk) // step * step
     # With EAGLE the cache's keys are pairs of tokens: of a prefix it finds one token less, which can be a step less.
-    cached = before - step if c.draft_tokens and c.radix_cache else before
-    if c.chunk is None:
+    cached = before - step if limits.draft_tokens and limits.radix_cache else before
+    if limits.chunk is None:
         missing.append("a long cached prefix: chunked prefill is off, a prompt comes whole")
     elif cached < step:
         missing.append("a long cached prefix: the longest request is a chunk")
     else:
         name, behind = "prefill chunk behind the longest prefix", replace(prefill, longest_prefix=cached)
-        prompts = _behind(before, chunk, c)
-        # A part has at most twice the tokens of the one before, behind twice as many; or four times, if whole.
-        growth = 4.0 if c.radix_cache else FIRST_PART_FRACTION**-2
-        phases.append(Phase(PhaseKind.BEHIND_PREFIX, name, behind, prompts, in_turn=True, growth=growth))
-        # The filler is one of the requests that run at once.
-        sharers = min(SHARED_PREFIX_REQUESTS, c.requests - 1, c.batch, c.prefill_requests or SHARED_PREFIX_REQUESTS)
+        prompts = _behind(before, chunk, limits)
+        # A part has at most twice the tokens of the one before, behind twice as many; a chunk behind a planted prefix
+        # as many, behind four times as many; without the cache the whole has four times as many.
+        growth = 4.0 if limits.radix_cache else FIRST_PART_FRACTION**-2
+        planted = before if limits.plants else 0
+        kind = PhaseKind.BEHIND_PREFIX
+        phases.append(Phase(kind, name, behind, prompts, in_turn=True, growth=growth, planted=planted))
+        sharers = min(SHARED_PREFIX_REQUESTS, limits.batch, limits.prefill_requests or SHARED_PREFIX_REQUESTS)
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
-        part = (min(chunk, c.prefill_tokens or chunk) - 1) // max(1, sharers) // c.page * c.page - (before - cached)
-        filler = min(3 * chunk, room // chunk * chunk)
-        fits = sharers > 1 and before + filler + 2 * chunk + sharers * c.page <= c.cache_tokens
-        if c.window_tokens:
-            # One window is the prefix's, and one with two chunks the filler's.
-            windows = sharers * (max(part, c.window) + 2 * c.page) + 2 * (chunk + c.window)
-            fits = fits and windows <= c.window_tokens
-        if c.radix_cache and part > 0 and fits:
-            # The filler runs while the others arrive, so that they share the forward after its last chunk.
+        most = min(chunk, limits.prefill_tokens or chunk) - 1
+        part = most // max(1, sharers) // limits.page * limits.page - (before - cached)
+        each = part + 2 * limits.page + limits.draft_slots
+        fits = sharers > 1 and before + chunk + sharers * each <= limits.cache_tokens
+        if limits.window_tokens:
+            # One window is the prefix's, and one with a chunk what is left of the phase before.
+            windows = sharers * (max(part, limits.window) + 2 * limits.page) + 2 * (chunk + limits.window)
+            fits = fits and windows <= limits.window_tokens
+        if limits.radix_cache and part > 0 and fits:
             sharing = Bound(PREFILLS, tokens=sharers * part, requests=sharers, prefix=sharers * cached)
-            name, prompts = f"{sharers} requests behind one prefix", _sharing(filler, before, part, sharers, c)
-            phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts))
+            name, prompts = f"{sharers} requests behind one prefix", _sharing(before, part, sharers, limits)
+            phases.append(Phase(PhaseKind.SHARED_PREFIX, name, sharing, prompts, planted=planted))
         else:
             missing.append(
                 "several requests behind the longest prefix: no radix cache, or too few requests or tokens at once"
             )
-    if c.mixed and c.stages > 1:
+    if limits.mixed and limits.stages > 1:
         missing.append("mixed chunks: each stage has several batches under way")
-    elif c.mixed and c.chunk is not None:
-        decodes = min(MIXED_DECODES, c.requests - 1)
-        mixed = Bound(("MIXED",), tokens=whole - c.page, requests=decodes)
+    elif limits.mixed and limits.chunk is not None:
+        decodes = min(MIXED_DECODES, limits.requests - 1)
+        mixed = Bound(("MIXED",), tokens=whole - limits.page, requests=decodes)
         phases.append(Phase(PhaseKind.MIXED, "mixed chunk", mixed, _several(chunk, 1), background=decodes))
 
-    captured = min(c.captured, c.batch)
+    captured = min(limits.captured, limits.batch)
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
-    paged = -(-SHORT_PROMPT_TOKENS // c.page) * c.page
-    fit = min(c.chunk or c.input_tokens, c.prefill_tokens or c.input_tokens) // paged
-    if c.stages > 1 and fit < captured < c.batch:
+    paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
+    fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
+    if limits.stages > 1 and fit < captured < limits.batch:
         missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
     elif captured:
-        phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, c))
-    if c.batch > captured:
-        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {c.batch} requests", c.batch, c))
-    phases += _sampled_decodes(c)
-    name, prompts = "prompts of many lengths", _varied(chunk, c)
+        phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, limits))
+    if limits.batch > captured:
+        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {limits.batch} requests", limits.batch, limits))
+    phases += _sampled_decodes(limits)
+    name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
-    if c.images:
+    if limits.images:
         missing.append("images: the engine's own allowance is kept for them")
-    if c.gathered > 1 and captured == c.batch:
+    if limits.gathered > 1 and captured == limits.batch:
         missing.append("a decode without its graph, while another rank computes a prompt")
-    if c.draft_tokens:
+    if limits.draft_tokens:
         missing.append("log-probabilities of new tokens with speculation")
-    return Load(tuple(_in_step(phase, c) for phase in phases), tuple(missing))
+    return Load(tuple(_in_step(phase, limits) for phase in phases), tuple(missing))
 
 
-def _sampled_decodes(c: Limits) -> list[Phase]:
+def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = ()) -> Load:
+    """What is to be rehearsed once more with another number of tokens: the phases that are larger than they were.
+
+    :param missed: names of phases that were not reached, which are tried again.
+    """
+
+    def sizes(phase: Phase) -> tuple[int, ...]:
+        longest = max(map(len, phase.prompts(Tokens(phase.name, after.vocabulary))))
+        # A decode's bound does not say how long the longest request is: not every release tells.
+        return (*(getattr(phase.bound, name) for name in BOUND_FIELDS), longest)
+
+    ran = {phase.kind: sizes(phase) for phase in derive_phases(before).phases}
+    load = derive_phases(after)
+
+    def is_larger(phase: Phase) -> bool:
+        return phase.kind not in ran or phase.name in missed or any(map(operator.gt, sizes(phase), ran[phase.kind]))
+
+    return Load(tuple(filter(is_larger, load.phases)), load.skipped)
+
+
+def _sampled_decodes(limits: Limits) -> list[Phase]:
     """The largest decode with all that sampling may ask for, and with one request that is long."""
-    short = _decode(PhaseKind.EAGER_DECODE, "", c.batch, c)
-    bound = Bound(DECODES, requests=c.batch)
+    short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
+    bound = Bound(DECODES, requests=limits.batch)
     penalties = replace(
         short,
         kind=PhaseKind.PENALTIES,
-        name=f"decode of {c.batch} requests with penalties and a logit bias",
+        name=f"decode of {limits.batch} requests with penalties and a logit bias",
         bound=bound,
-        sampling=PENALIZED | ({"min_new_tokens": 2} if c.stop_token else {}),
+        sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
         # With speculation each release computes log-probabilities in another way.
-        output_logprobs=not c.draft_tokens,
+        output_logprobs=not limits.draft_tokens,
     )
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
-    if meanwhile := _decoded_meanwhile(c.requests, c):
-        half = replace(c, cache_tokens=c.cache_tokens // 2)  # the long one has the other
-        new = max_new_tokens(c.requests, half, new + meanwhile)
-    longest = min(c.input_tokens, c.cache_tokens // 2) - new - 2 * c.page - c.draft_slots
-    if c.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
+    if meanwhile := _decoded_meanwhile(limits.requests, limits):
+        half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
+        new = max_new_tokens(limits.requests, half, new + meanwhile)
+    longest = min(limits.input_tokens, limits.cache_tokens // 2) - new - 2 * limits.page - limits.draft_slots
+    if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return [penalties]
     long = replace(
         short,
         kind=PhaseKind.LONG_AMONG_SHORT,
-        name=f"decode of one long request among {c.batch - 1} short ones",
+        name=f"decode of one long request among {limits.batch - 1} short ones",
         # Of several batches that of the long one.
-        bound=replace(bound, longest=longest) if c.stages > 1 else bound,
-        # What the cache still has of it needs not be computed again, which can take minutes.
-        prompts=lambda tokens: [_prefix(longest, c), *short.prompts(tokens)[1:]],
+        bound=replace(bound, longest=longest) if limits.stages > 1 else bound,
+        # What the cache has of it needs not be computed, which can take minutes.
+        prompts=lambda tokens: [shared_prefix(longest, limits), *short.prompts(tokens)[1:]],
         new_tokens=new,
-        growth=0.0 if c.radix_cache else 1.0,
+        growth=0.0 if limits.radix_cache else 1.0,
+        planted=longest if limits.plants else 0,
     )
     return [penalties, long]
 
 
-def _in_step(phase: Phase, c: Limits) -> Phase:
+def _in_step(phase: Phase, limits: Limits) -> Phase:
     """The same, seen only where every data-parallel rank is at the bound in the same forward."""
     # The engine counts a request that is verified as its draft tokens.
-    each = phase.bound.tokens or phase.bound.requests * max(1, c.draft_tokens)
-    return replace(phase, bound=replace(phase.bound, all_ranks=c.gathered * each)) if c.gathered > 1 else phase
+    each = phase.bound.tokens or phase.bound.requests * max(1, limits.draft_tokens)
+    return (
+        replace(phase, bound=replace(phase.bound, all_ranks=limits.gathered * each)) if limits.gathered > 1 else phase
+    )
 
 
 def growing_lengths(chunk: int) -> list[int]:
@@ -512,43 +555,47 @@ def growing_parts(longest: int, chunk: int) -> list[int]:
 
 
 def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
-    """Prompts that are computed together; where there are several, the first runs while the others arrive."""
-    return lambda tokens: [tokens.some(length) for _ in range(count + (count > 1))]
+    """Prompts that are computed together: what is put at once is there before the next forward begins."""
+    return lambda tokens: [tokens.some(length) for _ in range(count)]
 
 
-def _prefix(length: int, c: Limits) -> list[int]:
+def shared_prefix(length: int, limits: Limits) -> list[int]:
     """As many tokens of the one prefix that several phases share, so that the radix cache has it after the first."""
-    return Tokens("prefix", c.vocabulary).some(length)
+    return Tokens("prefix", limits.vocabulary).some(length)
 
 
-def _behind(before: int, chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
-    """The prefix, for the cache, where later phases ask for it again; and then a chunk of other tokens behind it."""
+def _behind(before: int, chunk: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
+    """A part of the prefix and then all of it, with a chunk of other tokens behind it; or what the cache is to have
+    of it first."""
 
     def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = _prefix(before, c)
+        prefix = shared_prefix(before, limits)
+        if limits.plants:
+            first = int(before * FIRST_PART_FRACTION) // limits.page * limits.page
+            return [prefix[:first] + tokens.some(chunk), prefix + tokens.some(chunk)]
         # Whole chunks, and so many that the whole takes no longer than the square of the fraction says.
         first = math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk
-        parts = growing_parts(before, chunk) if c.radix_cache else [first]
+        parts = growing_parts(before, chunk) if limits.radix_cache else [first]
         return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
 
     return prompts
 
 
-def _sharing(filler: int, shared: int, part: int, sharers: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
+def _sharing(shared: int, part: int, sharers: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
     def prompts(tokens: Tokens) -> list[list[int]]:
-        prefix = _prefix(shared, c)
-        return [tokens.some(filler), *(prefix + tokens.some(part) for _ in range(sharers))]
+        prefix = shared_prefix(shared, limits)
+        return [prefix + tokens.some(part) for _ in range(sharers)]
 
     return prompts
 
 
-def _varied(chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
+def _varied(chunk: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
     """Prompts of any length to one and a half chunks.
 
     Forwards of many sizes split the allocator's blocks in many ways, and it keeps more than the largest alone needs.
     As many whatever the KV cache holds: a server with a larger one must not be the first to see them.
     """
-    longest = min(chunk + chunk // 2, c.input_tokens)
+    longest = min(chunk + chunk // 2, limits.input_tokens)
 
     def prompts(tokens: Tokens) -> list[list[int]]:
         return [tokens.some(longest), *(tokens.some(tokens.length(longest)) for _ in range(VARIED_PROMPTS - 1))]
@@ -556,36 +603,39 @@ def _varied(chunk: int, c: Limits) -> Callable[[Tokens], list[list[int]]]:
     return prompts
 
 
-def _decode(kind: PhaseKind, name: str, requests: int, c: Limits) -> Phase:
+def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
     # The largest batch is there once all that can run at once do: before, several may share them.
-    put = c.requests if requests == c.batch else requests
+    put = limits.requests if requests == limits.batch else requests
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
     # speculation nothing is aborted: after an abort a release was seen to answer no more.
-    new = (LONG_PROMPT_NEW_TOKENS if c.draft_tokens else 1024) + _decoded_meanwhile(put, c)
+    new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)
+    # Of a prompt that a mixed chunk cuts the engine counts two requests, and admits one less than can run.
+    length = 1 if limits.mixed else SHORT_PROMPT_TOKENS
     return Phase(
         kind,
         name,
         Bound(DECODES, requests=requests, graph=kind is PhaseKind.CAPTURED_DECODE),
-        lambda tokens: [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(put)],
-        new_tokens=max_new_tokens(put, c, new),
+        lambda tokens: [tokens.some(length) for _ in range(put)],
+        new_tokens=max_new_tokens(put, limits, new),
     )
 
 
-def _decoded_meanwhile(requests: int, c: Limits) -> int:
+def _decoded_meanwhile(requests: int, limits: Limits) -> int:
     """Tokens that the first of these requests has decoded when the last one is admitted."""
-    if not (c.mixed and c.prefill_requests):
+    if not (limits.mixed and limits.prefill_requests):
         return 0  # what waits goes before what decodes
-    return -(-requests // c.prefill_requests) * max(1, c.draft_tokens)
+    return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)
 
 
-def max_new_tokens(requests: int, c: Limits, wanted: int) -> int:
+def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
     """New tokens that so many short requests can ask for and still all be admitted, beside a chunk of others."""
-    caches = [c.cache_tokens]
+    caches = [limits.cache_tokens]
     if (
-        c.window_tokens
-        and requests * (c.window + WINDOW_OVERHANG_TOKENS + 2 * c.page) > c.window_tokens - 2 * c.largest
+        limits.window_tokens
+        and requests * (limits.window + WINDOW_OVERHANG_TOKENS + 2 * limits.page)
+        > limits.window_tokens - 2 * limits.largest
     ):
-        caches.append(c.window_tokens)  # which has no whole window for each
-    each = min(int(0.9 * (cache - 2 * c.largest)) // requests for cache in caches)
-    new = each - SHORT_PROMPT_TOKENS - 2 * c.page - c.draft_slots
-    return max(2, min(wanted, new, c.input_tokens - SHORT_PROMPT_TOKENS))
+        caches.append(limits.window_tokens)  # which has no whole window for each
+    each = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
+    new = each - SHORT_PROMPT_TOKENS - 2 * limits.page - limits.draft_slots
+    return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

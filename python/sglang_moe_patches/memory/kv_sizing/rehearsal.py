@@ -4,9 +4,8 @@ Requests are put where the scheduler reads the tokenizer's, and answers are swal
 between is the engine's: broadcast to the ranks, admission, chunking, overlap, sampling. Everything that is set for it
 is taken back when it is over.
 
-The leader alone puts. With data-parallel attention each rank has an inbox and requests of its own, but the engine hands
-what is no request, a flush or an abort, from the leader to all, in every turn of their loops. So requests travel in a
-message of that kind (:class:`Broadcast`): every rank unpacks the same ones in the same turn, and all run the same
+The first rank alone puts. With data-parallel attention each rank has an inbox and requests of its own, so requests
+travel as orders do (:class:`.ranks.Orders`): every rank unpacks the same ones in the same turn, and all run the same
 batches in step. The engine itself confirms it: a phase counts when the tokens of all ranks have reached its bound. All
 end in the same turn, with the flush, so that none waits for another that has still forwards to run. The stages of a
 pipeline take their turns one after another: what is put comes to the next stage with what the one before hands on.
@@ -19,8 +18,7 @@ import random
 import sys
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -30,27 +28,28 @@ from typing import Any
 from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.memory.kv_sizing import launcher
-from sglang_moe_patches.memory.kv_sizing.coordination import RankResults
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
-from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts, unknown_pool
+from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts
 from sglang_moe_patches.memory.kv_sizing.phases import (
     Limits,
+    Load,
     Phase,
+    Plant,
     ServerFacts,
     derive_limits,
     derive_phases,
 )
-from sglang_moe_patches.memory.kv_sizing.record import NeedParts
-from sglang_moe_patches.memory.kv_sizing.sizing import lowest_free
+from sglang_moe_patches.memory.kv_sizing.planted_prefix import can_plant, plant
+from sglang_moe_patches.memory.kv_sizing.ranks import Broadcast
+from sglang_moe_patches.memory.kv_sizing.sizing import MIN_FREE_BYTES, lowest_free
 
 REHEARSAL_TIMEOUT_S = 300.0
 """After which no further phase begins. The engine's own first request gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
-MIN_FREE_BYTES = 1_000_000_000
-"""Bytes; with less left after a forward the rehearsal ends: the next one might not have them."""
-RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
+ALL = "all"
+"""Of :attr:`Measured.seconds`: the whole rehearsal, beside its phases."""
 
 COUNTERS = (
     *("forward_ct", "forward_ct_decode", "forward_pass_id", "num_generated_tokens", "last_gen_throughput"),
@@ -70,24 +69,26 @@ RECORDING = ("enable_metrics", "current_scheduler_metrics_enabled")
 
 
 @dataclass(frozen=True)
-class RankResult:
-    """What a rank has seen.
+class Measured:
+    """What a rank has seen in a rehearsal; bytes.
 
-    :param lowest: its lowest free memory in bytes.
-    :param reserve: what it has beside its weights and its KV cache, in bytes.
-    :param parts: of what it needed.
+    :param lowest: its lowest free memory.
+    :param graphs: what went into graphs of decodes, and of prefills, before.
+    :param slack: what the allocator keeps beyond the most tensors.
+    :param phases: the peak of tensors in each phase; only the first rank has the names.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
     """
 
     lowest: int = 0
-    reserve: int = 0
-    parts: NeedParts = field(default_factory=NeedParts)
+    graphs: tuple[int, int] = (0, 0)
+    slack: int = 0
+    phases: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
     stopped: bool = False
     out_of_time: bool = False
-    seconds: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    return replace(derive_limits(told, facts), stop_token=stops)
+    return replace(derive_limits(told, facts), stop_token=stops, plants=can_plant(scheduler))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
@@ -173,37 +174,6 @@ def make_flush() -> Any:
     return FlushCacheReqInput()
 
 
-class Inbox:
-    """In the place of the socket that a scheduler reads, up to 0.5.12.post1: hands out what ``poll`` gives."""
-
-    def __init__(self, real: Any, poll: Callable[[], list[Any]]) -> None:
-        self._real, self._poll = real, poll
-        self._queue: deque[Any] = deque()
-        self._polled = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def recv_pyobj(self, *flags: Any) -> Any:
-        import zmq
-
-        # The scheduler asks until there is no more; that is one poll.
-        if not self._queue and not self._polled:
-            self._queue.extend(self._poll())
-            self._polled = True
-        if not self._queue:
-            self._polled = False
-            raise zmq.Again()
-        return self._queue.popleft()
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """What every rank is to take in now, of whichever kind."""
-
-    what: tuple[Any, ...]
-
-
 # --- One rank --------------------------------------------------------------------------------------------------------
 
 
@@ -211,22 +181,33 @@ class Rehearsal:
     """What one rank does from its begin until its cache is flushed.
 
     :param gpu: whose memory is read.
-    :param over: takes this rank's result; called once, on every rank in the same turn of its loop.
-    :param notes: by which the first rank learns that another has little memory left.
+    :param over: takes what this rank has seen; called once, on every rank in the same turn of its loop.
+    :param report_low_memory: tells the first rank that this one has little memory left.
+    :param any_low: whether a rank has told so.
+    :param load: what is driven, from the limits of this scheduler; ``None``: everything.
     :param leads: whether this rank puts what all of them take in.
     """
 
     def __init__(
-        self, scheduler: Any, gpu: int, over: Callable[[RankResult], None], notes: RankResults, *, leads: bool
+        self,
+        scheduler: Any,
+        gpu: int,
+        over: Callable[[Measured], None],
+        report_low_memory: Callable[[], None],
+        any_low: Callable[[], bool],
+        *,
+        leads: bool,
+        load: Callable[[Limits], Load] | None = None,
     ) -> None:
-        self.scheduler, self.gpu, self._over, self._notes, self.leads = scheduler, gpu, over, notes, leads
+        self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
+        self._report_low_memory, self._any_low, self._load = report_low_memory, any_low, load or derive_phases
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
-        self._reads = channels.recv_from_tokenizer is not None
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
         self._failure, self._stopped, self._flushing = "", False, False
         self._undo: list[Callable[[], None]] = []
         self._driver: LoadDriver | None = None
+        self.limits: Limits | None = None
 
     def begin(self) -> None:
         """Install all wrappers. If this raises, the caller must call :meth:`end`."""
@@ -234,11 +215,8 @@ class Rehearsal:
         gpu_memory.reset_peak(self.gpu)
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
-        self._phase = self._peak_phase = ""
-        if pool := unknown_pool(self.runner):
-            raise RuntimeError(f"pools of the kind {pool} are not rehearsed yet")
-        facts = server_facts(self.runner)
-        limits = limits_of(self.scheduler, facts)
+        self._phase, self._phases = "", dict[str, int]()
+        limits = self.limits = limits_of(self.scheduler, server_facts(self.runner))
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -249,14 +227,10 @@ class Rehearsal:
         self._timeout_s, self._abandon_after_s = timeout_s(), abandon_after_s()
         self._keep_counters()
         if self.leads:
-            load = derive_phases(limits)
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
             self._driver = LoadDriver(
-                load, limits, make, make_abort, self._late, partial(self._left_s, self._abandon_after_s)
+                self._load(limits), limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s
             )
-        if self._reads:
-            self._open_inbox()
-        self._unpack()
         for sender in self._senders:
             self._meanwhile(sender, "send_output", self._swallow)
         # Of requests that wait: a forward is as large with it, as those that are taken back count, too.
@@ -277,12 +251,9 @@ class Rehearsal:
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, own[name]) if own else delattr(owner, name))
 
-    def _late(self, more_s: float = 0.0) -> bool:
-        return self._left_s(more_s) < 0
-
-    def _left_s(self, more_s: float) -> float:
-        """Seconds until no further phase begins, and more."""
-        return self._began + self._timeout_s + more_s - time.monotonic()
+    def _seconds_to_deadline(self, grace_s: float = 0.0) -> float:
+        """Seconds until no further phase begins, and so many more."""
+        return self._began + self._timeout_s + grace_s - time.monotonic()
 
     def _keep_random_state(self) -> None:
         import numpy
@@ -306,29 +277,21 @@ class Rehearsal:
                 elif name in RECORDING:
                     self._meanwhile(owner, name, False)
 
-    def _open_inbox(self) -> None:
-        scheduler = self.scheduler
-        if not hasattr(scheduler, "ipc_channels"):
-            real = scheduler.recv_from_tokenizer
-            self._meanwhile(scheduler, "recv_from_tokenizer", Inbox(real, self._poll))
-            return
-        from importlib import import_module
+    def look_at_turn(self) -> None:
+        """Called in each turn: sampling and a draft model's forward come after the one that was watched."""
+        self._look()
+        if self._driver is not None and self._driver.phase_name != self._phase:
+            self._phase = self._driver.phase_name
+            gpu_memory.reset_peak(self.gpu)
 
-        patcher = Patcher()
-        receiver = import_module(RECEIVER).SchedulerRequestReceiver
-        patcher.wrap(receiver, "_pull_raw_reqs", lambda original: lambda receiver: self._poll())
-        self._undo.append(patcher.undo)
-
-    def _unpack(self) -> None:
-        original = self.scheduler.process_input_requests
-
-        def process_input_requests(read: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            self._look()  # sampling and a draft model's forward come after the one that was watched
-            self._phase = self._driver.phase_name if self._driver is not None else ""
-            whole = [each for one in read for each in (one.what if isinstance(one, Broadcast) else (one,))]
-            return original(whole, *args, **kwargs)
-
-        self._meanwhile(self.scheduler, "process_input_requests", process_input_requests)
+    def plant(self, order: Plant) -> None:
+        """On every rank: have the cache of prefixes hold what a phase needs of one."""
+        try:
+            held = plant(self.scheduler, order.tokens)
+            if self._driver is not None:
+                self._driver.planted(held)
+        except Exception as error:
+            self._fail(error)
 
     def _watch_forwards(self) -> None:
         original = self.runner.forward
@@ -358,11 +321,12 @@ class Rehearsal:
             now = gpu_memory.read(self.gpu)
             self._lowest = min(self._lowest, now.free)
             self._peak_reserved = max(self._peak_reserved, now.reserved)
-            if now.peak > self._peak:
-                self._peak, self._peak_phase = now.peak, self._phase
+            self._peak = max(self._peak, now.peak)
+            if self._phase:
+                self._phases[self._phase] = max(self._phases.get(self._phase, 0), now.peak - self._first.allocated)
             if now.free < MIN_FREE_BYTES and not self._stopped:
                 self._stopped = True
-                self._notes.report_low_memory()
+                self._report_low_memory()
         except Exception as error:
             self._fail(error)
 
@@ -371,19 +335,19 @@ class Rehearsal:
         if self._driver is not None:
             self._driver.end()
 
-    def _poll(self) -> list[Any]:
-        """What the scheduler reads now."""
+    def poll(self) -> list[Any]:
+        """What the scheduler reads now in place of users' requests."""
         if self._driver is None:
             return []
         idle = bool(self.scheduler.is_fully_idle()) and not any(getattr(self.scheduler, "mbs", ()))
         try:
-            if self._late() or (not self._driver.over and self._notes.any_rank_low_on_memory()):
+            if self._seconds_to_deadline() < 0 or (not self._driver.over and self._any_low()):
                 self._driver.end()
             put = self._driver.put(idle) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
-        given_up = self._late(self._abandon_after_s)
+        given_up = self._seconds_to_deadline(self._abandon_after_s) < 0
         if self._flushing or (not given_up and (put or not self._driver.over or not idle)):
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True
@@ -405,23 +369,23 @@ class Rehearsal:
                 self._driver.answered(name)
 
     def _finish(self, flushed: bool) -> None:
-        result = RankResult(failure=self._failure or "it was ended by something else")
+        result = Measured(failure=self._failure or "it was ended by something else")
         with suppress(Exception):
-            result = self._result(flushed)
+            result = self._measured(flushed)
         self.end()
         self._over(result)
 
-    def _result(self, flushed: bool) -> RankResult:
+    def _measured(self, flushed: bool) -> Measured:
         driver, grown = self._driver, self._peak_reserved - self._first.reserved
-        decodes, prefills = graph_bytes(self.runner)
-        tensors = self._peak - self._first.allocated
-        return RankResult(
+        return Measured(
             lowest=lowest_free(self._lowest, self._first.free, grown),
-            parts=NeedParts(decodes, prefills, tensors, self._peak_phase, slack=max(0, grown - tensors)),
+            graphs=graph_bytes(self.runner),
+            slack=max(0, grown - (self._peak - self._first.allocated)),
+            phases=self._phases,
             failure=self._failure or ("" if flushed else "requests were left"),
             stopped=self._stopped,
-            out_of_time=self._late() or bool(driver and driver.out_of_time),
-            seconds=time.monotonic() - self._began,
+            out_of_time=self._seconds_to_deadline() < 0 or bool(driver and driver.out_of_time),
+            seconds={**(driver.seconds if driver else {}), ALL: time.monotonic() - self._began},
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
             skipped=driver.load.skipped if driver else (),

@@ -29,7 +29,6 @@ WITHOUT = {
     "mutations": "answers",
     "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
     "overhead": "times",
-    "kv-plans": "what was left of a GPU's memory: the allocator's blocks and libraries' workspaces, not tensors",
     "regress": "answers, accuracy and the whole server's memory",
     "residual-hole": "answers",
     "serving": "tokens a second, and what was left of a GPU's memory",

@@ -21,7 +21,6 @@ from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from sglang_moe_patches.memory.kv_sizing.record import Record
 from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
@@ -176,30 +175,20 @@ def test_fp8_tiles_in_the_slow_order_cost_more():
     assert row["advice"]["slowdown"] >= forward.SLOW_ORDER_SLOWDOWN
 
 
-def cache_of(recorded: Any = None, **resolved: Any) -> Any:
+def cache_of(**resolved: Any) -> Any:
     read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
     return model_report.count_kv_tokens(
-        read, RESOLVED | {"tp_size": 1, "mem_fraction_static": 0.9} | resolved, 31 * 10**9, "h200", recorded
+        read, RESOLVED | {"tp_size": 1, "mem_fraction_static": 0.9} | resolved, 31 * 10**9, "h200"
     )
 
 
-def test_tokens_of_the_kv_cache_follow_the_rule_and_the_record():
+def test_tokens_of_the_kv_cache_follow_the_rule():
     found = cache_of()
     assert found["token_bytes"] == 48 * 2 * 4 * 128 * 2
     assert found["rule_tokens"] == int(engine_query.GPUS["h200"].memory * 0.9 - 31e9) // found["token_bytes"]
     assert cache_of(tp_size=8)["token_bytes"] == found["token_bytes"] // 4  # fewer heads than ranks
     assert cache_of(kv_cache_dtype="fp8_e4m3")["token_bytes"] == found["token_bytes"] // 2
-    size = {"total": 150 * 10**9, "before": 149 * 10**9, "kv_bytes": 100 * 10**9, "reserve": 15 * 10**9}
-    known = Record(
-        **size, rule_fraction=0.9, fraction=0.9, rule_tokens=10**6, tokens=10**6, need=5 * 10**9, reached=("prefill",)
-    )
-    sized = cache_of(("ab12", known))
-    assert sized["record_fraction"] > 0.9
-    assert 1.05e6 < sized["record_tokens"] < 1.1e6
-    assert "ab12: 1,000,000 tokens by the rule, " in model_report._describe_kv_cache(sized)
-    missed = cache_of(("ab12", replace(known, missed=("prefill",))))
-    assert "record_tokens" not in missed
-    assert missed["record_reason"] in model_report._describe_kv_cache(missed)
+    assert f"about {found['rule_tokens']:,} tokens" in model_report._describe_kv_cache(found)
 
 
 @pytest.mark.parametrize(
@@ -212,20 +201,6 @@ def test_tokens_of_the_kv_cache_follow_the_rule_and_the_record():
 )
 def test_tokens_that_do_not_follow_from_sizes_are_not_known(resolved, why):
     assert why in cache_of(**resolved)
-
-
-def test_a_record_is_of_the_same_model_gpu_ranks_and_chunk(tmp_path, monkeypatch):
-    inputs = {"model": "m", "device": "NVIDIA H200", "devices": 4, "arguments": {"chunked_prefill_size": 16384}}
-    records = {
-        "old": Record(inputs, measured=1, rule_tokens=5),
-        "new": Record(inputs, measured=2, rule_tokens=6),
-        "other": Record(inputs | {"devices": 8}, measured=3, rule_tokens=7),
-    }
-    monkeypatch.setattr(model_report, "read_records", lambda path: records)
-    name, _ = model_report.find_record("m", "h200", RESOLVED)
-    assert name == "new"
-    for model, gpu, chunk in (("n", "h200", 16384), ("m", "h100", 16384), ("m", "h200", 8192)):
-        assert model_report.find_record(model, gpu, RESOLVED | {"chunked_prefill_size": chunk}) is None
 
 
 @pytest.mark.parametrize(
@@ -402,23 +377,22 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "arguments", "acts", "words"),
     [
-        ({"mode": "auto"}, [], True, "a start measures what forwards need"),
-        ({"mode": "auto"}, ["--mem-fraction-static", "0.82"], True, "is used unchanged"),
-        ({"mode": "always"}, ["--mem-fraction-static=0.82"], True, "a start measures what forwards need"),
-        ({"mode": ""}, [], False, "=auto turns it on; it would size this server"),
+        ({"mode": "auto"}, [], True, "measures what forwards need"),
         (
-            {"mode": ""},
+            {"mode": "auto"},
             ["--mem-fraction-static", "0.82"],
             False,
-            "it would say what the given --mem-fraction-static leaves",
+            "the given --mem-fraction-static is used because it",
         ),
-        ({"mode": "", "monitor_only": "of --enable-eplb"}, [], False, "would be used because of --enable-eplb"),
-        ({"mode": "auto", "monitor_only": "of --enable-eplb"}, [], False, "free memory is recorded"),
+        ({"mode": "always"}, ["--mem-fraction-static=0.82"], True, "beginning with the given --mem-fraction-static"),
+        ({"mode": ""}, [], False, "=auto turns it on; it would size this server"),
+        ({"mode": ""}, ["--mem-fraction-static", "0.82"], False, "=always turns it on; it would size this server"),
+        ({"mode": "", "skip_reason": "of --enable-eplb"}, [], False, "would be used because of --enable-eplb"),
         ({"mode": "auto", "skip_reason": "of --enable-lora"}, [], False, "is used because of --enable-lora"),
     ],
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
-    told = asked() | {"kv_sizing": {"skip_reason": "", "monitor_only": "", **answer}}
+    told = asked() | {"kv_sizing": {"skip_reason": "", **answer}}
     found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told, arguments)
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
@@ -445,8 +419,7 @@ def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
     )
     rows = [change for each in facts for change in advise(**each)["changes"]]
     reasons = recorded_reasons() | {row["reason"] for row in rows} | {"[/b] closes nothing"}
-    for tables in (eligibility.INELIGIBLE, eligibility.MONITOR_ONLY):
-        reasons |= {f"because of {flag}, {reason}" for flag, (_, reason) in tables.items()}
+    reasons |= {f"because of {flag}, {reason}" for flag, (_, reason) in eligibility.INELIGIBLE.items()}
     row = {"name": "a", "summary": "", "status": "unsupported", "acts": False, "does": ""}
     report = advise() | {"model": "a[/b]", "gpu": "h200", "engine": "0.5", "torch": "2", "python": "3", "package": "0"}
     report |= {"gpus": ["a[/b]"], "variables": {"A": "[/b]"}, "unread": ["[/b]"]}

@@ -9,7 +9,9 @@ import pytest
 from kv_servers import LIMITS, at_its_bound
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
-from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind
+from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
+
+GRACE_S = 60.0
 
 
 class Server:
@@ -17,15 +19,18 @@ class Server:
 
     :param refuses: names of phases whose forwards are never as large.
     :param loses: names of phases whose requests are never answered.
+    :param left_s: seconds until no further phase begins.
+    :param plants: what its caches say to a prefix that they are to hold; ``None``: they cannot.
     """
 
-    def __init__(self, refuses=(), loses=(), late=lambda: False, only=None, left_s=lambda: 1e9, **changed):
-        self.put, self.aborts, self.refuses, self.loses = [], 0, refuses, loses
+    def __init__(self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, **changed):
+        self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
+        self.plants, changed = plants, {**changed, "plants": plants is not None}
         limits = replace(LIMITS, **changed)
         load = phases.derive_phases(limits)
         if only:
             load = replace(load, phases=tuple(phase for phase in load.phases if phase.kind is only))
-        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", late, left_s)
+        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", lambda more_s: left_s() + more_s, GRACE_S)
 
     def make(self, name, prompt, new, phase):
         return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
@@ -33,7 +38,11 @@ class Server:
     def step(self, idle=False):
         got = self.driver.put(idle)
         self.aborts += got.count("abort")
-        new = [each for each in got if each != "abort"]
+        for each in got:
+            if isinstance(each, Plant):
+                self.planted.append(each.tokens)
+                self.driver.planted(self.plants)
+        new = [each for each in got if each != "abort" and not isinstance(each, Plant)]
         self.put += new
         return new
 
@@ -89,7 +98,7 @@ def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_i
 )
 def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_cache, taken_s, put, out_of_time):
     """The engine computes it to its end. Its own first request waits meanwhile, and unanswered that ends the server."""
-    left = [360.0]
+    left = [360.0 - GRACE_S]
 
     def pass_time(requests):
         left[0] -= taken_s if requests else 0
@@ -98,7 +107,7 @@ def test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put(radix_ca
     assert (server.run(pass_time).out_of_time, len(server.put)) == (out_of_time, put)
 
 
-@pytest.mark.parametrize(("left_s", "put"), [(200, True), (99, False)])
+@pytest.mark.parametrize(("left_s", "put"), [(100, True), (39, False)])
 def test_a_long_prompt_that_nothing_has_in_a_cache_is_put_if_there_is_time_for_another(left_s, put):
     left = [1e9]
 
@@ -165,4 +174,42 @@ def test_when_time_or_memory_runs_short_nothing_further_begins():
     driver = server.run()
     assert driver.missed
     assert len(driver.missed) + len(driver.reached) == len(driver.load.phases)
-    assert Server(late=lambda: True).run().reached == []
+    assert Server(left_s=lambda: -1.0).run().reached == []
+
+
+PREFIXED = [PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT]
+
+
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_caches_hold_the_prefix_before_the_requests_that_begin_with_it(kind):
+    server = Server(only=kind, plants=True)
+    assert (server.step(), len(server.planted)) == ([], 1)
+    assert server.run().reached
+    assert len(server.planted) == 1
+    longest = max((each.prompt for each in server.put), key=len)
+    assert tuple(longest[: len(server.planted[0])]) == server.planted[0]
+
+
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead(kind):
+    """It can take minutes, and is tried once more: slots of what has just ended may not be free yet."""
+    server = Server(only=kind, plants=False)
+    driver = server.run()
+    assert (server.put, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)
+
+
+@pytest.mark.parametrize("plants", [None, True])
+def test_the_seconds_of_each_phase_that_began_are_kept(plants):
+    clock = [1000.0]
+
+    def pass_time(requests):
+        clock[0] -= 3.0 if requests else 0.0
+        if any(each.phase.kind is PhaseKind.PENALTIES for each in requests):
+            clock[0] = -1.0  # no further one begins
+
+    server = Server(left_s=lambda: clock[0], plants=plants)
+    driver = server.run(pass_time)
+    assert [*driver.seconds] == [phase.name for phase in driver.load.phases][: len(driver.seconds)]
+    assert len(driver.seconds) == len(driver.reached) < len(driver.load.phases)
+    assert driver.seconds["prefill chunk"] == 3.0 * phases.GROWING_PROMPTS
+    assert sum(driver.seconds.values()) == 1001.0

@@ -1,8 +1,6 @@
-"""Which servers may be sized by a record, and which are monitored alone."""
+"""Which servers measure what they need, and which the engine's rule sizes."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import unsized_servers
@@ -10,7 +8,7 @@ from releases import ROOT
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.registry import CHANGES
-from unsized_servers import INELIGIBLE, MONITOR_ONLY
+from unsized_servers import INELIGIBLE
 
 NAME = eligibility.KV_SIZING.name
 
@@ -28,31 +26,41 @@ def test_anything_else_is_one_line_that_names_the_variable():
             patch.check_environment(CHANGES, {NAME: text})
 
 
-def test_a_record_is_where_it_is_asked_for_or_in_the_users_cache():
-    assert eligibility.record_path({eligibility.KV_RECORD.name: "/x/kv.json"}) == Path("/x/kv.json")
-    assert eligibility.record_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/sglang-moe-patches") / eligibility.FILE
+@pytest.mark.parametrize(("text", "bytes_kept"), [("", 2_000_000_000), ("500", 500_000_000), (" 3000 ", 3_000_000_000)])
+def test_the_margin_is_asked_for_in_megabytes(text, bytes_kept):
+    assert eligibility.KV_MARGIN.read({eligibility.KV_MARGIN.name: text}) == bytes_kept
+
+
+@pytest.mark.parametrize("text", ["199", "-1", "2GB", "0.5", "nothing"])
+def test_a_margin_that_is_too_small_or_no_number_is_refused(text):
+    with pytest.raises(ValueError, match=f"^{eligibility.KV_MARGIN.name}: expected a whole number of MB, at least 200"):
+        eligibility.KV_MARGIN.read({eligibility.KV_MARGIN.name: text})
+
+
+@pytest.mark.parametrize(("asked", "left_alone"), [("auto", True), ("always", False)])
+def test_a_given_fraction_is_left_alone_unless_always_is_asked_for(asked, left_alone):
+    assert bool(eligibility.given_reason(asked)) == left_alone
 
 
 ARGUMENTS: dict[str, object] = {"device": "cuda", "nnodes": 1, "pp_size": 1, "dp_size": 1, "tp_size": 8}
 ARGUMENTS |= {"disaggregation_mode": "null", "offload_group_size": -1, "radix_cache_backend": None}
 
 
-@pytest.mark.parametrize("flag", [*MONITOR_ONLY, *INELIGIBLE])
+@pytest.mark.parametrize("flag", INELIGIBLE)
 def test_a_server_that_is_not_rehearsed_keeps_the_rule_and_the_flag_is_named(flag):
     arguments = ARGUMENTS | unsized_servers.arguments(flag)
-    refused, monitored = eligibility.skip_reason(True, arguments, {}), eligibility.monitor_only_reason(arguments)
-    assert str(refused if flag in INELIGIBLE else monitored).startswith(f"of {flag}, ")
-    assert (monitored if flag in INELIGIBLE else refused) is None
+    assert str(eligibility.skip_reason(True, arguments, {})).startswith(f"of {flag}, ")
 
 
 def test_every_server_that_is_not_sized_is_tested_and_on_the_page():
-    assert (set(eligibility.MONITOR_ONLY), set(eligibility.INELIGIBLE)) == (set(MONITOR_ONLY), set(INELIGIBLE))
+    assert set(eligibility.INELIGIBLE) == set(INELIGIBLE)
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
-    assert [flag for flag in (*MONITOR_ONLY, *INELIGIBLE) if f"`{flag}`" not in page] == []
+    assert [flag for flag in (*INELIGIBLE, *eligibility.ENGINE_SWITCHES) if f"`{flag}`" not in page] == []
 
 
 BROADCAST, DENSE = "--enable-dp-attention-local-control-broadcast", "--moe-dense-tp-size"
-SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+SKIP, RUST = eligibility.SKIP_ALL_GATHER, "SGLANG_RUST_SERVER"
+MOONCAKE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
 
 
 @pytest.mark.parametrize(
@@ -76,14 +84,14 @@ SKIP, POST_CAPTURE = eligibility.SKIP_ALL_GATHER, "SGLANG_ENABLE_POST_CAPTURE_KV
             id="no other rank to exchange batch information with",
         ),
         pytest.param({"device": "cpu"}, {}, "--device is cpu", id="no GPU"),
-        ({}, {POST_CAPTURE: "1"}, f"{POST_CAPTURE} is set"),
-        ({}, {"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER is set"),
-        pytest.param({}, {POST_CAPTURE: "0", "SGLANG_RUST_SERVER": "0"}, None, id="switches that are off"),
+        ({}, {RUST: "1"}, f"{RUST} is set: {eligibility.ENGINE_SWITCHES[RUST]}"),
+        ({}, {MOONCAKE: "true"}, f"{MOONCAKE} is set: {eligibility.ENGINE_SWITCHES[MOONCAKE]}"),
+        pytest.param({}, {RUST: "0", MOONCAKE: ""}, None, id="switches that are off"),
+        pytest.param({}, {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, None, id="the engine's own, maybe in vain"),
         pytest.param({}, {SKIP: "1"}, None, id="ranks without requests of their own exchange no batch information"),
         pytest.param({"attn_dp_size": 2}, {SKIP: "1"}, f"{SKIP} is set", id="ranks do not exchange batch information"),
     ],
 )
 def test_a_server_is_sized_unless_there_is_a_reason(arguments, environ, reason):
     assert eligibility.skip_reason(True, ARGUMENTS | arguments, environ) == reason
-    assert eligibility.monitor_only_reason(ARGUMENTS | arguments) is None
     assert eligibility.skip_reason("", ARGUMENTS | arguments, environ) == f"{NAME} is off; auto turns it on"

@@ -16,16 +16,16 @@ STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
 
 
 @pytest.mark.parametrize(
-    ("pools", "kind", "window", "gib"),
+    ("pools", "kind", "window", "fixed_gib"),
     [
-        pytest.param((PLAIN, PLAIN_TABLE), "", (0, 0), 2, id="one KV cache for all layers"),
-        pytest.param((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 2, id="sliding windows"),
-        pytest.param(STATES, "Mamba", (0, 0), 5, id="states count as KV cache"),
+        pytest.param((PLAIN, PLAIN_TABLE), "", (0, 0), 0, id="one KV cache for all layers"),
+        pytest.param((WINDOWS, PLAIN_TABLE), "sliding-window", (128, 700), 0, id="sliding windows"),
+        pytest.param(STATES, "Mamba", (0, 0), 3, id="states go with requests"),
     ],
 )
-def test_pools_are_told_by_their_kind(pools, kind, window, gib):
+def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
     told = facts.server_facts(a_runner(*pools, sliding_window_size=128))
-    assert (told.hybrid, told.window, told.window_tokens, told.kv_bytes) == (kind, *window, gib * GIB)
+    assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
     limits = phases.derive_limits({}, told)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
 
@@ -53,9 +53,3 @@ def test_the_largest_captured_decode_is_of_what_was_captured(name):
 )
 def test_graphs_took_what_the_engine_says(told, gib):
     assert facts.graph_bytes(SimpleNamespace(**told)) == tuple(each * GIB for each in gib)
-
-
-def test_the_kv_caches_that_drafts_have_of_their_own_are_counted_once():
-    shared_by_two_drafts = a_pool("MHATokenToKVPool", mem_usage=1)
-    drafts = [a_runner(pool) for pool in (shared_by_two_drafts, shared_by_two_drafts, PLAIN)]
-    assert facts.draft_kv_bytes(drafts, a_runner(PLAIN)) == GIB

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import zmq
-from kv_servers import (
-    GB,
-    PLAIN_TABLE,
-    SMALL,
-    STATE_TABLE,
-    FlushCacheReqOutput,
-    Notes,
-    Scheduler,
-    a_pool,
-    a_rehearsal,
-    rehearse,
-    state_of,
-)
+from kv_servers import GB, SMALL, FlushCacheReqOutput, OneRank, Scheduler, rehearse, state_of
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from sglang_moe_patches.core.gpu_memory import Memory
-from sglang_moe_patches.memory.kv_sizing import phases, record, rehearsal
+from sglang_moe_patches.memory.kv_sizing import phases, ranks, rehearsal, sizing
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 from sglang_moe_patches.memory.kv_sizing.phases import Batch
 
-LOW = rehearsal.MIN_FREE_BYTES - 1
+LOW = sizing.MIN_FREE_BYTES - 1
 PHASES = [phase.name for phase in phases.derive_phases(SMALL).phases]
-
-
-def test_an_inbox_hands_out_one_poll_at_a_time_and_then_says_that_there_is_no_more():
-    polls = iter([["a", "b"], [], ["c"]])
-    inbox = rehearsal.Inbox(SimpleNamespace(fileno=7), lambda: next(polls))
-    for expected in ("a", "b", None, None, "c", None):
-        with pytest.raises(zmq.Again) if expected is None else nullcontext():
-            assert inbox.recv_pyobj(zmq.NOBLOCK) == expected
-    assert inbox.fileno == 7
 
 
 def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
@@ -53,10 +30,10 @@ def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
     made = scheduler()
     taken_in: list[object] = []
     made.process_input_requests = taken_in.extend
-    run = a_rehearsal(made)
-    run.begin()
-    made.process_input_requests(["from elsewhere", rehearsal.Broadcast(("a", "b"))])
-    run.end()
+    one = OneRank(made)
+    one.begin()
+    made.process_input_requests(["from elsewhere", ranks.Broadcast(("a", "b"))])
+    one.end()
     assert taken_in == ["from elsewhere", "a", "b"]
 
 
@@ -75,7 +52,10 @@ def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, schedule
         return Memory(9 * GB, 10 * GB, reserved, allocated=4 * GB, peak=peak)
 
     made.read = read
-    assert rehearse(made).parts == record.NeedParts(3 * GIB, 4 * GIB, tensors * GB, PHASES[2], slack * GB)
+    found = rehearse(made)
+    assert (found.graphs, found.phases[PHASES[2]], found.slack) == ((3 * GIB, 4 * GIB), tensors * GB, slack * GB)
+    assert max(found.phases.values()) == tensors * GB
+    assert set(found.seconds) == {*PHASES, rehearsal.ALL}
 
 
 def test_what_waits_is_not_limited_meanwhile(scheduler):
@@ -95,14 +75,14 @@ def test_a_rehearsal_ends_before_memory_does(scheduler):
 
 
 def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
-    notes = Notes()
     other = scheduler(reads=False, free=lambda forwards: LOW if forwards > 1 else 3 * GB)
-    a_rehearsal(other, notes=notes, leads=False).begin()
-    for low in (False, True):
+    one = OneRank(other, leads=False)
+    one.begin()
+    for low in ([], [True]):
         other.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
-        assert notes.low == low
+        assert one.low_reports == low
     first = scheduler()
-    result = rehearse(first, notes)
+    result = rehearse(first, low=lambda: True)
     assert (result.reached, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
 
 
@@ -131,7 +111,6 @@ def divided_by_zero(*given):
     [
         pytest.param(Scheduler, "read", no_answer, "RuntimeError: no answer", id="the driver"),
         pytest.param(Scheduler, "read", no_answer_between_forwards, "RuntimeError: no answer", id="the driver, later"),
-        pytest.param(Notes, "any_rank_low_on_memory", divided_by_zero, ZERO, id="the store"),
         pytest.param(rehearsal, "batch_facts", divided_by_zero, ZERO, id="a batch"),
     ],
 )
@@ -140,6 +119,10 @@ def test_a_driver_that_does_not_answer_ends_the_rehearsal_and_not_the_server(
 ):
     monkeypatch.setattr(owner, name, answer)
     assert rehearse(scheduler()).failure == failure
+
+
+def test_a_store_that_does_not_answer_ends_the_rehearsal_and_not_the_server(scheduler):
+    assert rehearse(scheduler(), low=divided_by_zero).failure == ZERO
 
 
 def test_a_cache_that_is_not_flushed_is_a_failure(scheduler):
@@ -151,7 +134,7 @@ def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch)
     made, idle = scheduler(), []
     made.mbs = [None, object()]
     monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle: idle.append(is_idle) or [])
-    a_rehearsal(made).begin()
+    OneRank(made).begin()
     made.turn()
     made.mbs[1] = None
     made.turn()
@@ -160,12 +143,14 @@ def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch)
 
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
     made = scheduler(reads=False, free=lambda forwards: (9 - forwards) * GB)
-    results: list[rehearsal.RankResult] = []
+    results: list[rehearsal.Measured] = []
     before = state_of(made)
-    a_rehearsal(made, results.append, leads=False).begin()
+    one = OneRank(made, results.append, leads=False)
+    one.begin()
     for _ in range(2):
         made.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
     made.send_to_tokenizer.send_output(FlushCacheReqOutput(True))
+    one.orders.close()
     assert state_of(made) == before
     assert [(each.lowest, each.failure, each.reached) for each in results] == [(7 * GB, "", ())]
 
@@ -173,11 +158,11 @@ def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
 def test_what_another_has_set_on_a_scheduler_is_there_again_afterwards(scheduler, caplog):
     made = scheduler()
     made.process_input_requests = another = print
-    run = a_rehearsal(made)
-    run.begin()
+    one = OneRank(made)
+    one.begin()
     assert made.process_input_requests is not another
     del made.send_to_tokenizer.send_output  # so that it cannot be taken back
-    run.end()  # whoever waits for this rank would wait for ever, if it raised
+    one.end()  # whoever waits for this rank would wait for ever, if it raised
     assert made.process_input_requests is another
     assert "not all is what it was" in caplog.text
 
@@ -186,14 +171,17 @@ def test_ranks_of_data_parallel_attention_take_in_what_the_first_puts_and_nothin
     first, other = scheduler(), scheduler()
     other.real.recv_pyobj = lambda *flags: pytest.fail("a user's request is read")
     before = state_of(other)[0]
-    results: list[rehearsal.RankResult] = []
-    for rank in (first, other):
-        a_rehearsal(rank, results.append, leads=rank is first).begin()
+    results: list[rehearsal.Measured] = []
+    ranks_of = [OneRank(rank, results.append, leads=rank is first) for rank in (first, other)]
+    for one in ranks_of:
+        one.begin()
     while not results:
         assert other.turn() == []
         read = first.turn()
-        assert {type(each) for each in read} <= {rehearsal.Broadcast}  # which the engine hands to all ranks
+        assert {type(each) for each in read} <= {ranks.Broadcast}  # which the engine hands to all ranks
         other.process_input_requests(read)
+    for one in ranks_of:
+        one.orders.close()
     assert [each.failure for each in results] == ["", ""]
     assert other.forwards == first.forwards > 0
     assert state_of(other)[0] == before
@@ -203,34 +191,12 @@ def rehearsed_or_refused(scheduler, refused):
     if not refused:
         assert rehearse(scheduler).reached
         return
-    run, before = a_rehearsal(scheduler), state_of(scheduler)
+    before = state_of(scheduler)
+    one = OneRank(scheduler)
     with pytest.raises(RuntimeError) as why:
-        run.begin()
-    run.end()
+        one.begin()
+    one.end()
     assert (str(why.value), state_of(scheduler)) == (refused, before)
-
-
-@pytest.mark.parametrize(
-    ("pool", "table", "known"),
-    [
-        (a_pool("MHATokenToKVPool"), PLAIN_TABLE, True),
-        (a_pool("SWAKVPool"), PLAIN_TABLE, True),
-        (a_pool("HybridLinearKVPool"), STATE_TABLE, True),
-        (a_pool("HybridLinearKVPool"), PLAIN_TABLE, True),
-        (a_pool("SWAKVPool"), STATE_TABLE, False),
-        (a_pool("MHATokenToKVPool"), STATE_TABLE, False),
-        (a_pool("MHATokenToKVPool"), a_pool("MambaTable"), False),
-        (a_pool("DeepSeekV4TokenToKVPool", type("BaseSWAKVPool", (), {})), PLAIN_TABLE, False),
-        (a_pool("Another", type("SWAKVPool", (), {})), PLAIN_TABLE, False),
-        (a_pool("Windows"), PLAIN_TABLE, False),  # of a runner with sliding windows
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_pools_of_a_kind_that_nobody_has_looked_at_are_not_rehearsed(pool, table, known, scheduler):
-    made = scheduler()
-    runner, name = made.tp_worker.model_runner, type(pool).__name__
-    runner.token_to_kv_pool, runner.req_to_token_pool, runner.is_hybrid_swa = pool, table, name == "Windows"
-    rehearsed_or_refused(made, "" if known else f"pools of the kind {name} are not rehearsed yet")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Another process that takes GPU memory while a server is asked, as a neighbour on the GPU would.
+
+Used by ``benchmark/memory/serving.py --take``: kv-sizing is to give KV cache back, and the server to go on answering.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_moe_patches.lab.servers.server import Server
+
+from common import overfill
+from common.client import Client
+
+LEAVE_FRACTION = 0.4
+"""Of the margin, what is left free: below half of it kv-sizing gives KV cache back."""
+STEP_BYTES = 256 << 20
+"""Taken at once, on each GPU; a neighbour grows, it does not jump."""
+EVERY_S = 0.25
+GIVEN_BACK_TIMEOUT_S = 60.0
+"""Within which a server gives memory back after the load has ended, when nobody holds its slots any more."""
+TAKER = f"""
+import sys, time
+import torch
+leave = int(sys.argv[1])
+held, full = [], set()
+while len(full) < torch.cuda.device_count():
+    for gpu in set(range(torch.cuda.device_count())) - full:
+        with torch.cuda.device(gpu):
+            size = min({STEP_BYTES}, torch.cuda.mem_get_info()[0] - leave)
+            if size < 4 << 20:
+                full.add(gpu)
+                continue
+            try:
+                held.append(torch.empty(size, dtype=torch.uint8, device=gpu))
+            except torch.cuda.OutOfMemoryError:  # the server was quicker
+                continue
+    time.sleep({EVERY_S})
+print(sum(each.numel() for each in held), flush=True)
+time.sleep(3600)
+"""
+
+
+STAND_IN = "SHORT"
+"""The variable of a server without a GPU that names a file: so many bytes has another process taken."""
+
+
+@contextmanager
+def taker(leave: int) -> Iterator[list[int]]:
+    """In the block, a process takes memory of each visible GPU until so many bytes are free there, and keeps it.
+
+    :returns: what it has taken, once it has.
+    """
+    took: list[int] = []
+    process = subprocess.Popen([sys.executable, "-c", TAKER, str(leave)], stdout=subprocess.PIPE, text=True)
+
+    def read() -> None:
+        assert process.stdout is not None
+        took.extend(map(int, process.stdout))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield took
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+@contextmanager
+def pretended(short: Path, size: int) -> Iterator[list[int]]:
+    """The same without a GPU, where a stand-in tells what is free."""
+    short.write_text(str(size))
+    try:
+        yield [size]
+    finally:
+        short.unlink()
+
+
+def gauges(text: str) -> dict[str, float]:
+    """The smallest value of each gauge of kv-sizing on any rank, by its name without the prefix; of ``/metrics``."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    prefix, found = "sglang_moe_patches:", dict[str, float]()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                name = sample.name.removeprefix(prefix)
+                found[name] = min(sample.value, found.get(name, sample.value))
+    return found
+
+
+def taken(
+    server: Server,
+    info: Mapping[str, Any],
+    vocabulary: int,
+    margin: int,
+    seconds: float,
+    ask: Callable[[], list[str]],
+) -> dict[str, Any]:
+    """Have clients ask for ``seconds``, and as they begin take what is free, but for less than half the margin.
+
+    :param margin: kv-sizing's, in bytes.
+    :param ask: is called at the end, while the memory is still taken.
+    :returns: as :func:`.overfill.overfill`, with what was taken, what each rank has given back, the KV tokens that are
+        left, and what ``ask`` returned.
+    """
+    client = Client(server.url)
+    short, leave = server.environment.get(STAND_IN), int(LEAVE_FRACTION * margin)
+    with pretended(Path(short), margin - leave) if short else taker(leave) as took:
+        outcome = overfill.mixed(server, info, vocabulary, seconds)
+        if outcome["errors"]:
+            return outcome | {"taken": sum(took)}
+        until = time.monotonic() + GIVEN_BACK_TIMEOUT_S
+        while took and not gauges(client.metrics()).get("given_back_bytes") and time.monotonic() < until:
+            time.sleep(1)
+        outcome["answers"] = ask()
+        outcome |= {"taken": sum(took), "tokens": client.info()["max_total_num_tokens"]}
+        if took:
+            outcome["given_back"] = int(gauges(client.metrics()).get("given_back_bytes", 0))
+    return outcome

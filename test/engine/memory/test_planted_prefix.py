@@ -1,0 +1,161 @@
+"""A prefix that was not computed in the engine's own caches and allocators, as each release has them."""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_moe_patches.core import engine as seen
+from sglang_moe_patches.memory.kv_sizing import phases
+from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
+from sglang_moe_patches.memory.kv_sizing.planted_prefix import ALLOCATORS, can_plant, plant
+
+MEM_CACHE = "sglang.srt.mem_cache."
+SIZE = 64 * 300
+LIMITS = phases.Limits(2048, 8192, SIZE, 9, 0, plants=True)
+
+
+def allocator_of(page: int, name: str = "") -> Any:
+    module = seen.module(MEM_CACHE + "allocator")
+    kind = getattr(module, name or ALLOCATORS[page > 1])
+    pages = {"page_size": page} if page > 1 else {}
+    return kind(size=SIZE, **pages, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False)
+
+
+def scheduler_of(kind: str, page: int, eagle: bool = False, *, disable: bool = False) -> Any:
+    """A scheduler, as far as its cache goes."""
+    params = seen.module(MEM_CACHE + "cache_init_params").CacheInitParams
+    allocator = allocator_of(page)
+    given: dict[str, Any] = {"disable": disable, "req_to_token_pool": None, "page_size": page, "is_eagle": eagle}
+    if "tree_components" in {each.name for each in fields(params)}:
+        module = (
+            "unified_cache.component_type" if seen.has_module(MEM_CACHE + "unified_cache") else "unified_radix_cache"
+        )
+        given["tree_components"] = (seen.module(MEM_CACHE + module).ComponentType.FULL,)
+    cache = getattr(seen.module(MEM_CACHE + ("radix_cache" if kind == "RadixCache" else "unified_radix_cache")), kind)
+    tree = cache(params(token_to_kv_pool_allocator=allocator, **given))
+    return SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=allocator)
+
+
+def key(tokens: list[int]) -> Any:
+    kind = seen.module(MEM_CACHE + "radix_cache").RadixKey
+    wants_array = "array" in str(kind.__init__.__annotations__["token_ids"])
+    return kind(array("q", tokens) if wants_array else tokens, None)
+
+
+def found(scheduler: Any, prompt: list[int]) -> int:
+    """Tokens of a prompt that the cache has."""
+    match = scheduler.tree_cache.match_prefix(
+        seen.module(MEM_CACHE + "base_prefix_cache").MatchPrefixParams(key=key(prompt))
+    )
+    return match.device_prefix_len if hasattr(match, "device_prefix_len") else len(match.device_indices)
+
+
+def held(scheduler: Any) -> int:
+    """Tokens in the cache, by what the engine looks for leaks: free and held ones are all that there are."""
+    tree, free = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator.available_size()
+    kept = tree.evictable_size() + tree.protected_size()
+    assert free + kept == SIZE
+    return kept
+
+
+CACHES = [
+    pytest.param(kind, page, eagle, id=f"{kind}-{page}{'-eagle' * eagle}")
+    for kind in ("RadixCache", "UnifiedRadixCache")
+    for page in (1, 64)
+    for eagle in (False, True)
+]
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
+def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for(kind, page, eagle):
+    """The engine's cache has pairs of tokens for EAGLE's keys, and single tokens for other algorithms."""
+    limits = replace(LIMITS, page=page, draft_tokens=4, draft_slots=8)
+    driven = {phase.kind: phase for phase in phases.derive_phases(limits).phases}
+    scheduler = scheduler_of(kind, page, eagle)
+    for each in (PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_SHORT):
+        phase = driven[each]
+        assert plant(scheduler, phases.shared_prefix(phase.planted, limits))
+        longest = max(phase.prompts(phases.Tokens("behind", 1000)), key=len)
+        had, rest = found(scheduler, longest), len(longest) - found(scheduler, longest)
+        if each is PhaseKind.BEHIND_PREFIX:
+            assert had >= phase.bound.longest_prefix > limits.input_tokens // 2
+            assert rest >= phase.bound.tokens == limits.chunk
+        elif each is PhaseKind.SHARED_PREFIX:
+            assert phase.bound.requests * had >= phase.bound.prefix
+            assert limits.chunk >= phase.bound.requests * rest >= phase.bound.tokens
+        else:
+            assert 0 <= rest <= page + eagle
+    held(scheduler)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
+def test_no_slot_is_lost_or_held_twice_whatever_the_cache_has_already(kind, page, eagle):
+    scheduler = scheduler_of(kind, page, eagle)
+    prefix = phases.shared_prefix(5000, LIMITS)
+    whole = (len(prefix) - eagle) // page * page
+    # Another prompt that begins alike, a part, all of it, and once more.
+    others = [prefix[:1000] + phases.Tokens("other", 1000).some(300), prefix[:3000], prefix, prefix]
+    taken = []
+    for tokens in others:
+        assert plant(scheduler, tokens)
+        assert found(scheduler, [*tokens, 1]) == (len(tokens) - eagle) // page * page
+        taken.append(held(scheduler))
+    assert taken[3] == taken[2] == whole + taken[0] - (1000 - eagle) // page * page
+    # Where there is no room, what is not needed goes: of the cache all but the last has.
+    rest = phases.Tokens("rest", 1000).some(SIZE - 1000)
+    assert plant(scheduler, rest)
+    assert found(scheduler, [*rest, 1]) == (len(rest) - eagle) // page * page
+    held(scheduler)
+    assert not plant(scheduler, phases.Tokens("too long", 1000).some(SIZE + 2 * page))
+    held(scheduler)
+    # As the engine flushes.
+    scheduler.tree_cache.reset()
+    scheduler.token_to_kv_pool_allocator.clear()
+    assert (held(scheduler), found(scheduler, prefix)) == (0, 0)
+    assert scheduler.token_to_kv_pool_allocator.available_size() == SIZE
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", ["RadixCache", "UnifiedRadixCache"])
+def test_a_planted_prefix_has_slots_of_its_own(kind):
+    """Which are given out again when it is evicted: each once."""
+    scheduler = scheduler_of(kind, 1)
+    allocator = scheduler.token_to_kv_pool_allocator
+    in_use = allocator.alloc(100)
+    prefix = phases.shared_prefix(3000, LIMITS)
+    for count in (1000, 3000):
+        assert plant(scheduler, prefix[:count])
+    scheduler.tree_cache.evict(seen.module(MEM_CACHE + "base_prefix_cache").EvictParams(num_tokens=3000))
+    assert found(scheduler, prefix) == 0
+    free = allocator.alloc(allocator.available_size())
+    assert sorted([*free.tolist(), *in_use.tolist()]) == list(range(1, SIZE + 1))
+
+
+@pytest.mark.every_release
+def test_where_a_cache_wants_more_than_a_prefix_nothing_is_planted():
+    def of(**changed: Any) -> Any:
+        made = scheduler_of("RadixCache", 1)
+        return SimpleNamespace(**{**vars(made), **changed})
+
+    unified = scheduler_of("UnifiedRadixCache", 1)
+    assert can_plant(of())
+    assert can_plant(unified)
+    windows = SimpleNamespace(name="SWA")
+    unified.tree_cache.tree_components = (*unified.tree_cache.tree_components, windows)
+    attached = scheduler_of("RadixCache", 1)
+    attached.tree_cache.cache_controller = object()
+    other_pages = of(token_to_kv_pool_allocator=allocator_of(64))
+    chunked = inspect.getattr_static(seen.module(MEM_CACHE + "radix_cache"), "RadixCache")
+    derived = of()
+    derived.tree_cache.__class__ = type("HiRadixCache", (chunked,), {})
+    for refused in (unified, attached, other_pages, derived, scheduler_of("RadixCache", 1, disable=True)):
+        assert not can_plant(refused)
+        assert not plant(refused, [3, 4, 5])

@@ -1,0 +1,78 @@
+"""KV buffers over reserved addresses on a GPU: memory comes zeroed, goes, and graphs stay valid meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, ElasticBuffer, OutOfMemory
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+ROWS, MB = 200_000, 1 << 20
+
+
+@pytest.fixture
+def memory():
+    torch.zeros(1, device="cuda")  # the context that the driver's functions work in
+    return CudaMemory(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((ROWS, 8, 128), 0), ((2, ROWS, 8, 128), 1), ((ROWS // 64, 64 * 132), 0)], ids=str
+)
+def test_memory_is_mapped_where_it_is_asked_for_zeroed_and_given_back(shape, axis, memory):
+    free = torch.cuda.mem_get_info()[0]
+    buffer = ElasticBuffer(shape, torch.bfloat16, axis, memory)
+    assert torch.cuda.mem_get_info()[0] == free  # addresses cost nothing
+    rows = shape[axis]
+    for want in (rows // 10, rows // 2, rows):
+        before = buffer.mapped_bytes
+        assert buffer.map_rows(want) == buffer.bytes_behind(want) - before == buffer.mapped_bytes - before
+        mapped = buffer.tensor.narrow(axis, 0, want)
+        assert not mapped.narrow(axis, want // 2, want - want // 2).any()
+        mapped.fill_(float("nan"))
+    assert free - torch.cuda.mem_get_info()[0] >= buffer.mapped_bytes
+    torch.cuda.synchronize()
+    assert buffer.unmap_from(rows // 3) == buffer.bytes_behind(rows) - buffer.mapped_bytes
+    assert buffer.tensor.narrow(axis, 0, rows // 3).isnan().all()
+    kept = set(buffer._mapped)
+    buffer.map_rows(rows)
+    new = sorted(buffer._mapped - kept)
+    whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(buffer.tensor.untyped_storage())
+    granules = whole.view(-1, memory.granularity)
+    assert not granules[new].any()  # memory that comes anew is zero, whatever was there
+    del granules, whole
+    torch.cuda.synchronize()
+    buffer.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free
+
+
+def test_more_than_there_is_changes_nothing(memory):
+    free = torch.cuda.mem_get_info()[0]
+    buffer = ElasticBuffer((2 * free // MB, MB), torch.uint8, 0, memory)
+    buffer.map_rows(100)
+    mapped, left = buffer.mapped_bytes, torch.cuda.mem_get_info()[0]
+    with pytest.raises(OutOfMemory):
+        buffer.map_rows(buffer.rows)
+    assert (buffer.mapped_bytes, torch.cuda.mem_get_info()[0]) == (mapped, left)
+    buffer.release()
+
+
+def test_a_graph_writes_into_what_was_mapped_after_its_capture(memory):
+    buffer = ElasticBuffer((ROWS, 1024), torch.float32, 0, memory)
+    buffer.map_rows(1000)
+    slots, values = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.ones(4, 1024, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        buffer.tensor.index_copy_(0, slots, values)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffer.tensor.index_copy_(0, slots, values)
+    buffer.map_rows(ROWS)
+    slots.copy_(torch.tensor([5, 999, 100_000, ROWS - 1]))
+    graph.replay()
+    assert buffer.tensor[slots].eq(1).all()
+    assert not buffer.tensor[ROWS - 2].any()
+    torch.cuda.synchronize()
+    buffer.release()

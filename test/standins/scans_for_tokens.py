@@ -1,0 +1,81 @@
+"""A plugin of the engine's that looks for a number in everything that a scheduler holds, once its KV cache has grown.
+
+It writes a line for each place that still has the number of tokens by the rule, or one of those that the engine derives
+from it (request lengths, pages), into the file ``SCAN``.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import types
+from pathlib import Path
+
+import wrapt
+
+PLAIN = (str, bytes, bytearray, float, type(None), types.ModuleType, types.CodeType, types.FrameType)
+
+
+def register():
+    if "SCAN" in os.environ:
+        wrapt.register_post_import_hook(scan_when_serving, "sglang_moe_patches.memory.kv_sizing.hooks")
+
+
+def scan_when_serving(hooks):
+    serve = hooks.ServerStart._serve
+
+    def serve_and_scan(start):
+        serve(start)
+        rule = start.pools.rule.tokens
+        found = places({rule, rule - 1, rule - 6}, start.scheduler)
+        Path(os.environ["SCAN"]).write_text("".join(f"{each}\n" for each in found))
+
+    hooks.ServerStart._serve = serve_and_scan
+
+
+def inside(value):
+    """What an object holds: name and value."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r:.40}]", each) for key, each in list(value.items())[:20_000])
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        yield from ((f"[{place}]", each) for place, each in enumerate(list(value)[:5000]))
+    elif isinstance(value, functools.partial):
+        yield from ((".args", value.args), (".keywords", value.keywords), (".func", value.func))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from ((f".<{name}>", cell.cell_contents) for name, cell in cells if cell != types.CellType())
+    elif not isinstance(value, type):
+        yield from ((f".{name}", each) for name, each in list(getattr(value, "__dict__", {}).items()))
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    yield f".{name}", getattr(value, name)
+        for name in getattr(type(value), "__struct_fields__", ()):
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def places(wanted, scheduler):
+    import torch
+
+    found, seen = [], {}
+    queue = collections.deque([("scheduler", scheduler, 0)])
+    while queue:
+        path, value, depth = queue.popleft()
+        if type(value) is int:
+            if value in wanted and "sglang_moe_patches" not in path:
+                found.append(path)
+            continue
+        ours = str(getattr(type(value), "__module__", "")).startswith("sglang_moe_patches")
+        if isinstance(value, (*PLAIN, torch.Tensor)) or id(value) in seen or depth > 22 or ours:
+            continue
+        seen[id(value)] = value
+        try:
+            queue.extend((path + name, each, depth + 1) for name, each in inside(value))
+        except Exception:  # whatever an object of a library does not want to be asked
+            continue
+    return sorted(found)

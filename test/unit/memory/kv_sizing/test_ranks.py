@@ -1,0 +1,142 @@
+"""How ranks exchange what they know, and how the first has all of them do something."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+from sglang_moe_patches.memory.kv_sizing import ranks
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """PyTorch's, by which ranks found one another, of as many ranks as ``store.ranks``; each thread is one."""
+    made, here = torch.distributed.HashStore(), threading.local()
+    world = SimpleNamespace(ranks=2, here=here)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world.ranks)
+    return world
+
+
+def test_what_ranks_publish_is_found_when_all_have(store):
+    made = []
+    for rank in range(2):
+        store.here.rank = rank
+        made.append(ranks.Board())
+    first, other = made
+    assert first.collect("a") is None
+    assert not first.is_raised("low")
+    other.publish("a", {"x": 2})
+    other.raise_flag("low")
+    assert first.is_raised("low")
+    assert not first.is_raised("low 2")
+    assert first.collect("a") is None
+    first.publish("a", {"x": 1})
+    assert first.collect("a") == [{"x": 1}, {"x": 2}]
+    assert first.collect("b") is None
+
+
+class Note(ranks.Order):
+    pass
+
+
+class Socket:
+    """As a scheduler's, up to 0.5.12.post1."""
+
+    fileno = 7
+
+    def __init__(self, *waiting):
+        self.waiting = list(waiting)
+
+    def recv_pyobj(self, *flags):
+        if not self.waiting:
+            raise zmq.Again()
+        return self.waiting.pop(0)
+
+
+class Loop:
+    """A scheduler's turns: what each has taken in."""
+
+    def __init__(self, *waiting):
+        self.recv_from_tokenizer, self.turns = Socket(*waiting), []
+
+    def process_input_requests(self, read):
+        self.turns.append(list(read))
+
+    def turn(self):
+        read = []
+        while True:
+            try:
+                read.append(self.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
+            except zmq.ZMQError:
+                break
+        self.process_input_requests(read)
+
+
+def test_orders_come_before_users_requests_and_not_to_the_engine():
+    loop = Loop("a", "b")
+    obeyed: list[object] = []
+    before = loop.recv_from_tokenizer, loop.process_input_requests
+    orders = ranks.Orders(loop, obeyed.append, leads=True)
+    orders.open()
+    assert loop.recv_from_tokenizer.fileno == 7
+    note = Note()
+    orders.give(note, "c")
+    loop.turn()
+    loop.turn()
+    assert (obeyed, loop.turns) == ([note], [["c"], ["a", "b"]])
+    orders.close()
+    assert (loop.recv_from_tokenizer, loop.process_input_requests) == before
+
+
+def test_meanwhile_users_requests_wait_and_each_turn_asks_once():
+    loop, polls = Loop("a"), iter([[], [ranks.Broadcast(("x", "y"))], []])
+    seen = []
+    orders = ranks.Orders(loop, print, leads=True)
+    orders.open()
+    orders.instead, orders.each_turn = lambda: next(polls), lambda: seen.append(1)
+    for _ in range(3):
+        loop.turn()
+    orders.instead = None
+    loop.turn()
+    assert loop.turns == [[], ["x", "y"], [], ["a"]]
+    assert len(seen) == 4
+    orders.close()
+
+
+@pytest.fixture
+def machines_of(store, monkeypatch):
+    """What ranks find out of one another, those that ask."""
+    monkeypatch.setattr(ranks, "WAIT_S", 0.5)
+
+    def ask(rank):
+        store.here.rank = rank
+        return ranks.all_machines_take_part()
+
+    def found(*asks):
+        store.ranks = len(asks)
+        with ThreadPoolExecutor() as pool:
+            return set(pool.map(ask, (rank for rank, each in enumerate(asks) if each)))
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asks", "together"),
+    [((True, True, True), True), ((True, True, False), False), ((False, True, True), False)],
+    ids=str,
+)
+def test_machines_decide_together_or_none_does(asks, together, machines_of, monkeypatch):
+    if together:  # which none of them waits for
+        monkeypatch.setattr(ranks, "WAIT_S", 60.0)
+    assert machines_of(*asks) == {together}
+
+
+def test_a_machine_that_comes_too_late_finds_that_the_others_have_given_up(machines_of):
+    assert machines_of(False, True) == {False}
+    assert machines_of(True, True) == {False}
