@@ -477,11 +477,13 @@ class ServerStart:
             self.log("rehearsed in %.0f s: %s%s%s", leader.seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
             decode, prefill = self._seen.graphs
             self.log(
-                "forwards need %s MB; largest: %s; graphs: %s MB of decodes, %s MB of prefills",
+                "forwards need %s MB; largest: %s; graphs: %s MB of decodes, %s MB of prefills; "
+                "the allocator keeps %s MB beyond the most tensors",
                 f"{need.need / 1e6:,.0f}",
                 sizing.largest_phases(leader),
                 f"{decode / 1e6:,.0f}",
                 f"{prefill / 1e6:,.0f}",
+                f"{self._seen.slack / 1e6:,.0f}",
             )
         kept = f", {self.launch.images / 1e6:,.0f} MB the engine's for images" if self.launch.images else ""
         facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
