@@ -124,18 +124,18 @@ def _wrap_ensure(
 
 class _BufferTorch:
     """Stands in for the name ``torch`` where FlashInfer's class allocates its buffers: the output, the one that is not
-    made of bytes, gets no memory. :class:`SharedMoE` drops it, and it may be the largest of all, made when the KV cache
-    has the rest of the GPU.
+    of a type that is ``kept``, gets no memory. :class:`SharedMoE` drops it, and it may be the largest of all, made when
+    the KV cache has the rest of the GPU.
     """
 
-    def __init__(self, torch_module: Any) -> None:
-        self._torch = torch_module
+    def __init__(self, torch_module: Any, kept: set[Any]) -> None:
+        self._torch, self._kept = torch_module, kept
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
     def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        return self._torch.empty(size, dtype=dtype, device=device if dtype is self._torch.uint8 else "meta")
+        return self._torch.empty(size, dtype=dtype, device=device if dtype in self._kept else "meta")
 
 
 _BUFFERS = "_allocate_buffers"
@@ -152,11 +152,14 @@ def _class_without_output(real: Any, patcher: Patcher) -> Any:
         (ast.unparse(call.args[0]), ast.unparse(word.value))
         for call in engine.calls(allocate, "torch.empty")
         for word in call.keywords
-        if word.arg == "dtype" and ast.unparse(word.value) != "torch.uint8"
+        if word.arg == "dtype"
     ]
-    if made != [("(self.max_num_tokens, self.hidden_size)", "self.output_dtype")]:
+    others = [dtype.removeprefix("torch.") for _, dtype in made if dtype.startswith("torch.")]
+    outputs = [each for each in made if not each[1].startswith("torch.")]
+    if outputs != [("(self.max_num_tokens, self.hidden_size)", "self.output_dtype")]:
         return real
-    stand_in = with_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch))
+    kept = {getattr(torch, name) for name in others}
+    stand_in = with_globals(allocate, sys.modules[allocate.__module__], patcher, torch=_BufferTorch(torch, kept))
     return type(real.__name__, (real,), {"__module__": real.__module__, _BUFFERS: stand_in})
 
 

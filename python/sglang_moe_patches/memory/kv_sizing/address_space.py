@@ -173,6 +173,10 @@ class ElasticBuffer:
         """Bytes of memory that the first ``rows`` rows of every plane take, whole granules."""
         return sum(len(each) for each in self._granules(rows)) * self._memory.granularity
 
+    def bytes_of(self, rows: int) -> int:
+        """Bytes of the first ``rows`` rows of every plane: what a tensor of as many rows would have."""
+        return self._planes * rows * self._row_bytes
+
     def map_rows(self, rows: int) -> int:
         """Put zeroed memory behind the first ``rows`` rows of every plane, where there is none yet.
 

@@ -106,6 +106,7 @@ class ServerStart:
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass, self._waits_for, self._deadline = 0, "", math.inf
+        self._seconds, self._phases = dict[str, float](), dict[str, int]()  # of all passes
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -323,6 +324,10 @@ class ServerStart:
         """On every rank, in the turn of the flush: the stages of a pipeline not at the same time."""
         assert self.pools is not None
         self._seen = seen
+        for name, took in seen.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + took
+        for name, taken in seen.phases.items():
+            self._phases[name] = max(self._phases.get(name, 0), taken)
         self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
         self._await("measured")
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
@@ -335,7 +340,6 @@ class ServerStart:
             stopped=seen.stopped,
             out_of_time=seen.out_of_time,
             seconds=seen.seconds,
-            phases=seen.phases,
             missed=seen.missed,
             skipped=seen.skipped,
         )
@@ -470,17 +474,17 @@ class ServerStart:
         leader = needs[0] if needs else RankNeed()
         if leader.seconds:
             parts = ", ".join(
-                f"{name} {seconds:.1f} s" for name, seconds in leader.seconds.items() if name != rehearsal.ALL
+                f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if name != rehearsal.ALL
             )
             missed = f"; not reached: {', '.join(leader.missed)}" if leader.missed else ""
             early = "; ended early, before memory ran out" if any(each.stopped for each in needs) else ""
-            self.log("rehearsed in %.0f s: %s%s%s", leader.seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
+            self.log("rehearsed in %.0f s: %s%s%s", self._seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
             decode, prefill = self._seen.graphs
             self.log(
                 "forwards need %s MB; largest: %s; graphs: %s MB of decodes, %s MB of prefills; "
                 "the allocator keeps %s MB beyond the most tensors",
                 f"{need.need / 1e6:,.0f}",
-                sizing.largest_phases(leader),
+                sizing.largest_phases(self._phases),
                 f"{decode / 1e6:,.0f}",
                 f"{prefill / 1e6:,.0f}",
                 f"{self._seen.slack / 1e6:,.0f}",

@@ -146,8 +146,8 @@ class ElasticPools:
         return given
 
     def _tell_usage(self) -> None:
-        """The engine shows what a pool takes as an attribute, in GiB."""
-        ours = {each.memory.address: each.memory.mapped_bytes for each in self._buffers}
+        """The engine shows what a pool takes as an attribute, in GiB: as one of so many tokens would."""
+        ours = {each.memory.address: each.memory.bytes_of(self._rows(each, self.counts)) for each in self._buffers}
         for pool in self._pools:
             if hasattr(pool, "mem_usage"):
                 mine = {_address(tensor) for tensor in _tensors_of(pool)} & set(ours)

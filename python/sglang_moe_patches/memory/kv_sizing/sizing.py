@@ -66,7 +66,6 @@ class RankNeed:
     :param need: bytes that forwards and graphs took beside weights and KV cache.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
-    :param phases: bytes of tensors at the peak of each phase; only the first rank has the names.
     """
 
     fits: int = 0
@@ -75,7 +74,6 @@ class RankNeed:
     stopped: bool = False
     out_of_time: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-    phases: Mapping[str, int] = field(default_factory=dict)
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
@@ -108,9 +106,9 @@ def decide(needs: Sequence[RankNeed], now: int, most: int) -> Verdict:
     return Verdict(now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most))
 
 
-def largest_phases(need: RankNeed) -> str:
+def largest_phases(phases: Mapping[str, int]) -> str:
     """The phases with the most bytes of tensors, largest first, for people."""
-    ordered = sorted(need.phases.items(), key=lambda each: -each[1])[:SHOWN_PHASES]
+    ordered = sorted(phases.items(), key=lambda each: -each[1])[:SHOWN_PHASES]
     return ", ".join(f"{name} {taken / 1e6:,.0f} MB" for name, taken in ordered)
 
 

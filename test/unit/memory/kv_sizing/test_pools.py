@@ -106,9 +106,9 @@ def test_the_tokens_of_the_rule_have_memory_and_no_more(make, page, rows):
         assert not tensor.narrow(axis, 0, mapped).any()  # else this process ends
         least, most = planes * mapped * row_bytes, planes * (mapped * row_bytes + 2 * granule)
         assert least <= buffer.memory.mapped_bytes <= most
-        expected += buffer.memory.mapped_bytes
-    assert made.mapped_bytes() == expected == made.bytes_behind(RULE)
-    assert pool.mem_usage * (1 << 30) == pytest.approx(expected)
+        expected += least
+    assert expected <= made.mapped_bytes() == made.bytes_behind(RULE)
+    assert pool.mem_usage * (1 << 30) == expected  # what the engine says of as many tokens
 
 
 def windows(full, window):
@@ -128,7 +128,8 @@ def test_both_parts_of_a_sliding_window_cache_grow_in_the_engines_ratio():
         assert not getattr(pool, part).k_buffer[0][: size + PAGE].any()
     assert made.mapped_bytes() == made.bytes_behind(grown)
     usage = [pool.full_kv_pool.mem_usage, pool.swa_kv_pool.mem_usage]
-    assert sum(usage) * (1 << 30) == pytest.approx(made.mapped_bytes())
+    rows = 4 * (35_200 + PAGE) + 6 * (7040 + PAGE)  # keys and values of two layers, and of three
+    assert sum(usage) * (1 << 30) == rows * 4 * 8 * 2
     assert made.counts_for(3200) == (3200, 3200, 640)
 
 

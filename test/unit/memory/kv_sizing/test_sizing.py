@@ -73,7 +73,7 @@ def test_the_fraction_that_gives_as_much_is_rounded_down(more, pinned):
 
 def test_the_three_largest_phases_are_named():
     phases = {"a": 1_000_000, "b": 2_500_000_000, "c": 30_000_000, "d": 40_000_000}
-    assert sizing.largest_phases(RankNeed(phases=phases)) == "b 2,500 MB, d 40 MB, c 30 MB"
+    assert sizing.largest_phases(phases) == "b 2,500 MB, d 40 MB, c 30 MB"
 
 
 @pytest.mark.parametrize(("seen", "grown", "lowest"), [(7, 0, 7), (7, 4, 5), (9, 1, 8), (7, -3, 7)])
