@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,12 @@ def _arguments_without_flags() -> Any:
     """The engine's defaults before it resolves them, which takes a model."""
     from sglang.srt.server_args import ServerArgs
 
-    fields = dataclasses.fields(ServerArgs)
+    if dataclasses.is_dataclass(ServerArgs):
+        fields: Iterable[Any] = dataclasses.fields(ServerArgs)
+    else:  # from 0.5.2x on
+        from msgspec import structs
+
+        fields = structs.fields(ServerArgs)
     values = {
         field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
     }

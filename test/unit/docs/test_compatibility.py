@@ -51,6 +51,7 @@ def test_a_release_passes_where_tests_ran_and_none_failed(summary: str, passed: 
     assert compatibility.passed(compatibility.outcome(summary)) == passed
 
 
+@pytest.mark.long("doctor imports the whole engine in a process of its own, and probes it for every change")
 @pytest.mark.every_release
 def test_this_release_is_as_the_table_says():
     release = engine.version()
