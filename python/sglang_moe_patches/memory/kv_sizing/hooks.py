@@ -101,6 +101,8 @@ class ServerStart:
         self.pools: ElasticPools | None = None
         self.bytes_per_token = 0.0
         self.limited = 0
+        self.needs: list[RankNeed] = []
+        """What all ranks have measured last; known to the first alone."""
         self._init_info: Any = self
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
@@ -328,8 +330,6 @@ class ServerStart:
             self._seconds[name] = self._seconds.get(name, 0.0) + took
         for name, taken in seen.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), taken)
-        self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
-        self._await("measured")
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = seen.lowest - self.margin - self.launch.images - not_run
         mapped = self.pools.bytes_behind(self.pools.counts)
@@ -338,12 +338,9 @@ class ServerStart:
             need=int(max(0, self.launch.free - self._other_bytes() - self.pools.mapped_bytes() - seen.lowest)),
             failure=seen.failure,
             stopped=seen.stopped,
-            out_of_time=seen.out_of_time,
-            seconds=seen.seconds,
             missed=seen.missed,
-            skipped=seen.skipped,
         )
-        self._publish("measured", need)
+        self._publish_need(need)
 
     def _other_bytes(self) -> int:
         """What was allocated with the pools and is not the KV cache's, in bytes: request tables, states."""
@@ -360,6 +357,12 @@ class ServerStart:
             self.board.publish(f"{topic} {self._pass}", told)
         except Exception as error:
             log.logger.warning(log.of("kv-sizing", "what a rank has to tell is lost: %s"), error)
+
+    def _publish_need(self, need: RankNeed) -> None:
+        """Tell the first rank what this one has measured; from here on its orders are waited for."""
+        self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
+        self._await("measured")
+        self._publish("measured", need)
 
     def _decide_when_all_have_told(self) -> list[Any]:
         """On ranks that read, instead of users' requests: the first gives orders."""
@@ -396,10 +399,10 @@ class ServerStart:
         again = verdict.tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
         return UseTokens(verdict.tokens, verdict.reason, again, needs[0].missed)
 
-    def _order_after_mapping(self, told: list[tuple[int, str]]) -> ranks.Order:
+    def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
         before = self._counts_before.tokens
-        if problem := next((problem for _, problem in told if problem), ""):
+        if problem := next(filter(None, problems), ""):
             return UseTokens(before, f"a rank had no memory to map: {problem}")
         return UseTokens(self.pools.counts.tokens, again=self._pass < sizing.MAX_PASSES)
 
@@ -416,12 +419,12 @@ class ServerStart:
 
     def _map(self, order: MapTokens) -> None:
         assert self.pools is not None
-        self._counts_before, problem, mapped = self.pools.counts, "", 0
+        self._counts_before, problem = self.pools.counts, ""
         try:
-            mapped = self.pools.map(self.pools.counts_for(order.tokens))
+            self.pools.map(self.pools.counts_for(order.tokens))
         except Exception as error:
             problem = str(error)
-        self._publish("mapped", (mapped, problem))
+        self._publish("mapped", problem)
 
     def _use(self, order: UseTokens) -> None:
         assert self.pools is not None
@@ -456,10 +459,7 @@ class ServerStart:
             self._begin_pass(lambda limits: phases.derive_second_pass(before, limits, missed))
         except Exception as error:
             self._rehearsal.end()
-            # The others wait for what this rank has to tell.
-            self.orders.instead, self.orders.each_turn = self._decide_when_all_have_told, lambda: None
-            self._await("measured")
-            self._publish("measured", RankNeed(failure=f"{type(error).__name__}: {error}"))
+            self._publish_need(RankNeed(failure=f"{type(error).__name__}: {error}"))  # the others wait for it
         return True
 
     def _log_sizing(self, order: UseTokens) -> None:
@@ -469,10 +469,10 @@ class ServerStart:
         self._show(state, order.reason)
         if not self.leads:
             return
-        needs = getattr(self, "needs", [])
+        needs = self.needs
         need = max(needs, key=lambda each: each.need, default=RankNeed())
         leader = needs[0] if needs else RankNeed()
-        if leader.seconds:
+        if needs and self._seconds:
             parts = ", ".join(
                 f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if name != rehearsal.ALL
             )
@@ -510,8 +510,8 @@ class ServerStart:
         if self.pools is not None:
             self.metrics.show(metrics.TOKENS, self.pools.counts.tokens)
             self.metrics.show(metrics.BY_RULE, self.pools.rule.tokens)
-        if needs := getattr(self, "needs", None):
-            self.metrics.show(metrics.NEED, max(each.need for each in needs))
+        if self.needs:
+            self.metrics.show(metrics.NEED, max(each.need for each in self.needs))
 
     # --- 4. Serve ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_moe_patches.memory.kv_sizing.address_space import ElasticBuffer, Memory
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
-from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, unknown_allocator
+from sglang_moe_patches.memory.kv_sizing.token_count import COUNTS, TokenCounts, unknown_allocator
 
 KNOWN_POOLS = {
     *("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MHATokenToKVPoolMXFP8"),
@@ -27,16 +27,8 @@ KNOWN_POOLS = {
 """KV caches whose buffers are known, by the engine's names; ``docs/changes/kv-sizing.md`` has the list, too."""
 KNOWN_TABLES = {"ReqToTokenPool", "HybridReqToTokenPool"}
 """Request tables; the second has states of Mamba layers, which stay as many as they are."""
-STATE_POOLS = {"MambaPool"}
-"""Pools whose memory goes with requests, not with tokens."""
 FACTORIES = ("zeros", "empty", "ones", "full")
 """Functions of ``torch`` that make a tensor of a given shape."""
-SIZES = {
-    "tokens": "max_total_num_tokens",
-    "full": "full_max_total_num_tokens",
-    "window": "swa_max_total_num_tokens",
-}
-"""The parts of :class:`TokenCounts`, and the engine's names of them."""
 
 
 class Unknown(Exception):
@@ -181,7 +173,7 @@ class ElasticPools:
 
     def _check(self, pool: Any, table: Any, others: list[Any], made: int) -> None:
         """:raises Unknown: a part of the KV cache is of a kind that is not known, or as large as it and not ours."""
-        parts = list(_pools_in(pool))
+        parts = _pools_in(pool)
         for part in parts:
             if type(part).__name__ not in KNOWN_POOLS:
                 raise Unknown(f"KV caches with a {type(part).__name__} are not known")
@@ -224,7 +216,7 @@ def sized_for(maker: Any, arguments: dict[str, Any], rule: TokenCounts, top: Tok
     sizes = arguments.get("sizes")
     owner = maker if sizes is None else sizes
     wanted, found = {}, {}
-    for part, name in SIZES.items():
+    for name, part in COUNTS.items():
         found[name] = getattr(owner, name, None)
         if found[name] and getattr(top, part):
             if found[name] != getattr(rule, part):
@@ -284,7 +276,7 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _pools_in(pool: Any) -> list[Any]:
-    """A KV cache and those that it consists of, without pools of states."""
+    """A KV cache and those that it consists of; a pool of states (``MambaPool``) goes with requests, and is none."""
     found: list[Any] = []
     queue = [pool]
     while queue:
@@ -293,8 +285,7 @@ def _pools_in(pool: Any) -> list[Any]:
             continue
         found.append(each)
         for value in vars(each).values():
-            name = type(value).__name__
-            if ("KVPool" in name or name in STATE_POOLS) and hasattr(value, "__dict__") and name not in STATE_POOLS:
+            if "KVPool" in type(value).__name__ and hasattr(value, "__dict__"):
                 queue.append(value)
     return found
 

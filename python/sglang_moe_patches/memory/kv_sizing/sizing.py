@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 MIN_FREE_BYTES = 1_000_000_000
 """With less left after a forward the rehearsal ends: the next one might not have them. What a forward that did not run
@@ -66,16 +66,14 @@ class RankNeed:
     :param need: bytes that forwards and graphs took beside weights and KV cache.
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
+    :param missed: phases that were not reached; only the first rank has their names.
     """
 
     fits: int = 0
     need: int = 0
     failure: str = ""
     stopped: bool = False
-    out_of_time: bool = False
-    seconds: Mapping[str, float] = field(default_factory=dict)
     missed: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
