@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def variables(*folders: object) -> dict[str, str]:
@@ -21,3 +24,22 @@ def saying(name: str, every_s: int) -> Callable[[float, str], None]:
             print(f"  {name}: {seconds:.0f} s  {line[:140]}", flush=True)
 
     return progress
+
+
+@contextmanager
+def reading(process: subprocess.Popen[str], take: Callable[[str], None]) -> Iterator[None]:
+    """Hand each line that a process prints to ``take``, in a thread; after the block the process is ended."""
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            take(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from sglang_moe_patches.lab.servers.server import Server
 
-from common import overfill
+from common import overfill, processes
 from common.client import Client
 
 LEAVE_FRACTION = 0.4
@@ -61,18 +60,8 @@ def taker(leave: int) -> Iterator[list[int]]:
     took: list[int] = []
     process = subprocess.Popen([sys.executable, "-c", TAKER, str(leave)], stdout=subprocess.PIPE, text=True)
 
-    def read() -> None:
-        assert process.stdout is not None
-        took.extend(map(int, process.stdout))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
+    with processes.reading(process, lambda line: took.append(int(line))):
         yield took
-    finally:
-        process.terminate()
-        process.wait()
-        reader.join()
 
 
 @contextmanager

@@ -35,7 +35,6 @@ import site
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -211,21 +210,13 @@ def free_memory() -> Iterator[dict[str, int]]:
         yield lowest
         return
 
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with suppress(ValueError):
-                gpu, free = line.split(",")
-                lowest[gpu] = min(int(free), lowest.get(gpu, int(free)))
+    def read(line: str) -> None:
+        with suppress(ValueError):
+            gpu, free = line.split(",")
+            lowest[gpu] = min(int(free), lowest.get(gpu, int(free)))
 
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
+    with processes.reading(process, read):
         yield lowest
-    finally:
-        process.terminate()
-        process.wait()
-        reader.join()
 
 
 def lowest_free(free: dict[str, int]) -> dict[str, Any]:

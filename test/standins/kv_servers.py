@@ -62,6 +62,16 @@ class Outbox:
         self.sent.append(output)
 
 
+def read_inbox(scheduler):
+    """All that a scheduler finds in its inbox in one turn, as the engine reads it up to 0.5.12.post1."""
+    read = []
+    while True:
+        try:
+            read.append(scheduler.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
+        except zmq.ZMQError:
+            return read
+
+
 class Scheduler:
     """One rank, as far as a rehearsal touches it: every request that is put is a forward, then an answer.
 
@@ -106,12 +116,7 @@ class Scheduler:
 
     def turn(self):
         """One turn of its loop: what it has read."""
-        read = []
-        while True:
-            try:
-                read.append(self.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
-            except zmq.ZMQError:
-                break
+        read = read_inbox(self)
         self.process_input_requests(read)
         return read
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zmq
+from kv_servers import read_inbox
 from sglang_moe_patches.memory.kv_sizing import ranks
 
 
@@ -69,13 +70,7 @@ class Loop:
         self.turns.append(list(read))
 
     def turn(self):
-        read = []
-        while True:
-            try:
-                read.append(self.recv_from_tokenizer.recv_pyobj(zmq.NOBLOCK))
-            except zmq.ZMQError:
-                break
-        self.process_input_requests(read)
+        self.process_input_requests(read_inbox(self))
 
 
 def test_orders_come_before_users_requests_and_not_to_the_engine():
