@@ -172,9 +172,11 @@ def doctor(
     stock and patched, term by term, and what is not known. docs/commands/models.md has
     this for models that people serve.
 
-    Exits with 2 where there is no config.json, the model has no routed experts,
-    a variable is misspelt, or the engine refuses the model or the arguments:
-    then with its own words.
+    Says first whether the server starts: weights, what the fraction leaves,
+    KV tokens. Exits with 1 where it does not for want of memory; with 2 where
+    there is no config.json, the model has no routed experts, a variable is
+    misspelt, or the engine refuses the model or the arguments: then with its
+    own words.
     """
     if model is not None:
         advise(model, server_args or [], gpu, json)
@@ -216,6 +218,7 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
         typer.echo(json_module.dumps(report, indent=2))
     else:
         model_report.show(report)
+    raise typer.Exit(report["fit"] is not None and not report["fit"]["starts"])
 
 
 @app.command("make-model")

@@ -68,7 +68,7 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": reason}
     hooks.ranks.is_first_rank = lambda: True  # there are no process groups
     hooks.ranks.all_gather = lambda told: [told]
-    hooks._launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
+    hooks.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)
     start = hooks.ServerStart()
     start._gather(SimpleNamespace(server_args=server_args, gpu_id=0), 100.0)
     return {"kept": start.reason} if start.reason else {"sized": True}

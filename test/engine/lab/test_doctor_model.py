@@ -153,4 +153,4 @@ def test_a_cut_costs_what_it_does_with_the_tiles_that_the_engine_loads_on_that_g
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")
     assert row["advice"]["saved_bytes"] > 100e6
-    assert found["kv_cache"]["weight_bytes"] == pytest.approx(61e9, rel=0.01)
+    assert found["fit"]["weights"] == pytest.approx(61e9, rel=0.01)

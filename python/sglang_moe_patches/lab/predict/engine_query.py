@@ -25,15 +25,16 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_moe_patches.core import engine, patch, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.lab.predict import unused_imports
+from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
+from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.memory.kv_sizing import eligibility
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
 from sglang_moe_patches.registry import CHANGES
@@ -45,12 +46,14 @@ class Gpu:
 
     :param memory: bytes.
     :param processors: streaming multiprocessors.
+    :param integrated: its memory is the host's, too.
     """
 
     name: str
     capability: tuple[int, int]
     memory: int
     processors: int
+    integrated: bool = False
 
 
 GPUS = {
@@ -95,7 +98,8 @@ def ask(
     :param environ: of the engine's process.
     :param language_model: the file is of the language model alone, a part of the model that the server loads.
     :returns: ``resolved`` (the server's arguments, those that are plain), ``layer`` (what its MoE layers are, or
-        ``None``), ``unknown`` (why there is no layer) and ``changes``.
+        ``None``), ``unknown`` (why there is no layer), ``fit`` (a :class:`.engine_pools.Fit`, or ``None``) and
+        ``changes``.
     :raises Refused: it refuses these arguments, or this model.
     :raises CannotAsk: it cannot be asked without a GPU.
     """
@@ -186,22 +190,32 @@ _ON_HARDWARE = ("torch", "triton", "sgl_kernel", "flashinfer", "deep_gemm", "sgl
 _MODEL_CLASSES = "sglang.srt.models.registry"
 
 
-def _resolve_arguments(arguments: list[str]) -> Any:
-    """The server's arguments, resolved and checked as at a server's start."""
-    from sglang.srt.server_args import prepare_server_args
+def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
+    """The server's arguments, resolved and checked as at a server's start; whether the fraction is among them."""
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    given: list[bool] = []
+    from_cli_args = ServerArgs.from_cli_args
+
+    def note_fraction(parsed: Any) -> Any:
+        given.append(parsed.mem_fraction_static is not None)
+        return from_cli_args(parsed)
 
     words = io.StringIO()
+    ServerArgs.from_cli_args = note_fraction
     try:
         with _translate_refusals(), contextlib.redirect_stderr(words):
             server_args = prepare_server_args(arguments)
     except SystemExit:
         lines = words.getvalue().strip().splitlines() or ["it ended without a word"]
         raise Refused(_add_near_options(lines[-1].split("error: ")[-1])) from None
+    finally:
+        ServerArgs.from_cli_args = from_cli_args
     with _translate_refusals():
         if hasattr(server_args, "resolve_once"):  # elsewhere construction resolves
             server_args.resolve_once()
         server_args.check_server_args()
-    return server_args
+    return server_args, given[-1]
 
 
 def _add_near_options(refusal: str) -> str:
@@ -227,16 +241,21 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
     claim_gpu(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
-    server_args = _resolve_arguments(arguments)
+    server_args, given = _resolve_arguments(arguments)
     view = engine.resolved(server_args)
     # A copy: some releases resolve into an object that is read-only.
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
+    sizing, fit = _decide_kv_sizing(resolved) | {"given": given}, None
     layer, unknown = None, ""
     try:
         # That the engine has no class for a part of a model says nothing of the model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
-            layer = _build_layer(server_args, view, gpu)
+            built = _build(server_args, view, gpu)
+        fit, skip_reason = _ask_pools(server_args, view, gpu, built, sizing, language_model)
+        sizing["skip_reason"] = sizing["skip_reason"] or skip_reason
+        # Data-parallel ranks bring a chunk each.
+        layer = _describe_layer(built.model, chunk_tokens(resolved) * attention_ranks(resolved))
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
@@ -248,7 +267,8 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
         "layer": layer,
         "unknown": unknown,
         "changes": _plan_changes(SimpleNamespace(**resolved)),
-        "kv_sizing": _decide_kv_sizing(resolved),
+        "kv_sizing": sizing,
+        "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
         "engine_drops": probe.engine_offers(),
         "float_logits": _has_float_logits(),
     }
@@ -281,6 +301,7 @@ def claim_gpu(gpu: Gpu) -> None:
         multi_processor_count=gpu.processors,
         uuid="",
         gcnArchName="",
+        is_integrated=gpu.integrated,
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -314,8 +335,38 @@ def claim_gpu(gpu: Gpu) -> None:
             setattr(common, name, lambda *args, **kwargs: mib)
 
 
-def _build_layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | None:
-    """What a MoE layer of the model is on one rank; ``None``: it has none."""
+@dataclass(frozen=True)
+class Built:
+    """What the engine built of a model on the first rank.
+
+    :param model: its first layers, of fake tensors.
+    :param config: the engine's ``ModelConfig``, of all layers.
+    :param weight_bytes: of all layers on this rank.
+    """
+
+    model: Any
+    config: Any
+    weight_bytes: int
+
+
+def _ask_pools(
+    server_args: Any, resolved: Any, gpu: Gpu, built: Built, sizing: Mapping[str, Any], language_model: bool
+) -> tuple[Fit, str]:
+    """Whether weights and KV cache fit, and why kv-sizing leaves the KV cache alone."""
+    beside = "the part beside the language model" if language_model else ""
+    if resolved.speculative_algorithm not in (None, "NGRAM"):
+        beside = "a draft model"
+    context = int(built.config.context_len)
+    fit = Fit(gpu.memory, built.weight_bytes, resolved.mem_fraction_static, sizing["given"], beside, context=context)
+    try:
+        runner = engine_pools.make_runner(server_args, resolved, built.config, built.model)
+    except Exception as error:
+        return replace(fit, unknown=_one_line(error)), ""
+    return engine_pools.ask(runner, fit, sizes=bool(sizing["mode"]) and not sizing["skip_reason"])
+
+
+def _build(server_args: Any, resolved: Any, gpu: Gpu) -> Built:
+    """The first layers of the model as the engine builds them on one rank."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -339,9 +390,8 @@ def _build_layer(server_args: Any, resolved: Any, gpu: Gpu) -> dict[str, Any] | 
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
-    # Data-parallel ranks bring a chunk each.
-    layer = _describe_layer(model, chunk_tokens(vars(resolved)) * attention_ranks(vars(resolved)))
-    return layer and layer | {"weight_bytes": _count_weight_bytes(model, layers)}
+    config.hf_text_config.num_hidden_layers = layers
+    return Built(model, config, _count_weight_bytes(model, engine_pools.stage_layers(resolved, layers)))
 
 
 def _count_weight_bytes(model: Any, layers: int) -> int:
@@ -506,7 +556,7 @@ def _has_float_logits() -> bool:
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
 
 
-def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, str]:
+def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, Any]:
     """What the server would decide by its arguments: why kv-sizing leaves it alone; "": it does not."""
     mode = eligibility.KV_SIZING.read()
     return {

@@ -161,13 +161,12 @@ def _effects(server: Server, model: Model, change: Change, status: str) -> str:
     return "; ".join(filter(None, (experts, attention and f"{ATTENTION} {attention}")))
 
 
-def describe_kv_sizing(answer: Mapping[str, str], arguments: Iterable[str]) -> dict[str, Any]:
+def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
     """kv-sizing's row, by what the server itself would decide.
 
     :param answer: as the engine query has it under ``kv_sizing``.
     """
-    given = any(argument.split("=")[0] == "--mem-fraction-static" for argument in arguments)
-    mode = answer["mode"]
+    given, mode = answer["given"], answer["mode"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
     if reason:
@@ -227,41 +226,6 @@ ALWAYS_UNKNOWN = (
 """What no prediction has."""
 
 
-# --- The KV cache ----------------------------------------------------------------------------------------------------
-
-
-def count_kv_tokens(
-    sizes: ModelSizes, resolved: Mapping[str, Any], weight_bytes: int, gpu: str
-) -> dict[str, Any] | str:
-    """The tokens that the engine's rule gives.
-
-    :returns: why it is not known, as text.
-    """
-    model = sizes.model
-    if sizes.attention:
-        return f"attention {sizes.attention}"
-    if resolved.get("speculative_algorithm"):
-        return "a draft has weights and a KV cache, too"
-    if resolved.get("pp_size", 1) > 1:
-        return "stages of a pipeline differ"
-    dtype = str(resolved.get("kv_cache_dtype", "auto"))
-    itemsize = 2 if dtype in ("auto", "bfloat16", "bf16") else 1 if dtype.startswith("fp8") else 0
-    if not itemsize:
-        return f"--kv-cache-dtype {dtype}"
-    ranks = resolved["tp_size"] // attention_ranks(resolved)
-    columns = model.latent.kv_rank + model.latent.rotary
-    if model.q_lora_rank is None:
-        columns = 2 * max(1, model.kv_heads // ranks) * model.head_dim
-    token_bytes = columns * model.layers * itemsize
-    memory, fraction = GPUS[gpu].memory, resolved["mem_fraction_static"]
-    return {
-        "weight_bytes": weight_bytes,
-        "token_bytes": token_bytes,
-        "fraction": fraction,
-        "rule_tokens": max(0, int(memory * fraction - weight_bytes) // token_bytes),
-    }
-
-
 # --- From a model and arguments --------------------------------------------------------------------------------------
 
 
@@ -286,16 +250,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": engine.version()}
     asked = ask_engine(content, arguments, gpu, path) if report["engine"] else None
     report |= advise(sizes, asked, arguments)
-    layer = asked and asked["layer"]
-    if asked is None or layer is None:
-        return report
-    tokens: dict[str, Any] | str = "a part of the model is beside the language model"
-    if not asked["is_part"]:
-        tokens = count_kv_tokens(sizes, asked["resolved"], layer["weight_bytes"], gpu)
-    if isinstance(tokens, str):
-        report["unknown"].insert(0, f"tokens of the KV cache: {tokens}")
-        return report
-    return report | {"kv_cache": tokens}
+    return report
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
@@ -392,12 +347,13 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
         "sizes": asdict(model),
         "server": asdict(server),
         "changes": [
-            describe_kv_sizing(sizing, arguments)
+            describe_kv_sizing(sizing)
             if sizing and answer["name"] == "kv-sizing"
             else describe_change(server, model, changes[answer["name"]], answer)
             for answer in answers
             if answer["name"] in changes  # not so of one that was kept from before a change had another name
         ],
+        "fit": (asked or {}).get("fit"),
         "stock": _to_plain(both[0]) if both else None,
         "patched": _to_plain(both[1]) if both else None,
         "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
@@ -496,6 +452,8 @@ def show(report: Mapping[str, Any]) -> None:
     ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
     asked = f"asked of SGLang {report['engine']}" if report["engine"] else "SGLang is not installed"
     gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
+    if report["engine"]:
+        console.print(describe_fit(report["fit"]), highlight=False, markup=False, soft_wrap=True)
     console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
     experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'} ({asked})"
     console.print(experts, markup=False)
@@ -514,20 +472,37 @@ def show(report: Mapping[str, Any]) -> None:
         for row in list_terms(report):
             terms.add_row(*row)
         console.print(terms)
-    if tokens := report.get("kv_cache"):
-        console.print(_describe_kv_cache(tokens), highlight=False, markup=False)
     console.print("Not known:")
     for line in report["unknown"]:
         console.print(f"  - {line}", highlight=False, markup=False)
 
 
-def _describe_kv_cache(tokens: Mapping[str, Any]) -> str:
-    """What is known of the KV cache, in words."""
-    return (
-        f"KV cache: about {tokens['rule_tokens']:,} tokens by the engine's fraction {tokens['fraction']:.3f} "
-        f"({tokens['weight_bytes'] / 1e9:,.1f} GB of weights, {tokens['token_bytes']:,} bytes a token; what CUDA and "
-        f"NCCL hold is not counted)"
-    )
+def describe_fit(fit: Mapping[str, Any] | None) -> str:
+    """Whether the server starts, in a line: its weights, what the fraction in force leaves, the least that starts."""
+    if fit is None:
+        return "Whether it fits is not known: its layers could not be built"
+    weights = f"{fit['weights'] / 1e9:,.1f} GB of weights on each GPU of {fit['memory'] / 1e9:,.1f} GB"
+    if fit["beside"]:
+        weights += f", without {fit['beside']}"
+    source = "given" if fit["given"] else "engine's"
+    allowed, least = fit["memory"] * fit["fraction"], fit["least_fraction"]
+    fraction = f"the {source} fraction {fit['fraction']:.3f} allows {allowed / 1e9:,.1f} GB"
+    if fit["begins_with"]:
+        return f"Starts: {weights}; {fraction}, and kv-sizing begins with {fit['begins_with']:.3f}"
+    if not fit["starts"]:
+        if least is None:
+            return f"Does not start: {weights}"
+        if least > fit["fraction"]:
+            return f"Does not start: {weights}, and {fraction}; it takes at least about {least:.2f}"
+        return f"Does not start: {weights}, and {fraction}; the engine: {fit['refusal']}"
+    left = f"the {source} fraction {fit['fraction']:.3f} leaves {(allowed - fit['weights']) / 1e9:,.1f} GB"
+    if fit["tokens"] is None:
+        tokens = f"KV tokens are not known ({fit['unknown']})"
+    else:
+        tokens = f"{'at most' if fit['beside'] else 'about'} {fit['tokens']:,} KV tokens"
+        if fit["tokens"] < fit["context"]:
+            tokens += f", fewer than the longest request has ({fit['context']:,})"
+    return f"Fits: {weights}; {left}, {tokens}; the least fraction is about {least:.2f}"
 
 
 def list_terms(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -147,7 +147,7 @@ class ServerStart:
             self.reason = apart
             return []
         try:
-            self.launch = _launch_memory(maker, arguments, before_gib)
+            self.launch = launch_memory(maker, arguments, before_gib)
         except Exception as error:
             self.launch = LaunchMemory(f"{type(error).__name__}: {error}")
         launches: list[LaunchMemory] = ranks.all_gather(self.launch)
@@ -162,11 +162,7 @@ class ServerStart:
     @contextmanager
     def _at_least_one_request(self, maker: Any, launches: list[LaunchMemory]) -> Any:
         """Where the engine's rule leaves the KV cache less than one longest request takes, begin with as much."""
-        fraction = None
-        if not self.given and not getattr(maker, "mambaish_config", None):
-            with suppress(Exception):
-                longest = int(maker.model_config.context_len) + 2 * int(maker.page_size)
-                fraction = sizing.least_fraction(launches, int(longest * _bytes_per_token(maker)), self.margin)
+        fraction = None if self.given else first_fraction(maker, launches, self.margin)
         if fraction is None:
             yield
             return
@@ -186,7 +182,7 @@ class ServerStart:
         rule = _counts_of(config)
         top, problem = rule, ""
         try:
-            self.bytes_per_token = _bytes_per_token(maker)
+            self.bytes_per_token = bytes_per_token(maker)
             most = rule.tokens + int(self.launch.set_aside / self.bytes_per_token)
             self.limited = int(eligibility.arguments_of(maker.server_args).get("max_total_tokens") or 0)
             top = _counts_of(_configurator(maker).calculate_pool_sizes_from_max_tokens(most, maker.page_size))
@@ -558,10 +554,21 @@ def _configurator(maker: Any) -> Any:
     return engine.module("sglang.srt.model_executor.pool_configurator").create_memory_pool_configurator(maker)
 
 
-def _bytes_per_token(maker: Any) -> float:
+def bytes_per_token(maker: Any) -> float:
     """Of the KV cache, by the engine's arithmetic for as many bytes as make its rounding small."""
     enough = 64 * GIB
     return enough / int(_configurator(maker).calculate_pool_sizes(enough, maker.page_size).max_total_num_tokens)
+
+
+def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
+    """The fraction with which the KV cache begins where the engine's own leaves it less than one longest request takes;
+    ``None``: the engine's own stays."""
+    if getattr(maker, "mambaish_config", None):
+        return None
+    with suppress(Exception):
+        longest = int(maker.model_config.context_len) + 2 * int(maker.page_size)
+        return sizing.least_fraction(launches, int(longest * bytes_per_token(maker)), margin)
+    return None
 
 
 def _counts_of(config: Any) -> TokenCounts:
@@ -573,7 +580,7 @@ def _counts_of(config: Any) -> TokenCounts:
     )
 
 
-def _launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
+def launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
     """What this rank knows, or why it is not sized."""
     import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from sglang_moe_patches.core.patch import Change, Off
 from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
+from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.model_report import Server, derive_acting
 from sglang_moe_patches.lab.predict.shapes import Layout
@@ -175,32 +176,56 @@ def test_fp8_tiles_in_the_slow_order_cost_more():
     assert row["advice"]["slowdown"] >= forward.SLOW_ORDER_SLOWDOWN
 
 
-def cache_of(**resolved: Any) -> Any:
-    read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
-    return model_report.count_kv_tokens(
-        read, RESOLVED | {"tp_size": 1, "mem_fraction_static": 0.9} | resolved, 31 * 10**9, "h200"
-    )
-
-
-def test_tokens_of_the_kv_cache_follow_the_rule():
-    found = cache_of()
-    assert found["token_bytes"] == 48 * 2 * 4 * 128 * 2
-    assert found["rule_tokens"] == int(engine_query.GPUS["h200"].memory * 0.9 - 31e9) // found["token_bytes"]
-    assert cache_of(tp_size=8)["token_bytes"] == found["token_bytes"] // 4  # fewer heads than ranks
-    assert cache_of(kv_cache_dtype="fp8_e4m3")["token_bytes"] == found["token_bytes"] // 2
-    assert f"about {found['rule_tokens']:,} tokens" in model_report._describe_kv_cache(found)
+FIT = Fit(150_000_000_000, 90_000_000_000, 0.9, given=False, tokens=500_000, context=100_000)
 
 
 @pytest.mark.parametrize(
-    ("resolved", "why"),
+    ("facts", "starts", "said"),
     [
-        ({"speculative_algorithm": "EAGLE"}, "a draft has weights"),
-        ({"pp_size": 2}, "pipeline"),
-        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
+        (
+            {},
+            True,
+            "Fits: 90.0 GB of weights on each GPU of 150.0 GB; the engine's fraction 0.900 leaves 45.0 GB, "
+            "about 500,000 KV tokens; the least fraction is about 0.60",
+        ),
+        ({"given": True}, True, "the given fraction 0.900 leaves"),
+        ({"tokens": 99_999}, True, "about 99,999 KV tokens, fewer than the longest request has (100,000)"),
+        ({"tokens": None, "unknown": "NameError: x"}, True, "KV tokens are not known (NameError: x)"),
+        ({"beside": "a draft model"}, True, "of 150.0 GB, without a draft model; "),
+        ({"beside": "a draft model"}, True, "at most 500,000 KV tokens"),
+        (
+            {"given": True, "fraction": 0.5, "tokens": None},
+            False,
+            "Does not start: 90.0 GB of weights on each GPU of 150.0 GB, and the given fraction 0.500 allows 75.0 GB; "
+            "it takes at least about 0.60",
+        ),
+        ({"weights": 150_000_000_001}, False, "Does not start: 150.0 GB of weights on each GPU of 150.0 GB"),
+        ({"refusal": "No room for states."}, False, "allows 135.0 GB; the engine: No room for states."),
+        ({"fraction": 0.5, "begins_with": 0.8123}, True, "allows 75.0 GB, and kv-sizing begins with 0.812"),
     ],
 )
-def test_tokens_that_do_not_follow_from_sizes_are_not_known(resolved, why):
-    assert why in cache_of(**resolved)
+def test_the_first_line_says_whether_a_server_starts(facts, starts, said) -> None:
+    fit = replace(FIT, **facts)
+    assert fit.starts is starts
+    found = asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction}
+    assert said in model_report.describe_fit(found)
+    assert "None" not in model_report.describe_fit(found)
+
+
+def test_the_least_fraction_holds_the_weights() -> None:
+    for weights in range(1, 150, 7):
+        least = replace(FIT, weights=weights * 10**9).least_fraction
+        assert least is None or 0 <= least * 150 - weights < 1.5 + 1e-6
+    assert replace(FIT, weights=149 * 10**9).least_fraction is None
+
+
+@pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 1)])
+def test_a_server_that_does_not_start_is_exit_code_1(starts, code, monkeypatch) -> None:
+    fit = asdict(FIT) | {"starts": starts, "least_fraction": 0.6, "fraction": 0.9 if starts else 0.5}
+    report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5", "fit": fit}
+    monkeypatch.setattr(model_report, "examine", lambda *asked: report)
+    done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b"])
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (code, model_report.describe_fit(fit))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +386,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(error, said, monkeypatch):
 
 
 def test_programs_are_told_all_that_is_known(monkeypatch):
-    report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5", "kv_cache": {"rule_tokens": 5}}
+    report = advise() | {"model": "a/b", "gpu": "h200", "engine": "0.5"}
     monkeypatch.setattr(model_report, "examine", lambda *asked: report)
     done = CliRunner().invoke(cli.app, ["doctor", "--model", "a/b", "--json"])
     assert json.loads(done.stdout) == json.loads(json.dumps(report))
@@ -375,25 +400,20 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "arguments", "acts", "words"),
+    ("answer", "acts", "words"),
     [
-        ({"mode": "auto"}, [], True, "measures what forwards need"),
-        (
-            {"mode": "auto"},
-            ["--mem-fraction-static", "0.82"],
-            False,
-            "the given --mem-fraction-static is used because it",
-        ),
-        ({"mode": "always"}, ["--mem-fraction-static=0.82"], True, "beginning with the given --mem-fraction-static"),
-        ({"mode": ""}, [], False, "=auto turns it on; it would size this server"),
-        ({"mode": ""}, ["--mem-fraction-static", "0.82"], False, "=always turns it on; it would size this server"),
-        ({"mode": "", "skip_reason": "of --enable-eplb"}, [], False, "would be used because of --enable-eplb"),
-        ({"mode": "auto", "skip_reason": "of --enable-lora"}, [], False, "is used because of --enable-lora"),
+        ({"mode": "auto"}, True, "measures what forwards need"),
+        ({"mode": "auto", "given": True}, False, "the given --mem-fraction-static is used because it"),
+        ({"mode": "always", "given": True}, True, "beginning with the given --mem-fraction-static"),
+        ({"mode": ""}, False, "=auto turns it on; it would size this server"),
+        ({"mode": "", "given": True}, False, "=always turns it on; it would size this server"),
+        ({"mode": "", "skip_reason": "of --enable-eplb"}, False, "would be used because of --enable-eplb"),
+        ({"mode": "auto", "skip_reason": "of --enable-lora"}, False, "is used because of --enable-lora"),
     ],
 )
-def test_kv_sizings_row_is_what_the_server_would_decide(answer, arguments, acts, words) -> None:
-    told = asked() | {"kv_sizing": {"skip_reason": "", **answer}}
-    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told, arguments)
+def test_kv_sizings_row_is_what_the_server_would_decide(answer, acts, words) -> None:
+    told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, **answer}}
+    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told, [])
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])

@@ -1,0 +1,219 @@
+"""Which KV cache the engine would make of a model, and how many tokens it would hold: asked of the engine's own code.
+
+In an engine query, whose process has no GPU and whose model has its first layers alone. A model runner that was never
+constructed is given what the engine's arithmetic reads of one. Its pools are not made: their classes are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import one_line_error
+from sglang_moe_patches.memory.kv_sizing import eligibility, hooks
+from sglang_moe_patches.memory.kv_sizing.facts import GIB
+from sglang_moe_patches.memory.kv_sizing.pools import unknown_pool_reason
+
+FRACTION_STEP = 0.01
+"""To which the least fraction is rounded up: what CUDA and NCCL hold is not known to the last megabyte."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a server's weights and KV cache fit into each GPU, in bytes.
+
+    :param memory: of the GPU; what CUDA and NCCL hold is not counted.
+    :param weights: on this rank; ``beside``: what is not counted, in words, or "".
+    :param fraction: ``--mem-fraction-static`` in force; ``given``: the user gave it.
+    :param refusal: why the engine makes no KV cache, in its own words; "": it does.
+    :param tokens: of the KV cache; ``None``: not known, for the reason ``unknown``.
+    :param token_bytes: what one takes, with everything that the engine counts by it; ``None``: not known.
+    :param context: tokens of the longest request.
+    :param begins_with: the fraction with which kv-sizing begins where the engine's leaves less than such a request.
+    """
+
+    memory: int
+    weights: int
+    fraction: float
+    given: bool
+    beside: str = ""
+    refusal: str = ""
+    tokens: int | None = None
+    token_bytes: float | None = None
+    unknown: str = ""
+    context: int = 0
+    begins_with: float | None = None
+
+    @property
+    def starts(self) -> bool:
+        """Whether there is room for weights and a KV cache."""
+        return self.begins_with is not None or not (self.refusal or self.memory * self.fraction <= self.weights)
+
+    @property
+    def least_fraction(self) -> float | None:
+        """With which the weights fit; ``None``: with none."""
+        least = math.ceil(self.weights / self.memory / FRACTION_STEP) * FRACTION_STEP
+        return round(least, 2) if least < 1 else None
+
+
+def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
+    """What becomes of the KV cache.
+
+    :param runner: as :func:`make_runner` makes it.
+    :param sizes: kv-sizing would size this server, by its arguments.
+    :returns: also why it does not, as is known when pools are about to be made; "": it does.
+    """
+    try:
+        maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
+        launch = hooks.launch_memory(maker, eligibility.arguments_of(runner.server_args), fit.memory / GIB)
+        fit = replace(fit, token_bytes=hooks.bytes_per_token(maker))
+        try:
+            config = _resolve_pools(maker, fit, fit.memory - fit.weights)
+            fit = replace(fit, tokens=int(config.max_total_num_tokens))
+        except (RuntimeError, ValueError) as error:
+            fit = replace(fit, refusal=" ".join(str(error).split()))
+            config = _resolve_pools(maker, fit, fit.memory)
+        skip_reason = launch.failure or unknown_pool_reason(*_pool_classes(maker, config))
+    except Exception as error:
+        return replace(fit, unknown=one_line_error(error)), ""
+    if sizes and not skip_reason and not fit.given:
+        launches = [replace(launch, free=fit.memory - fit.weights)]
+        fit = replace(fit, begins_with=hooks.first_fraction(maker, launches, eligibility.KV_MARGIN.read()))
+    return fit, skip_reason
+
+
+def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
+    """The engine's decision on its pools.
+
+    :raises RuntimeError: the fraction leaves them nothing; in newer releases ``ValueError``.
+    """
+    with _free_memory(free):
+        return maker._resolve_memory_pool_config(fit.memory / GIB)
+
+
+def stage_layers(resolved: Any, layers: int) -> int:
+    """How many of a model's layers are on the first stage of the pipeline."""
+    if resolved.pp_size == 1:
+        return layers
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    return int(get_pp_indices(layers, 0, resolved.pp_size)[1])
+
+
+def make_runner(server_args: Any, resolved: Any, config: Any, model: Any) -> Any:
+    """A model runner that was never constructed, with what the engine's arithmetic of pools reads.
+
+    :param resolved: the server's arguments.
+    :param config: the engine's ``ModelConfig``, of all layers.
+    :param model: of which the engine has built some.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    runner = object.__new__(model_runner.ModelRunner)
+    ranks = resolved.dp_size if resolved.enable_dp_attention else 1
+    group = SimpleNamespace(world_size=resolved.pp_size, rank_in_group=0)
+    facts = {
+        **{"server_args": server_args, "model_config": config, "model": model, "dtype": config.dtype},
+        **{"device": "cuda", "gpu_id": 0, "forward_stream": None, "is_draft_worker": False, "draft_model_idx": None},
+        **{"mem_fraction_static": resolved.mem_fraction_static, "page_size": resolved.page_size},
+        **{"dp_size": ranks, "tp_size": resolved.tp_size, "pp_size": resolved.pp_size, "pp_group": group},
+        "ps": SimpleNamespace(tp_size=resolved.tp_size, pp_size=resolved.pp_size, attn_dp_size=ranks, pp_rank=0),
+        "spec_algorithm": SpeculativeAlgorithm.from_string(resolved.speculative_algorithm),
+        "draft_attention_backend": None,
+        **dict.fromkeys(("req_to_token_pool", "token_to_kv_pool_allocator", "memory_pool_config")),
+        "use_mla_backend": config.attention_arch == AttentionArch.MLA,
+        **{"is_hybrid_swa": config.is_hybrid_swa, "is_multimodal": config.is_multimodal},
+        "is_hybrid_swa_compress": getattr(config, "is_hybrid_swa_compress", False),
+        "sliding_window_size": getattr(config, "sliding_window_size", None),
+        "enable_hisparse": resolved.enable_hisparse,
+    }
+    for name, value in facts.items():
+        vars(runner)[name] = value
+    _set_layers(runner, model_runner)
+    runner.configure_kv_cache_dtype()
+    return runner
+
+
+def _set_layers(runner: Any, module: Any) -> None:
+    """All layers of the model on this rank: those that are built say nothing of how many there are."""
+    config = runner.model_config
+    layers = stage_layers(runner, max(config.num_hidden_layers, config.num_attention_layers))
+    if hasattr(module, "resolve_layer_indices"):
+        stage = SimpleNamespace(start_layer=0, end_layer=layers)
+        vars(runner)["layer_info"] = module.resolve_layer_indices(
+            model=stage, model_config=config, is_draft_worker=False
+        )
+        return
+    loops = getattr(config.hf_config, "loop_num", 1)
+    vars(runner).update(start_layer=0, end_layer=layers, num_effective_layers=layers * max(1, loops))
+
+
+def _configurator(runner: Any) -> Any:
+    """What decides on pools, from 0.5.16 on."""
+    runner.init_spec_aux_hidden_state()
+    runner.init_kv_cache_configurator()
+    return runner.kv_cache_configurator
+
+
+@contextmanager
+def _free_memory(size: int) -> Iterator[None]:
+    """Have PyTorch say that so much of the GPU is free."""
+    import torch
+
+    answer = torch.cuda.mem_get_info
+    torch.cuda.mem_get_info = lambda *args, **kwargs: (size, answer()[1])
+    try:
+        yield
+    finally:
+        torch.cuda.mem_get_info = answer
+
+
+class _Table:
+    """Stands in for a request table: a pool is given parts of it, and asks for the number of requests."""
+
+    def __init__(self, requests: int) -> None:
+        self.req_to_token = SimpleNamespace(shape=(requests, 1))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class _Made(Exception):
+    """The first KV pool was about to be made; its argument is the class's name."""
+
+
+def _pool_classes(maker: Any, config: Any) -> tuple[str, str]:
+    """The classes of a server's KV cache and of its request table."""
+    from sglang.srt.mem_cache import memory_pool
+
+    tables: list[str] = []
+
+    def name_pool(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _Made(cls.__name__)
+
+    def name_table(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        tables.append(cls.__name__)
+        return _Table(int(config.max_running_requests))  # none of the class: its constructor is not called
+
+    kinds = {memory_pool.KVCache: name_pool, memory_pool.ReqToTokenPool: name_table}
+    for kind, name in kinds.items():
+        kind.__new__ = name
+    try:
+        if hasattr(maker, "_apply_memory_pool_config"):
+            maker._apply_memory_pool_config(config)
+        else:
+            sizes = maker._derive_pool_sizes(config=config)
+            maker._init_pools(sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None)
+    except _Made as made:
+        return str(made), tables[0] if tables else ""
+    finally:
+        for kind in kinds:
+            kind.__new__ = object.__new__
+    raise engine.Unsupported("the engine makes no KV pool")
