@@ -166,7 +166,7 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
 
     :param answer: as the engine query has it under ``kv_sizing``.
     """
-    given, mode = answer["given"], answer["mode"]
+    given, mode = answer.get("given", False), answer["mode"]  # results were stored without
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
     if reason:
