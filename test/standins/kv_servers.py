@@ -19,8 +19,8 @@ SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captur
 
 
 def of_kind(limits, kind):
-    """The phase of a kind; ``None``: there is none."""
-    return next((phase for phase in phases.derive_phases(limits).phases if phase.kind is kind), None)
+    """The largest phase of a kind; ``None``: there is none."""
+    return next((phase for phase in reversed(phases.derive_phases(limits).phases) if phase.kind is kind), None)
 
 
 def prompts_of(phase, vocabulary=5000):
@@ -152,11 +152,11 @@ class OneRank:
     :param low: whether another rank says that it has little memory left.
     """
 
-    def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False):
+    def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, **more):
         reports: list[bool] = []
         self.low_reports = reports
         any_low = lambda: bool(reports) or low()  # noqa: E731
-        self.run = rehearsal.Rehearsal(scheduler, 0, over, lambda: reports.append(True), any_low, leads=leads)
+        self.run = rehearsal.Rehearsal(scheduler, 0, over, lambda: reports.append(True), any_low, leads=leads, **more)
         self.orders = ranks.Orders(scheduler, self.run.plant, leads=leads)
 
     def begin(self):
@@ -169,11 +169,11 @@ class OneRank:
         self.orders.close()
 
 
-def rehearse(scheduler, low=lambda: False):
+def rehearse(scheduler, low=lambda: False, **more):
     """To its end: the result; nothing of it is left in the scheduler."""
     results: list[rehearsal.Measured] = []
     before = state_of(scheduler)
-    one = OneRank(scheduler, results.append, low=low)
+    one = OneRank(scheduler, results.append, low=low, **more)
     one.begin()
     for _ in range(3000):
         scheduler.turn()

@@ -6,6 +6,7 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 
 ``GAIN``       bytes that the KV cache can grow by; below 0: it must shrink
 ``GIVEN``      the fraction in force, where the user gave one
+``EACH``       bytes that sampling takes for each request of a forward
 ``STEPS``      a folder: each rank writes what it ran while rehearsing into a file of it
 ``SLOW_S``     seconds that each turn of a rehearsal takes more
 ``FAILS``      the rank whose driver does not answer while it rehearses
@@ -29,6 +30,7 @@ GAIN = int(os.environ.get("GAIN", "300000000"))
 fraction = [float(os.environ.get("GIVEN", "0"))]
 mapped = [0]
 reads = [0]
+sampled = {"now": 0, "most": 0}  # bytes since the peak is counted anew, and ever
 
 
 def register():
@@ -77,6 +79,8 @@ def look_often(serving):
 def be_patient(rehearsal):
     rehearsal.REHEARSAL_TIMEOUT_S = 3600  # however slow the machine is
     rehearsal.MIN_FREE_BYTES = margin() // 2
+    if "EACH" in os.environ:
+        count_what_is_sampled(rehearsal)
     if "STEPS" in os.environ:
         keep_steps(rehearsal)
     if "SLOW_S" in os.environ:
@@ -91,6 +95,19 @@ def be_slow(rehearsal):
         return poll(rehearsal)
 
     rehearsal.Rehearsal.poll = poll_late
+
+
+def count_what_is_sampled(rehearsal):
+    facts_of = rehearsal.batch_facts
+
+    def batch_facts(batch):
+        facts = facts_of(batch)
+        sampled["now"] = max(sampled["now"], int(os.environ["EACH"]) * facts.requests)
+        sampled["most"] = max(sampled.values())
+        return facts
+
+    rehearsal.batch_facts = batch_facts
+    rehearsal.gpu_memory.reset_peak = lambda gpu: sampled.update(now=0)
 
 
 def keep_steps(rehearsal):
@@ -180,6 +197,7 @@ def measure(memory):
         short = Path(os.environ["SHORT"]) if "SHORT" in os.environ else None
         others = int(short.read_text() or 0) if short is not None and short.exists() else 0
         forwards = taken_by_forwards() if reads[0] > 3 else 0
-        return memory.Memory(free_before_pools() - mapped[0] - forwards - others, BEFORE)
+        free = free_before_pools() - mapped[0] - forwards - others - sampled["most"]
+        return memory.Memory(free, BEFORE, reserved=sampled["most"], peak=sampled["now"])
 
     memory.read = read

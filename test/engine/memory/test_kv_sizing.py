@@ -424,6 +424,31 @@ def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(folder: Pat
     assert said(shrinks)[-1] == f"the given --mem-fraction-static is too high: {found[3]} would be safe"
 
 
+@pytest.mark.compatibility
+@pytest.mark.every_release
+def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_there_is_memory(folder: Path, checkpoint):
+    """The engine allows 4,096, of which this KV cache has room for 1,292: these would take more than there is."""
+    place = folder / "many"
+    place.mkdir()
+    grown = sized("grown", checkpoint(), place, "--decode-log-interval", "1", EACH="500000", CACHE="160000000")
+    many = grown._arguments.index("--max-running-requests")
+    del grown._arguments[many : many + 2]
+    prompts = [[7 + each % 500, 8, 9] for each in range(300)]
+    with started(grown):
+        assert not any("not reached" in line for line in said(grown))
+        told = re.match(r"(\d+) requests run at once, 256 where one has penalties", said(grown)[-1])
+        assert told is not None
+        assert 300 < int(told[1]) < 400
+        before = len(grown.log_text())
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        for more in ({}, {"presence_penalty": 0.5}):
+            body = {"input_ids": prompts, "sampling_params": sampling | more}
+            httpx.post(f"{grown.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
+            at_once = [int(each) for each in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
+            before = len(grown.log_text())
+            assert max(at_once) == (256 if more else 300)
+
+
 def watched(running: Server) -> list[tuple[str, str]]:
     """While the server starts, what ``/health`` answers within five seconds, and the log's text thereafter."""
     answered: list[tuple[str, str]] = []

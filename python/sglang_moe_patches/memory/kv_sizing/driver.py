@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     Limits,
     Load,
     Phase,
+    PhaseKind,
     Plant,
     Tokens,
     max_new_tokens,
@@ -31,6 +33,8 @@ class LoadDriver:
 
     Asked again and again for what to put; in between it is told what was seen and answered.
 
+    :param derive: what is driven, from the limits.
+    :param fits: whether there is memory for a phase.
     :param abort: makes the request that ends all others.
     :param seconds_to_deadline: seconds until no further phase begins, and so many more.
     :param grace_s: so many more, after which what still runs is left to itself.
@@ -38,17 +42,21 @@ class LoadDriver:
 
     def __init__(
         self,
-        load: Load,
+        derive: Callable[[Limits], Load],
         limits: Limits,
         make: Make,
         abort: Callable[[], Any],
         seconds_to_deadline: Callable[[float], float],
         grace_s: float,
+        fits: Callable[[Phase], bool] = lambda phase: True,
     ):
-        self.load, self.limits, self._make, self._abort = load, limits, make, abort
+        self._derive, self.limits, self._make, self._abort, self._fits = derive, limits, make, abort, fits
+        self.load = derive(limits)
         self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
         self.seconds: dict[str, float] = {}
         """Of each phase that began, by its name."""
+        self.lowered = 0
+        """Requests that are to run at once, because there was no memory for more; 0: there was."""
         self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = self.out_of_time = False
@@ -102,7 +110,17 @@ class LoadDriver:
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
-        for number, phase in enumerate(self.load.phases):
+        left, began_kinds = list(self.load.phases), set[PhaseKind]()
+        while left:
+            phase = left.pop(0)
+            began_kinds.add(phase.kind)
+            if not self._fits(phase):
+                if phase.otherwise:
+                    self.lowered = phase.otherwise * self.limits.stages
+                    self.limits = replace(self.limits, requests=self.lowered)
+                    left = [later for later in self._derive(self.limits).phases if later.kind not in began_kinds]
+                    continue
+                self.end()
             self._phase, self._reached = phase, False
             began = self._seconds_to_deadline(0.0)
             for attempt in range(ATTEMPTS_PER_PHASE):
@@ -114,7 +132,7 @@ class LoadDriver:
                     break
             (self.reached if self._reached else self.missed).append(phase.name)
             if self._stopping():
-                self.missed += [left.name for left in self.load.phases[number + 1 :]]
+                self.missed += [later.name for later in left]
                 break
         self._phase = None
 

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_moe_patches.core import engine, gpu_memory, log
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.kv_sizing import (
+    admission,
     eligibility,
     images,
     metrics,
@@ -48,12 +49,14 @@ class UseTokens(ranks.Order):
 
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
+    :param requests: that are to run at once, where there was no memory for more; 0: there was.
     """
 
     tokens: int
     reason: str = ""
     again: bool = False
     missed: tuple[str, ...] = ()
+    requests: int = 0
 
 
 def probe() -> Install:
@@ -72,6 +75,8 @@ def probe() -> Install:
     scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
     engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
     engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
+    engine.own(scheduler, "_add_request_to_queue")
+    engine.require_parameters(engine.own(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))
     engine.own(scheduler, "is_fully_idle")
     engine.own(scheduler, "flush_cache")
     ranks.require_inbox(scheduler)
@@ -107,7 +112,7 @@ class ServerStart:
         self._held: list[Callable[[], None]] = []
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
-        self._pass, self._waits_for, self._deadline = 0, "", math.inf
+        self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
         self._seconds, self._phases = dict[str, float](), dict[str, int]()  # of all passes
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
@@ -314,6 +319,8 @@ class ServerStart:
             functools.partial(self.board.is_raised, low),
             leads=self.leads,
             load=load,
+            peaks=self._phases,
+            requests=self._requests,
         )
         self._rehearsal.begin()
         self.orders.instead, self.orders.each_turn = self._rehearsal.poll, self._rehearsal.look_at_turn
@@ -335,6 +342,7 @@ class ServerStart:
             failure=seen.failure,
             stopped=seen.stopped,
             missed=seen.missed,
+            requests=seen.requests,
         )
         self._publish_need(need)
 
@@ -393,14 +401,15 @@ class ServerStart:
         if verdict.tokens > now:
             return MapTokens(verdict.tokens)
         again = verdict.tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
-        return UseTokens(verdict.tokens, verdict.reason, again, needs[0].missed)
+        return UseTokens(verdict.tokens, verdict.reason, again, needs[0].missed, needs[0].requests)
 
     def _order_after_mapping(self, problems: list[str]) -> ranks.Order:
         assert self.pools is not None
         before = self._counts_before.tokens
         if problem := next(filter(None, problems), ""):
             return UseTokens(before, f"a rank had no memory to map: {problem}")
-        return UseTokens(self.pools.counts.tokens, again=self._pass < sizing.MAX_PASSES)
+        again = self._pass < sizing.MAX_PASSES
+        return UseTokens(self.pools.counts.tokens, again=again, requests=self.needs[0].requests)
 
     def obey(self, order: ranks.Order) -> None:
         """On every rank: an order of the first. Called between two turns, with nothing running while it rehearses."""
@@ -434,10 +443,28 @@ class ServerStart:
                 self._tell(counts)
             order = replace(order, again=False, reason=f"not every count could be told: {error}")
         self.pools.unmap_from(counts)
+        self._requests = order.requests or self._requests
         if order.again and self._rehearse_again(order.missed):
             return
         self._log_sizing(order)
+        self._limit_requests()
         self._serve()
+
+    def _limit_requests(self) -> None:
+        """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
+        assert self.pools is not None
+        limits = self._rehearsal.limits if self._rehearsal is not None else None
+        if limits is None or not limits.unasked or self.pools.counts == self.pools.rule:
+            return
+        limits = replace(limits, requests=min(limits.requests, self._requests or limits.requests))
+        at_once = admission.AtOnce(limits.batch, limits.penalized)
+        admission.limit(self.scheduler, at_once)
+        self.log(
+            "%s requests run at once, %s where one has penalties, min_p, a logit bias or log-probabilities; "
+            "--max-running-requests sets another number for all",
+            f"{at_once.requests:,}",
+            f"{at_once.penalized:,}",
+        )
 
     def _tell(self, counts: TokenCounts) -> None:
         token_count.resize_allocator(self.scheduler.token_to_kv_pool_allocator, counts)
@@ -448,7 +475,8 @@ class ServerStart:
         assert self._rehearsal is not None
         assert self._rehearsal.limits is not None
         before = self._rehearsal.limits
-        after = rehearsal.limits_of(self.scheduler, server_facts(self.scheduler.tp_worker.model_runner))
+        facts = server_facts(self.scheduler.tp_worker.model_runner)
+        after = rehearsal.limits_of(self.scheduler, facts, self._requests)
         if not phases.derive_second_pass(before, after, missed).phases:
             return False
         try:

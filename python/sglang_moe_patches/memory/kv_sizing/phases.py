@@ -41,6 +41,12 @@ PENALIZED = {
     "logit_bias": {"1000": -1.0},
 }
 """Each of them allocates a number for every request and every token of the vocabulary."""
+RISE = 4
+"""Times more requests with which a decode is rehearsed, at most, so that its memory is known before it runs."""
+FEW = 64
+"""Requests whose decode has memory on every GPU, and with penalties a quarter of them."""
+PENALIZED_WITHOUT_GRAPHS = 256
+"""Requests with penalties that run at once, where nobody says how many and no decode is captured."""
 VARIED_PROMPTS = 16
 """Requests of the phase that leaves the allocator blocks of many sizes: a dozen chunks, cut at other places each."""
 GROWING_PROMPTS = 8
@@ -170,11 +176,29 @@ class Limits:
     """``--speculative-num-draft-tokens``: rows of a request in one verification; 0: no speculation."""
     draft_slots: int = 0
     """Tokens of the KV cache that a request's next drafts take beside its own."""
+    unasked: bool = False
+    """Nobody has said how many requests run at once: the engine's default is thousands."""
 
     @property
     def batch(self) -> int:
         """Requests in one forward."""
         return min(self.requests, self.micro_batch or max(1, self.requests // self.stages))
+
+    @property
+    def penalized(self) -> int:
+        """Requests in one forward where one of them has penalties or the like (:mod:`.admission`)."""
+        return min(self.batch, self._few) if self.unasked else self.batch
+
+    @property
+    def short_requests(self) -> int:
+        """Requests of a few tokens for which half of the KV cache has room, but no fewer than a decode graph has."""
+        each = SHORT_PROMPT_TOKENS + 2 + 2 * self.page + self.draft_slots
+        half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
+        return max(self.stages * self._few, int(0.9 * (half - 2 * self.largest)) // each)
+
+    @property
+    def _few(self) -> int:
+        return self.captured or PENALIZED_WITHOUT_GRAPHS
 
     @property
     def largest(self) -> int:
@@ -228,7 +252,7 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
     if facts.captured is not None:
         # Not all sizes that are asked for are captured: ranks that attend together share a batch in whole tokens.
         captured = min(captured, facts.captured)
-    return Limits(
+    limits = Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
         # The engine refuses a prompt of as many tokens as that.
         input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
@@ -251,7 +275,9 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
         images=facts.images,
         draft_tokens=draft_tokens,
         draft_slots=draft_slots,
+        unasked=info.get("max_running_requests") is None,
     )
+    return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.unasked else limits
 
 
 def speculates(info: Mapping[str, Any]) -> bool:
@@ -338,6 +364,8 @@ class Phase:
     :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
+    :param after: the phase that was as this one with fewer requests, and took at least 1 / ``times`` of its memory.
+    :param otherwise: requests that are to run at once where this phase has no memory; 0: it must have it.
     """
 
     kind: PhaseKind
@@ -352,6 +380,9 @@ class Phase:
     output_logprobs: bool = False
     growth: float = 0.0
     planted: int = 0
+    after: str = ""
+    times: float = 1.0
+    otherwise: int = 0
 
 
 @dataclass(frozen=True)
@@ -452,13 +483,20 @@ def derive_phases(limits: Limits) -> Load:
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
+    counted: list[Phase] = []
     if limits.stages > 1 and fit < captured < limits.batch:
         missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
     elif captured:
-        phases.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, limits))
+        counted.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, limits))
     if limits.batch > captured:
-        phases.append(_decode(PhaseKind.EAGER_DECODE, f"eager decode of {limits.batch} requests", limits.batch, limits))
-    phases += _sampled_decodes(limits)
+        for count in rising_counts(captured or FEW, limits.batch):
+            phase = _decode(PhaseKind.EAGER_DECODE, f"eager decode of {count} requests", count, limits)
+            if counted:
+                fewer = counted[-1].bound.requests
+                phase = _behind_fewer(phase, counted[-1], otherwise=fewer if limits.unasked else 0)
+            counted.append(phase)
+    phases += counted
+    phases += _sampled_decodes(limits, counted)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
     if limits.images:
@@ -490,39 +528,56 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = 
     return Load(tuple(filter(is_larger, load.phases)), load.skipped)
 
 
-def _sampled_decodes(limits: Limits) -> list[Phase]:
-    """The largest decode with all that sampling may ask for, and with one request that is long."""
+def rising_counts(fewer: int, last: int) -> list[int]:
+    """Numbers of requests up to the last, each at most :data:`RISE` times the one before; the first, of ``fewer``."""
+    counts = [last]
+    while counts[0] > RISE * fewer:
+        counts.insert(0, -(-counts[0] // RISE))
+    return counts
+
+
+def _behind_fewer(phase: Phase, fewer: Phase, otherwise: int = 0) -> Phase:
+    """The same, whose memory is judged by that of a phase with fewer requests."""
+    times = max(1.0, phase.bound.requests / fewer.bound.requests)
+    return replace(phase, after=fewer.name, times=times, otherwise=otherwise)
+
+
+def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
+    """Decodes with all that sampling may ask for, and the largest with one request that is long.
+
+    :param decodes: those without either.
+    """
     short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
-    bound = Bound(DECODES, requests=limits.batch)
-    penalties = replace(
-        short,
-        kind=PhaseKind.PENALTIES,
-        name=f"decode of {limits.batch} requests with penalties and a logit bias",
-        bound=bound,
-        sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
-        # With speculation each release computes log-probabilities in another way.
-        output_logprobs=not limits.draft_tokens,
-    )
+    penalties: list[Phase] = []
+    for count in rising_counts(FEW // RISE, limits.penalized):
+        phase = replace(
+            _decode(PhaseKind.PENALTIES, f"decode of {count} requests with penalties and a logit bias", count, limits),
+            bound=Bound(DECODES, requests=count),
+            sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
+            # With speculation each release computes log-probabilities in another way.
+            output_logprobs=not limits.draft_tokens,
+        )
+        penalties.append(_behind_fewer(phase, penalties[-1]) if penalties else phase)
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
     if meanwhile := _decoded_meanwhile(limits.requests, limits):
         half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
         new = max_new_tokens(limits.requests, half, new + meanwhile)
     longest = min(limits.input_tokens, limits.cache_tokens // 2) - new - 2 * limits.page - limits.draft_slots
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
-        return [penalties]
+        return penalties
     long = replace(
         short,
         kind=PhaseKind.LONG_AMONG_SHORT,
         name=f"decode of one long request among {limits.batch - 1} short ones",
         # Of several batches that of the long one.
-        bound=replace(bound, longest=longest) if limits.stages > 1 else bound,
+        bound=Bound(DECODES, requests=limits.batch, longest=longest if limits.stages > 1 else 0),
         # What the cache has of it needs not be computed, which can take minutes.
         prompts=lambda tokens: [shared_prefix(longest, limits), *short.prompts(tokens)[1:]],
         new_tokens=new,
         growth=0.0 if limits.radix_cache else 1.0,
         planted=longest if limits.plants else 0,
     )
-    return [penalties, long]
+    return [*penalties, _behind_fewer(long, decodes[-1]) if decodes else long]
 
 
 def _in_step(phase: Phase, limits: Limits) -> Phase:
@@ -604,8 +659,11 @@ def _varied(chunk: int, limits: Limits) -> Callable[[Tokens], list[list[int]]]:
 
 
 def _decode(kind: PhaseKind, name: str, requests: int, limits: Limits) -> Phase:
-    # The largest batch is there once all that can run at once do: before, several may share them.
+    # The largest batch is there once all that can run at once do: before, several may share them. Each batch of a
+    # pipeline keeps what its penalties take.
     put = limits.requests if requests == limits.batch else requests
+    if kind is PhaseKind.PENALTIES:
+        put = min(limits.requests, requests * limits.stages)
     # Enough that the first still run when the last arrive; they are aborted as soon as all were seen together. With
     # speculation nothing is aborted: after an abort a release was seen to answer no more.
     new = (LONG_PROMPT_NEW_TOKENS if limits.draft_tokens else 1024) + _decoded_meanwhile(put, limits)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
@@ -79,6 +80,7 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
+    :param requests: that are to run at once, where there was no memory for more; only the first rank knows.
     """
 
     lowest: int = 0
@@ -92,6 +94,7 @@ class Measured:
     reached: tuple[str, ...] = ()
     missed: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    requests: int = 0
 
 
 def timeout_s() -> float:
@@ -117,14 +120,17 @@ def mute_metrics(patcher: Patcher) -> None:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
-def limits_of(scheduler: Any, facts: ServerFacts) -> Limits:
-    """What bounds a forward of this scheduler."""
+def limits_of(scheduler: Any, facts: ServerFacts, requests: int = 0) -> Limits:
+    """What bounds a forward of this scheduler.
+
+    :param requests: that are to run at once, where an earlier rehearsal had no memory for more; 0: as many as can.
+    """
     told = arguments_of(scheduler.server_args) | {
         "chunked_prefill_size": scheduler.chunked_prefill_size,
         "max_prefill_tokens": scheduler.max_prefill_tokens,
         "max_req_input_len": scheduler.max_req_input_len,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
-        "internal_states": [{"effective_max_running_requests_per_dp": scheduler.max_running_requests}],
+        "internal_states": [{"effective_max_running_requests_per_dp": requests or scheduler.max_running_requests}],
     }
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
@@ -186,6 +192,8 @@ class Rehearsal:
     :param any_low: whether a rank has told so.
     :param load: what is driven, from the limits of this scheduler; ``None``: everything.
     :param leads: whether this rank puts what all of them take in.
+    :param peaks: bytes of tensors in phases of an earlier rehearsal.
+    :param requests: as :func:`limits_of` takes them.
     """
 
     def __init__(
@@ -198,9 +206,12 @@ class Rehearsal:
         *,
         leads: bool,
         load: Callable[[Limits], Load] | None = None,
+        peaks: Mapping[str, int] = MappingProxyType({}),
+        requests: int = 0,
     ) -> None:
         self.scheduler, self.gpu, self._over, self.leads = scheduler, gpu, over, leads
         self._report_low_memory, self._any_low, self._load = report_low_memory, any_low, load or derive_phases
+        self._peaks, self._requests = dict(peaks), requests
         self.runner = scheduler.tp_worker.model_runner
         channels = getattr(scheduler, "ipc_channels", scheduler)
         self._senders = [channels.send_to_tokenizer, channels.send_to_detokenizer]
@@ -216,7 +227,7 @@ class Rehearsal:
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
         self._phase, self._phases = "", dict[str, int]()
-        limits = self.limits = limits_of(self.scheduler, server_facts(self.runner))
+        limits = self.limits = limits_of(self.scheduler, server_facts(self.runner), self._requests)
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
@@ -229,7 +240,7 @@ class Rehearsal:
         if self.leads:
             make = partial(make_request, tokenizer=getattr(self.scheduler, "tokenizer", None))
             self._driver = LoadDriver(
-                self._load(limits), limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s
+                *(self._load, limits, make, make_abort, self._seconds_to_deadline, self._abandon_after_s, self._fits)
             )
         for sender in self._senders:
             self._meanwhile(sender, "send_output", self._swallow)
@@ -330,6 +341,19 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
 
+    def _fits(self, phase: Phase) -> bool:
+        """Whether there is memory for a phase. If not, and it must be there, it counts as if it had been taken."""
+        smaller = self._phases.get(phase.after) or self._peaks.get(phase.after)
+        if smaller is None:
+            return True
+        now = gpu_memory.read(self.gpu)
+        left = int(now.free + now.reserved - self._first.allocated - phase.times * smaller)
+        if left >= MIN_FREE_BYTES:
+            return True
+        if not phase.otherwise:
+            self._stopped, self._lowest = True, min(self._lowest, left)
+        return False
+
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or f"{type(error).__name__}: {error}"
         if self._driver is not None:
@@ -389,4 +413,5 @@ class Rehearsal:
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
             skipped=driver.load.skipped if driver else (),
+            requests=driver.lowered if driver else 0,
         )

@@ -67,6 +67,7 @@ class RankNeed:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param missed: phases that were not reached; only the first rank has their names.
+    :param requests: that are to run at once, where there was no memory for more; 0: there was.
     """
 
     fits: int = 0
@@ -74,6 +75,7 @@ class RankNeed:
     failure: str = ""
     stopped: bool = False
     missed: tuple[str, ...] = ()
+    requests: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kv_servers import LIMITS, at_its_bound
+from kv_servers import LIMITS, at_its_bound, of_kind
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.driver import ATTEMPTS_PER_PHASE, LoadDriver
 from sglang_moe_patches.memory.kv_sizing.phases import Batch, PhaseKind, Plant
@@ -20,17 +20,23 @@ class Server:
     :param refuses: names of phases whose forwards are never as large.
     :param loses: names of phases whose requests are never answered.
     :param left_s: seconds until no further phase begins.
+    :param fits: whether there is memory for a phase.
     :param plants: what its caches say to a prefix that they are to hold; ``None``: they cannot.
     """
 
-    def __init__(self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, **changed):
+    def __init__(
+        self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda phase: True, **changed
+    ):
         self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
         self.plants, changed = plants, {**changed, "plants": plants is not None}
         limits = replace(LIMITS, **changed)
-        load = phases.derive_phases(limits)
-        if only:
-            load = replace(load, phases=tuple(phase for phase in load.phases if phase.kind is only))
-        self.driver = LoadDriver(load, limits, self.make, lambda: "abort", lambda more_s: left_s() + more_s, GRACE_S)
+
+        def derive(limits):
+            load = phases.derive_phases(limits)
+            return replace(load, phases=tuple(phase for phase in load.phases if only in (None, phase.kind)))
+
+        deadline = lambda more_s: left_s() + more_s  # noqa: E731
+        self.driver = LoadDriver(derive, limits, self.make, lambda: "abort", deadline, GRACE_S, fits)
 
     def make(self, name, prompt, new, phase):
         return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
@@ -152,7 +158,7 @@ def test_requests_that_a_server_loses_are_not_waited_for():
     ],
 )
 def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, aborts):
-    server = Server(only=PhaseKind.EAGER_DECODE, **changed)
+    server = Server(only=PhaseKind.EAGER_DECODE, captured=100, **changed)
     first = server.step()
     assert len(first) == LIMITS.requests
     assert (server.step(), server.aborts) == ([], 0)
@@ -213,3 +219,31 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
     assert len(driver.seconds) == len(driver.reached) < len(driver.load.phases)
     assert driver.seconds["prefill chunk"] == 3.0 * phases.GROWING_PROMPTS
     assert sum(driver.seconds.values()) == 1001.0
+
+
+def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
+    server = Server(fits=lambda phase: phase.bound.requests <= 512, requests=2048, captured=32, unasked=True)
+    driver = server.run()
+    assert (driver.lowered, driver.missed) == (512, [])
+    decodes = ("captured decode of 32", "eager decode of 128", "eager decode of 512")
+    longest = "decode of one long request among 511 short ones"
+    assert [name for name in driver.reached if name.startswith(("captured", "eager"))] == [
+        f"{each} requests" for each in decodes
+    ]
+    assert longest in driver.reached
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        pytest.param(PhaseKind.EAGER_DECODE, {}, id="as many as were asked for"),
+        pytest.param(PhaseKind.PENALTIES, {"unasked": True}, id="as many with penalties as a graph has"),
+    ],
+)
+def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
+    too_large = of_kind(replace(LIMITS, **changed), kind)
+    server = Server(fits=lambda phase: phase.name != too_large.name, **changed)
+    driver = server.run()
+    assert driver.missed[0] == too_large.name
+    assert "prompts of many lengths" in driver.missed
+    assert too_large not in [each.phase for each in server.put]

@@ -26,12 +26,13 @@ def lengths(phase):
 
 
 ALWAYS = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
-CAPTURED, EAGER = "captured decode of 64 requests", "eager decode of 300 requests"
+CAPTURED = "captured decode of 64 requests"
+EAGER = ("eager decode of 75 requests", "eager decode of 300 requests")
 
 
-def last(requests=300):
+def last(requests=300, penalized=(19, 75, 300)):
     return [
-        f"decode of {requests} requests with penalties and a logit bias",
+        *(f"decode of {count} requests with penalties and a logit bias" for count in penalized),
         f"decode of one long request among {requests - 1} short ones",
         "prompts of many lengths",
     ]
@@ -40,18 +41,67 @@ def last(requests=300):
 @pytest.mark.parametrize(
     ("changed", "names"),
     [
-        ({}, [*ALWAYS, CAPTURED, EAGER, *last()]),
-        ({"mixed": True}, [*ALWAYS, "mixed chunk", CAPTURED, EAGER, *last()]),
-        ({"captured": 0}, [*ALWAYS, EAGER, *last()]),
-        ({"requests": 64}, [*ALWAYS, CAPTURED, *last(64)]),
-        ({"requests": 40}, [*ALWAYS, "captured decode of 40 requests", *last(40)]),
-        ({"radix_cache": False}, [*ALWAYS[:2], CAPTURED, EAGER, *last()]),
-        ({"chunk": None}, ["longest prefill", CAPTURED, EAGER, *last()]),
+        ({}, [*ALWAYS, CAPTURED, *EAGER, *last()]),
+        ({"mixed": True}, [*ALWAYS, "mixed chunk", CAPTURED, *EAGER, *last()]),
+        ({"captured": 0}, [*ALWAYS, *EAGER, *last()]),
+        ({"requests": 64}, [*ALWAYS, CAPTURED, *last(64, [64])]),
+        ({"requests": 40}, [*ALWAYS, "captured decode of 40 requests", *last(40, [40])]),
+        ({"radix_cache": False}, [*ALWAYS[:2], CAPTURED, *EAGER, *last()]),
+        ({"chunk": None}, ["longest prefill", CAPTURED, *EAGER, *last()]),
     ],
     ids=str,
 )
 def test_the_phases_follow_from_the_configuration(changed, names):
     assert [phase.name for phase in derived(**changed).phases] == names
+
+
+def counts_of(kind, **changed):
+    return [phase.bound.requests for phase in derived(**changed).phases if phase.kind is kind]
+
+
+@pytest.mark.parametrize(
+    ("changed", "eager", "penalized"),
+    [
+        ({"requests": 2048, "captured": 256}, [512, 2048], [32, 128, 512, 2048]),
+        ({"requests": 2048, "captured": 256, "unasked": True}, [512, 2048], [64, 256]),
+        ({"requests": 2048, "captured": 0, "unasked": True}, [128, 512, 2048], [64, 256]),
+        ({"requests": 48, "captured": 0, "unasked": True}, [48], [48]),
+        ({"requests": 2048, "captured": 256, "unasked": True, "stages": 2}, [1024], [64, 256]),
+    ],
+    ids=str,
+)
+def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where_nobody_said_how_many(
+    changed, eager, penalized
+):
+    assert counts_of(PhaseKind.EAGER_DECODE, **changed) == eager
+    assert counts_of(PhaseKind.PENALTIES, **changed) == penalized
+    for before, phase in pairwise(derived(**changed).phases):
+        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.after:
+            assert phase.after == before.name
+            assert phase.times == phase.bound.requests / before.bound.requests <= phases.RISE
+            fewer = before.bound.requests if phase.kind is PhaseKind.EAGER_DECODE and changed.get("unasked") else 0
+            assert phase.otherwise == fewer
+
+
+@pytest.mark.parametrize(
+    ("asked", "captured", "page", "requests"),
+    [
+        (2048, 0, 1, 2048),  # somebody asked for as many
+        (None, 0, 1, 1490),  # 12 tokens of each in nine tenths of half of the cache, less two chunks
+        (None, 0, 64, 256),  # 138 tokens of each would leave room for 129
+        (None, 160, 64, 160),
+    ],
+)
+def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for(asked, captured, page, requests):
+    graphs = {"cuda_graph_max_bs": captured}
+    info = {"max_running_requests": asked, "max_total_num_tokens": 43_840, "chunked_prefill_size": 1024, **graphs}
+    many = {"internal_states": [{"effective_max_running_requests_per_dp": 2048}]}
+    assert phases.derive_limits(info | many, replace(FACTS, page=page)).requests == requests
+
+
+def test_each_batch_of_a_pipeline_has_requests_with_penalties():
+    limits = replace(LIMITS, requests=2048, captured=256, unasked=True, stages=2)
+    assert len(prompts_of(of_kind(limits, PhaseKind.PENALTIES))) == 512
 
 
 @pytest.mark.parametrize(
@@ -260,7 +310,7 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
             assert phase.bound.all_ranks == 2 * phase.bound.requests * max(1, rows)
             if phase.kind is not PhaseKind.LONG_AMONG_SHORT:
                 taken = phases.SHORT_PROMPT_TOKENS + phase.new_tokens + slots + 2 * c.page
-                assert c.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest)
+                assert phase.bound.requests * taken <= 0.9 * (c.cache_tokens - 2 * c.largest)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,42 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     assert (result.reached, result.stopped, first.forwards) == ((), False, 0)  # the other one says that it stopped
 
 
+@pytest.mark.parametrize(
+    ("unasked", "earlier", "requests", "stopped", "lowest"),
+    [
+        pytest.param(True, {}, 75, False, 5 * GB, id="nobody asked for more: fewer run at once"),
+        pytest.param(False, {}, 0, True, -1 * GB, id="asked for: it counts as if it had been taken"),
+        pytest.param(
+            *(False, {"eager decode of 75 requests": 3 * GB}, 0, True, -1 * GB),
+            id="what it has seen itself goes before an earlier rehearsal",
+        ),
+    ],
+)
+def test_a_decode_for_which_there_is_no_memory_does_not_run(
+    unasked, earlier, requests, stopped, lowest, scheduler, monkeypatch
+):
+    """A request takes 20 MB here; 5 GB are free, of which one is to stay."""
+    limits = replace(SMALL, requests=300, cache_tokens=50_000, unasked=unasked)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
+    ran, made = [], scheduler()
+    by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
+
+    def read():
+        ran.extend(made.did.phases[-1:])
+        return Memory(5 * GB, 10 * GB, peak=20_000_000 * by_name.get(made.did.phases[-1], 0) if ran else 0)
+
+    made.read = read
+    found = rehearse(made, peaks=earlier)
+    assert (found.requests, found.stopped, found.lowest) == (requests, stopped, lowest)
+    assert "eager decode of 75 requests" in found.reached
+    assert "eager decode of 300 requests" not in ran
+    assert ("eager decode of 300 requests" in found.missed) == stopped
+
+
+def derived(limits, requests):
+    return phases.derive_phases(replace(limits, requests=requests)).phases
+
+
 ZERO = "ZeroDivisionError: division by zero"
 
 
@@ -209,7 +245,7 @@ def rehearsed_or_refused(scheduler, refused):
 )
 def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts: limits)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
     rehearsed_or_refused(made, refused)
 
 
