@@ -6,6 +6,7 @@
 - ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct; three layers with a state for each request, one with a KV cache.
 - ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
 - ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct, as `doctor --model` knows it, with its vision model.
+- ``qwen3-235b-fp8``: Qwen/Qwen3-235B-A22B-Instruct-2507-FP8.
 - ``qwen3.5-397b-fp8``: Qwen/Qwen3.5-397B-A17B-FP8, likewise; states as in Qwen3-Next.
 """
 
@@ -53,6 +54,9 @@ def _with_images(source: str, first_token: int) -> dict[str, Any]:
 
 
 CONFIGS["qwen3-vl-30b"] = _with_images("Qwen/Qwen3-VL-30B-A3B-Instruct", 151_652)
+CONFIGS["qwen3-235b-fp8"] = (
+    load_model("Qwen/Qwen3-235B-A22B-FP8")[0] | _TOKENS | {"rope_theta": 5_000_000.0, "rms_norm_eps": 1e-06}
+)
 CONFIGS["qwen3.5-397b-fp8"] = _with_images("Qwen/Qwen3.5-397B-A17B-FP8", 248_053)
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """In a prompt, the place of an image."""

@@ -135,7 +135,7 @@ class ServerStart:
                 source = "the given --mem-fraction-static" if self.given else "the engine's default fraction"
                 self.log("using %s %.4f because %s", source, self.launch.fraction, self.reason)
                 return config
-            with self._at_least_one_request(maker, launches):
+            with self._at_least_a_beginning(maker, launches):
                 config = original(maker, pre_model_load_memory)
             self._reserve(maker, config)
             return config
@@ -165,15 +165,14 @@ class ServerStart:
         return [replace(each, free_before_load=before) for each in launches]
 
     @contextmanager
-    def _at_least_one_request(self, maker: Any, launches: list[LaunchMemory]) -> Any:
-        """Where the engine's rule leaves the KV cache less than one longest request takes, begin with as much."""
+    def _at_least_a_beginning(self, maker: Any, launches: list[LaunchMemory]) -> Any:
+        """Where the engine's rule leaves the KV cache too little to rehearse with, begin with more."""
         fraction = None if self.given else first_fraction(maker, launches, self.margin)
         if fraction is None:
             yield
             return
         self.log(
-            "the engine's default fraction %.4f leaves the KV cache less than one request of the whole context: "
-            "it begins with %.4f",
+            "the engine's default fraction %.4f leaves the KV cache less than two chunks: it begins with %.4f",
             self.launch.fraction,
             fraction,
             warn=True,
@@ -589,13 +588,18 @@ def bytes_per_token(maker: Any) -> float:
 
 
 def first_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """The fraction with which the KV cache begins where the engine's own leaves it less than one longest request takes;
-    ``None``: the engine's own stays."""
+    """The fraction with which the KV cache begins where the engine's own leaves it less than two chunks, or than the
+    whole context; ``None``: the engine's own stays.
+
+    What more there is comes when it has been measured: graphs are captured beside what the rule sets aside.
+    """
     if getattr(maker, "mambaish_config", None):
         return None
     with suppress(Exception):
-        longest = int(maker.model_config.context_len) + 2 * int(maker.page_size)
-        return sizing.least_fraction(launches, int(longest * bytes_per_token(maker)), margin)
+        chunk = int(eligibility.arguments_of(maker.server_args).get("chunked_prefill_size") or 0)
+        context = int(maker.model_config.context_len)
+        tokens = (min(context, 2 * chunk) if chunk > 0 else context) + 2 * int(maker.page_size)
+        return sizing.least_fraction(launches, int(tokens * bytes_per_token(maker)), margin)
     return None
 
 

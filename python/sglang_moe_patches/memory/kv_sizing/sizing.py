@@ -45,9 +45,9 @@ class LaunchMemory:
 
 
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """The fraction with which the KV cache begins where the engine's own leaves it less than one longest request takes.
+    """The fraction with which the KV cache begins where the engine's own leaves it too little to rehearse with.
 
-    :param cache_bytes: of one longest request, on any rank.
+    :param cache_bytes: that it is to have, on any rank.
     :returns: ``None``: the engine's own stays, because it leaves more, or nothing would be left for forwards.
     """
     launch = launches[0]
