@@ -1,8 +1,9 @@
-"""fp4-weights: expert weights are shuffled for the TRT-LLM kernels in place, and Marlin keeps no dead block scales.
+"""fp4-weights: NVFP4 experts are shuffled for the TRT-LLM kernels in place, and no layer keeps scales nobody reads.
 
 Why
     The engine shuffles through thousands of allocations and more than a second copy of the layer. ``create_weights``
-    allocates swizzled block scales that neither TRT-LLM nor Marlin ever reads; with Marlin they stay for good.
+    allocates swizzled block scales that neither TRT-LLM nor Marlin ever reads; with Marlin they stay for good. So do
+    MXFP4's scales behind ``triton_kernels`` (gpt-oss), and the unpacked ones behind Marlin (DeepSeek-V4).
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and where it was imported by name.
@@ -14,9 +15,11 @@ Hook points
       placeholder of one byte per expert (:func:`_placeholder`). Releases from 0.5.13 on need none of it.
     * ``create_moe_runner``, in which the engine decides, right after ``create_weights``, whether Marlin runs a layer:
       such a placeholder replaces its scales.
+    * ``process_weights_after_loading`` of MXFP4's methods: after it, what :mod:`.unread` proves that the method's
+      ``apply`` never reads is replaced by such a placeholder, which takes a weight update as stock's parameter does.
 
 Skipped
-    with runners other than TRT-LLM's and Marlin's, and where FlashInfer is not installed.
+    with runners other than TRT-LLM's, Marlin's and ``triton_kernel``; the NVFP4 part where FlashInfer is not installed.
 
 Costs
     Nothing in a forward. A reload writes raw weights into the same parameters and prepares them again.
@@ -24,11 +27,12 @@ Costs
 Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
     the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
-    Marlin it keeps them in all releases (#38092, open).
+    Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales behind Marlin are deleted after the repack
+    in 0.5.17, not yet in 0.5.13.
 
 Remove when
     the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
-    keeps them for Marlin.
+    keeps them for Marlin, and deletes MXFP4's scales behind ``triton_kernels``.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_moe_patches.core import engine, runners
+from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
+from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort
 
 _UTILS = "sglang.srt.layers.quantization.utils"
@@ -54,6 +59,14 @@ _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 _MARLIN = ("marlin", "lora_marlin")
 """Values of the engine's ``MoeRunnerBackend`` for a layer that Marlin runs. The second is in newer releases."""
+
+_TRITON_KERNELS = "triton_kernel"
+"""The value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, gpt-oss's own."""
+_MXFP4_METHODS = (
+    ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
+    ("sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod"),
+)
+"""The methods for MXFP4 experts: gpt-oss and others, and DeepSeek-V4 on Marlin."""
 
 # Set while create_weights runs for a backend whose swizzled block scales nobody reads. A ContextVar, so that another
 # thread that swizzles block scales at the same moment gets real ones.
@@ -86,6 +99,41 @@ def drop_swizzled_scales(layer: Any) -> int:
     return freed_bytes
 
 
+def give_up_unread_scales(layer: Any) -> int:
+    """Put placeholders where a layer has scales that its method never reads (:func:`.unread.unread_scales`).
+
+    :param layer: a ``FusedMoE`` layer whose weights were processed.
+    :returns: bytes of memory that nothing holds any more: a scale whose storage is read by another name does not count.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    given_up = []
+    for name in unread_scales(layer).bytes_of:
+        storage = layer._parameters[name].untyped_storage()
+        given_up.append((StorageWeakRef(storage), storage.nbytes()))
+        del storage
+        setattr(layer, name, _taking_updates(layer._parameters[name]))
+    return sum(size for storage, size in given_up if storage.expired())
+
+
+def _taking_updates(scale: Any) -> Any:
+    """A placeholder for a scale, into which a weight update loads as into the scale, checks and errors included."""
+    import torch
+
+    placeholder = torch.nn.Parameter(_placeholder(scale), requires_grad=False)
+    vars(placeholder).update(vars(scale))
+    loader = getattr(scale, "weight_loader", None)
+    if loader is not None:
+        shadow = torch.nn.Parameter(torch.empty_like(scale, device="meta"), requires_grad=False)
+        vars(shadow).update(vars(scale))
+
+        def weight_loader(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return loader(shadow, *args, **kwargs)  # has the shape, and no memory: writing into it does nothing
+
+        placeholder.weight_loader = weight_loader
+    return placeholder
+
+
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +147,18 @@ def _wrap_create_moe_runner(original: Any) -> Any:
         return result
 
     return create_moe_runner
+
+
+def _wrap_process_weights(original: Any) -> Any:
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, layer, *args, **kwargs)
+        with best_effort("a layer's scales that nothing reads"):
+            if getattr(layer, "quant_method", None) is self:
+                give_up_unread_scales(layer)
+        return result
+
+    return process_weights_after_loading
 
 
 def _wrap_prepare(original: Any) -> Any:
@@ -239,7 +299,39 @@ def _serves_by_marlin_alone() -> bool:
     return not engine.get(modelopt, "is_blackwell_supported")()
 
 
+def _probe_unread() -> Install | None:
+    """:returns: ``None`` where the engine has none of the methods, or none that is its own."""
+    methods = []
+    for module, name in _MXFP4_METHODS:
+        if engine.has_module(module):
+            try:
+                method = engine.own(engine.module(module), name)
+                engine.require_parameters(engine.own(method, "process_weights_after_loading"), ["self", "layer"])
+                methods.append(method)
+            except engine.Unsupported as error:  # the other's layers, and NVFP4's, are none of its business
+                log.logger.warning(log.of("fp4-weights", "the scales of %s are left alone: %s"), name, error)
+
+    def install(patcher: Patcher) -> None:
+        for method in methods:
+            patcher.wrap(method, "process_weights_after_loading", _wrap_process_weights)
+
+    return install if methods else None
+
+
 def _plan() -> Plan:
+    unread, nvfp4 = _probe_unread(), _plan_nvfp4()
+    if unread is None:
+        return nvfp4
+    installs = [unread, *([nvfp4.install] if nvfp4.install else [])]
+
+    def install(patcher: Patcher) -> None:
+        for one in installs:
+            one(patcher)
+
+    return Plan.applied(install)
+
+
+def _plan_nvfp4() -> Plan:
     if absent := runners.without_flashinfer():
         return absent
     marlin = _probe_marlin()
@@ -258,9 +350,9 @@ def _plan() -> Plan:
 
 CHANGE = Change(
     name="fp4-weights",
-    summary="NVFP4 expert weights are shuffled in place, and Marlin keeps no block scales that nobody reads",
+    summary="NVFP4 expert weights are shuffled in place, and FP4 experts keep no scales that nobody reads",
     plan=_plan,
-    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN),
+    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN, _TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",
@@ -273,6 +365,14 @@ CHANGE = Change(
             "gave up block scales that Marlin never reads,",
             __name__,
             "drop_swizzled_scales",
+            amount=lambda result, *args, **kwargs: int(result),
+            unit="bytes",
+        ),
+        Count(
+            "given up unread",
+            "gave up scales that no kernel reads,",
+            __name__,
+            "give_up_unread_scales",
             amount=lambda result, *args, **kwargs: int(result),
             unit="bytes",
         ),
