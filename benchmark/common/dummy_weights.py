@@ -2,13 +2,15 @@
 
 The engine's own are uniform within 0.001, norms and FP8 weights too. Layers then add next to nothing to the embedding,
 so that greedy answers are the same whatever the layers compute, and where a router adds a bias (DeepSeek's), each
-token goes to the same experts. This module is a plugin of the engine (``register``).
+token goes to the same experts. MXFP4 weights, which are integers, the engine leaves at zero. This module is a plugin of
+the engine (``register``). It also says in the log what was allocated once the model was loaded.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from common import plugins, weights
 
 UNIFORM = math.sqrt(3)
 """Bound of a uniform distribution whose standard deviation is one."""
+FP4_DEVIATION = math.sqrt(68.5 / 8)
+"""Standard deviation of uniform E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of either sign."""
+_LOADED = "benchmark: allocated once the model was loaded: {} bytes"
 
 
 def write_plugin(folder: Path) -> list[Path]:
@@ -58,6 +63,24 @@ def redraw(name: str, parameter: Any) -> None:
         parameter.uniform_(-bound, bound, generator=generator)
 
 
+def draw_mxfp4(name: str, parameter: Any) -> None:
+    """Draw a parameter of MXFP4 experts: packed weights [experts, out, in / 2] or scales [experts, out, in / 32].
+
+    The scales, powers of two, are all the one that brings the weights nearest to a standard deviation of 1 / sqrt(in).
+    """
+    if name.endswith("_scale"):
+        exponent = round(math.log2(1 / (FP4_DEVIATION * math.sqrt(32 * parameter.shape[-1]))))
+        parameter.fill_(127 + exponent)
+    else:
+        parameter.random_(0, 256, generator=weights.named_generator(name, parameter.device))
+
+
+def allocated_after_loading(log: str) -> int | None:
+    """Bytes allocated when a model of this server's was loaded, the most of its ranks; ``None``: no GPU, or unsaid."""
+    found = re.findall(re.escape(_LOADED).replace(r"\{\}", r"(\d+)"), log)
+    return max(map(int, found), default=None)
+
+
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, in servers that a benchmark starts."""
     import wrapt
@@ -66,7 +89,9 @@ def register() -> None:
 
 
 def _wrap(loader: Any) -> None:
-    draw = loader.initialize_dummy_weights
+    import torch
+
+    draw, make, load = loader.initialize_dummy_weights, loader._initialize_model, loader.DummyModelLoader.load_model
 
     @functools.wraps(draw)
     def initialize_dummy_weights(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,4 +99,21 @@ def _wrap(loader: Any) -> None:
         for name, parameter in model.state_dict().items():
             redraw(name, parameter.data)
 
+    @functools.wraps(make)
+    def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        model = make(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.uint8:  # up to 0.5.13 they are processed before dummy weights are drawn
+                draw_mxfp4(name, parameter.data)
+        return model
+
+    @functools.wraps(load)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        if torch.cuda.is_available():
+            print(_LOADED.format(torch.cuda.memory_allocated()), flush=True)
+        return model
+
     loader.initialize_dummy_weights = initialize_dummy_weights
+    loader._initialize_model = initialize_model
+    loader.DummyModelLoader.load_model = load_model

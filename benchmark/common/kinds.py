@@ -3,6 +3,7 @@
 ``kinds.json`` has of their public ``config.json`` what decides sizes; *common* is of all. Nothing is downloaded.
 
 - ``gpt-oss-120b``: openai/gpt-oss-120b; its experts are MXFP4 there, bfloat16 here. Every other layer has a window.
+- ``gpt-oss-120b-mxfp4``: with MXFP4 experts, by ``triton_kernels``, the engine's default on Hopper.
 - ``qwen3-next-80b``: Qwen/Qwen3-Next-80B-A3B-Instruct; three layers with a state for each request, one with a KV cache.
 - ``deepseek-r1``: deepseek-ai/DeepSeek-R1-0528, in FP8, with the layer that drafts.
 - ``qwen3-vl-30b``: Qwen/Qwen3-VL-30B-A3B-Instruct, as `doctor --model` knows it, with its vision model.
@@ -26,6 +27,16 @@ _PUBLIC = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf
 _TOKENS = {"bos_token_id": model.BOS_ID, "eos_token_id": model.EOS_ID, "pad_token_id": model.PAD_ID}
 _COMMON = _PUBLIC.pop("common") | _TOKENS
 CONFIGS: dict[str, dict[str, Any]] = {name: _COMMON | own for name, own in _PUBLIC.items()}
+CONFIGS["gpt-oss-120b-mxfp4"] = CONFIGS["gpt-oss-120b"] | {
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+        ],
+    }
+}
+RUNNERS = {"gpt-oss-120b-mxfp4": "triton_kernel"}
+"""``--moe-runner-backend`` of a model whose experts Triton's own runner does not run."""
 # moonshotai/Kimi-K2.5's language model, in INT4 as in its own checkpoint.
 CONFIGS["kimi-k2.5-int4"] = (
     CONFIGS["deepseek-r1"]
@@ -81,9 +92,10 @@ def config(name: str, shard: int, layers: int, context: int) -> dict[str, Any]:
         text |= {size: max(1, text[size] // shard) for size in SHARED if size in text} | sizes
         return own
     own |= {size: max(1, own[size] // shard) for size in SHARED if size in own}
-    if name in ("gpt-oss-120b", "deepseek-r1", "kimi-k2.5-int4"):
+    windowed = own["model_type"] == "gpt_oss"
+    if windowed or name in ("deepseek-r1", "kimi-k2.5-int4"):
         own["intermediate_size"] //= shard
-    if name == "gpt-oss-120b":
+    if windowed:
         own["layer_types"] = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if "first_k_dense_replace" in own:
         own["first_k_dense_replace"] = min(own["first_k_dense_replace"], layers - 1)

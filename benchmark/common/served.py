@@ -51,7 +51,8 @@ def server_arguments(options: argparse.Namespace) -> list[str]:
     given = ["--load-format", "dummy", "--skip-tokenizer-init", "--grammar-backend", "none", "--random-seed", "1"]
     if not options.quick:
         given += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-    given += ["--moe-runner-backend", "triton", "--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
+    runner = "triton" if options.quick else kinds.RUNNERS.get(options.model, "triton")
+    given += ["--moe-runner-backend", runner, "--tp", str(options.tp), "--chunked-prefill-size", str(options.chunk)]
     if options.requests:
         given += ["--max-running-requests", str(options.requests)]
     return [*given, *options.arguments]

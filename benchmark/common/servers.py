@@ -135,16 +135,19 @@ def prompt(tokens: int, seed: object) -> list[int]:
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
 
-def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
-    """A digest of each answer to random prompts of many lengths, the longest of so many tokens."""
+def answer_digests(server: Server, longest: int, new_tokens: int, part: str = "tokens") -> list[str]:
+    """A digest of each answer to random prompts of many lengths, the longest of so many tokens.
+
+    :param part: of the answer: its ``tokens``, or their ``logprobs``.
+    """
     lengths = [max(1, longest * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
-    found = [generate(server, prompt(length, 0), new_tokens, logprobs=False)["tokens"] for length in lengths]
-    return [hashlib.sha256(str(tokens).encode()).hexdigest()[:16] for tokens in found]
+    found = [generate(server, prompt(length, 0), new_tokens, logprobs=part == "logprobs")[part] for length in lengths]
+    return [hashlib.sha256(str(values).encode()).hexdigest()[:16] for values in found]
 
 
-def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str) -> str:
+def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "answers") -> str:
     """How many of a server's answers equal those of the server ``stock``; "": one of both gave none, or it is stock."""
-    own, stocks = (measured.get(each, {}).get("answers", []) for each in (name, "stock"))
+    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, "stock"))
     if name == "stock" or not own or not stocks:
         return ""
     return f"{sum(mine == stock for mine, stock in zip(own, stocks, strict=True))} of {len(stocks)}"

@@ -350,6 +350,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
             "startup_s": round(server.startup_s, 1),
             "fraction": fraction_in_force(info),
             "tokens": info["max_total_num_tokens"],
+            "loaded": dummy_weights.allocated_after_loading(server.log_text()),
             "growth": None if sized is None else sized._asdict(),
             "rehearsed_s": growth.rehearsed_s(said),
         }
@@ -359,6 +360,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         new_tokens = min(ANSWER_TOKENS, options.output)
         ask = partial(servers.answer_digests, server, max(options.input), new_tokens)
         found["answers"] = ask()
+        found["logprobs"] = servers.answer_digests(server, max(options.input), new_tokens, "logprobs")
         if kind.loaded:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
@@ -391,6 +393,8 @@ def failures(found: dict[str, Any]) -> list[str]:
 def summary(found: dict[str, Any]) -> str:
     rehearsed = f", {found['rehearsed_s']:g} s of it rehearsing" if found["rehearsed_s"] else ""
     line = f"ready in {found['startup_s']:.0f} s{rehearsed}, {found['tokens']:,} KV tokens"
+    if found.get("loaded"):
+        line += f", {found['loaded'] / MB:,.1f} MB allocated once loaded"
     if "total_throughput" not in found:
         return line
     line += f": {found['total_throughput']:,.0f} tokens/s in {found['duration']:.0f} s{_free(found)}"
@@ -420,10 +424,13 @@ def run_label(figures: dict[str, Any], result: output.Result) -> str:
 
 def tables(results: Sequence[output.Result]) -> str:
     """A row for each server; and one for each load besides, where there is any."""
-    header = (
+    header: tuple[str, ...] = (
         *("run", "server", "KV tokens", "tokens/s", "unfinished", "ms a token", "first token s", "retractions"),
         *("lowest free MB", "forwards need MB", "ready after s", "of it rehearsal s", "answers as stock's"),
     )
+    # Of newer results alone.
+    more = any(one.get("loaded") for result in results for one in result["figures"]["servers"].values())
+    header += ("log-probabilities", "once loaded MB") if more else ()
     rows: list[tuple[str, ...]] = []
     besides: list[tuple[str, ...]] = []
     for result in results:
@@ -443,7 +450,10 @@ def tables(results: Sequence[output.Result]) -> str:
             cells.append(_mb(one["growth"] and one["growth"]["need_bytes"]))
             cells.append(f"{one['startup_s']:.0f}")
             cells.append("" if one["rehearsed_s"] is None else f"{one['rehearsed_s']:.0f}")
-            rows.append((*cells, servers.equal_answers(figures["servers"], name)))
+            cells.append(servers.equal_answers(figures["servers"], name))
+            if more:
+                cells += [servers.equal_answers(figures["servers"], name, "logprobs"), _mb(one.get("loaded"))]
+            rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
     table = output.table(header, rows, left=2)
     if besides:

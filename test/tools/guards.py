@@ -44,6 +44,9 @@ LIMIT = "test/tools/processor_time.py"
 LIMITED = UNIT + "test_processor_time.py::test_what_takes_too_long_in_its_process_or_below_fails_without_a_reason"
 FORKS = "test/standins/preloaded/sitecustomize.py"
 FORKED = UNIT + "test_preloaded.py::test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails"
+FP4, UNREAD = OURS + "changes/fp4_weights/__init__.py", OURS + "changes/fp4_weights/unread.py"
+SCALES = ENGINE + "changes/test_fp4_unread_scales.py::test_"
+NEWER = SCALES + "where_a_newer_release_may_read_them_they_stay"
 MUTATIONS = tuple(
     Mutation(*parts)
     for parts in (
@@ -98,6 +101,32 @@ MUTATIONS = tuple(
         (CUTEDSL, "    if shares:", "    if False:", CUTEDSL_SERVER),
         (CUTEDSL, "shares and key in _shared", "False", CUTEDSL_SERVER),
         (CUTEDSL, "max_forward_tokens(forward_limits(server_args, _largest_pools))", "128", CUTEDSL_SERVER),
+        (
+            UNREAD,
+            "and name not in read",
+            "",
+            SCALES + "what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same",
+        ),
+        (
+            FP4,
+            "result = original(self, layer, *args, **kwargs)\n        with best_effort(\"a layer's",
+            'give_up_unread_scales(layer)\n        result = original(self, layer)\n        with best_effort("x',
+            SCALES + "what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same",
+        ),
+        (FP4, " if storage.expired()", "", SCALES + "a_scale_whose_memory_is_read_is_not_counted"),
+        (FP4, "    if loader is not None:", "    if False:", SCALES + "an_update_ends_as_on_the_stock_server"),
+        (UNREAD, "and name not in read", "", NEWER),
+        (UNREAD, "name in _unsettled(kind)", "False", NEWER),
+        (UNREAD, "and not _said_elsewhere(type(method), type(layer), name)", "", NEWER),
+        (UNREAD, "any(value is layer for owner in", "any(False for owner in", NEWER),
+        (UNREAD, 'not hasattr(function, "__wrapped__")', "True", NEWER),
+        (UNREAD, "not isinstance(called, FunctionType | property)", "True", NEWER),
+        (UNREAD, "isinstance(vars(layer).get(attribute), dict)", "False", NEWER),
+        (UNREAD, "return _UNKNOWN if _UNKNOWN in truths else not decisive", "return not decisive", NEWER),
+        (UNREAD, "engine.require(not kept,", "engine.require(True,", NEWER),
+        (UNREAD, "self.attributes |= _Reader(function, known, subjects[0], self.callers).read()", "", NEWER),
+        (UNREAD, "engine.require(isinstance(name, ast.Constant), ", "engine.require(True, ", NEWER),
+        (UNREAD, "                self.known[node.id] = _UNKNOWN", "                pass", NEWER),
         (LIMIT, "taken_s > (limit_s := LIMIT_S * how_slow())", "False", LIMITED),
         (LIMIT, "this.children(recursive=True)", "this.children()", LIMITED),
         (LIMIT, 'fixturedef.scope == "session"', "False", LIMITED),

@@ -1,4 +1,7 @@
-"""fp4-weights on MXFP4's own methods: scales that ``apply`` never reads are given up after loading, and no others."""
+"""fp4-weights on MXFP4's own methods: scales that nothing reads are given up after loading, and no others.
+
+The layers are the engine's own ``FusedMoE``. What lays out their weights and runs them needs a GPU, and is replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,151 +13,264 @@ from conftest import installed
 from sglang_moe_patches.changes import fp4_weights
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
 
-EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
+pytestmark = pytest.mark.every_release
+
+EXPERTS, HIDDEN, INTERMEDIATE = 4, 128, 64
+NAN_E8M0 = 255
 
 
-def load(parameter, loaded, *args):
-    parameter.data.copy_(loaded)
+def run_experts(dispatched, quant_info):
+    """In the place of the kernels: an answer to which every byte that they are given counts."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    given = dict(vars(quant_info))
+    for name in ("w13_precision_config", "w2_precision_config"):
+        config = given.pop(name, None)
+        given[name] = getattr(config, "weight_scale", getattr(config, "b_mx_scale", None))
+    tensors = [given[name] for name in sorted(given) if isinstance(given[name], torch.Tensor)]
+    assert len(tensors) >= 4, given
+    sums = [t.contiguous().flatten().view(torch.uint8).double() for t in tensors]
+    weighed = sum((place + 1) * (each * torch.arange(1, len(each) + 1)).sum() for place, each in enumerate(sums))
+    return StandardCombineInput(hidden_states=dispatched.hidden_states + torch.frac(weighed / 1e7).float())
 
 
-class Layer(torch.nn.Module):
+class Config:
+    """A quantization whose method is made by the test."""
+
     def __init__(self, method):
-        super().__init__()
-        self.quant_method, self.num_local_experts, self.hidden_size, self.moe_ep_size = method, EXPERTS, HIDDEN, 1
-        self.dispatcher = SimpleNamespace(num_experts=EXPERTS)
-        method.create_weights(self, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=load)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in self.parameters():
-            parameter.data.copy_(torch.randint(1, 100, parameter.shape, generator=generator))
+        self.method = method
+
+    def get_quant_method(self, layer, prefix):
+        return self.method()
+
+    def get_name(self):
+        return "mxfp4"
+
+    def is_static_cfg(self):
+        return True
 
 
-@pytest.fixture(params=["triton_kernels", "deepseek_v4"])
+@pytest.fixture(params=["triton_kernels", "gpt_oss_on_marlin", "deepseek_v4_on_marlin"])
 def kind(request, engine, monkeypatch):
-    """A method of the engine, made anew by each call; what its kernels need of a GPU only moves bytes."""
+    return made_kind(request.param, engine, monkeypatch)
+
+
+@pytest.fixture(params=["triton_kernels", "deepseek_v4_on_marlin"])
+def giving(request, engine, monkeypatch):
+    """A kind that leaves scales to nobody."""
+    found = made_kind(request.param, engine, monkeypatch)
+    return found if found.names else pytest.skip("this release deletes these scales itself")
+
+
+def made_kind(name, engine, monkeypatch):
+    """A method of the engine's on the GPU that it is for, and the scales that it leaves to nobody."""
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
-    from sglang.srt.layers.quantization import mxfp4
+    from sglang.srt.layers.quantization import marlin_utils, mxfp4
 
-    def run(dispatched, quant_info):
-        return SimpleNamespace(hidden_states=quant_info)
-
-    if request.param == "triton_kernels":
-        monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
-        monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
-        monkeypatch.setattr(
-            mxfp4, "_swizzle_mxfp4", lambda weight, scale, warps: (weight.data.clone(), None, scale.data.clone())
-        )
-
-        def make():
-            with engine.arguments(moe_runner_backend="triton_kernel"):
-                method = mxfp4.Mxfp4MoEMethod("experts")
-            method.use_triton_kernels = True
-            method.runner = SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON_KERNELS, run=run)
-            return method
-
-        return SimpleNamespace(make=make, names=("w13_weight_scale", "w2_weight_scale"))
-
-    module = pytest.importorskip(
-        "sglang.srt.layers.quantization.mxfp4_marlin_moe", reason="this release has no DeepSeek-V4 on Marlin"
+    names: tuple[str, ...] = ("w13_weight_scale", "w2_weight_scale")
+    backend, runs_on = "triton_kernel", MoeRunnerBackend.TRITON_KERNELS
+    method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
+    monkeypatch.setattr(mxfp4, "_is_cpu", False, raising=False)
+    monkeypatch.setattr(mxfp4, "has_triton_kernels", True, raising=False)
+    monkeypatch.setattr(
+        mxfp4, "_swizzle_mxfp4", lambda weight, scale, warps: (weight.data.clone(), None, scale.data.clone())
     )
-    if hasattr(module, "build_marlin_moe_quant_info"):
-        pytest.skip("this release deletes these scales itself")
-    from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
+    if name != "triton_kernels":
+        reason = "this release runs no MXFP4 experts by Marlin"
+        utils = pytest.importorskip("sglang.srt.layers.quantization.marlin_utils_fp4", reason=reason)
+        module = pytest.importorskip("sglang.srt.layers.quantization.mxfp4_marlin_moe", reason=reason)
 
-    def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
-        return b_q_weight.reshape(size_k // 16, size_n * 2).clone()
+        def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
+            return b_q_weight.reshape(size_k // 16, size_n * 2).clone()
 
-    monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", repack, raising=False)
-    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
-    monkeypatch.setattr(marlin_utils, "check_moe_marlin_supports_layer", lambda *args: True)
-    monkeypatch.setattr(module, "is_sm90_supported", lambda: True)
+        monkeypatch.setattr(utils, "gptq_marlin_repack", repack, raising=False)
+        monkeypatch.setattr(utils, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+        monkeypatch.setattr(marlin_utils, "check_moe_marlin_supports_layer", lambda *args, **kwargs: True)
+        for user in (module, mxfp4):
+            monkeypatch.setattr(user, "is_sm90_supported", lambda: True, raising=False)
+            monkeypatch.setattr(
+                user,
+                "get_platform",
+                lambda: SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False),
+                raising=False,
+            )
+        backend, runs_on, names = "marlin", MoeRunnerBackend.MARLIN, ()
+        if name == "deepseek_v4_on_marlin":
+            fp8 = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+            method = lambda: module.Mxfp4MarlinMoEMethod(fp8, "experts")  # noqa: E731
+            # From 0.5.17 on the engine deletes them itself.
+            names = (
+                ()
+                if hasattr(module, "build_marlin_moe_quant_info")
+                else ("w13_weight_scale_inv", "w2_weight_scale_inv")
+            )
 
-    def make_on_marlin():
-        method = module.Mxfp4MarlinMoEMethod(
-            SimpleNamespace(process_weights_after_loading=lambda layer: None), "experts"
+    def make():
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        with engine.arguments(moe_runner_backend=backend):
+            layer = FusedMoE(
+                EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
+            )
+        layer.quant_method.runner = SimpleNamespace(
+            runner_backend=runs_on, run=run_experts, config=layer.moe_runner_config
         )
-        method.runner = SimpleNamespace(runner_backend=MoeRunnerBackend.MARLIN, run=run)
-        return method
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.randint(1, 100, parameter.shape, generator=generator))
+        return layer
 
-    return SimpleNamespace(make=make_on_marlin, names=("w13_weight_scale_inv", "w2_weight_scale_inv"))
+    return SimpleNamespace(make=make, names=names)
 
 
 def processed(kind):
-    layer = Layer(kind.make())
+    layer = kind.make()
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
 
-def tensors_read(layer):
-    """The tensors that a kernel is given."""
+def answer(layer):
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
+    tokens = torch.arange(2 * HIDDEN, dtype=torch.float32).reshape(2, HIDDEN)
     top_k = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, EXPERTS))
-    dispatched = SimpleNamespace(hidden_states=torch.zeros(2, HIDDEN), topk_output=top_k)
-    result = layer.quant_method.apply(layer, dispatched)
-    info = vars(getattr(result, "hidden_states", result))
-    for name in ("w13_precision_config", "w2_precision_config"):
-        if name in info:
-            info[name] = info[name].weight_scale
-    return {name: value.clone() for name, value in info.items() if isinstance(value, torch.Tensor)}
+    return layer.forward(tokens, top_k)
 
 
-def test_what_the_kernel_gets_is_the_same_and_the_rest_takes_no_memory(kind):
+def parameters_read(layer):
+    """The names of the layer's parameters that a forward reads, seen while it runs."""
+    read = set()
+    original = torch.nn.Module.__getattr__
+
+    def look(self, name):
+        if self is layer and name in layer._parameters:
+            read.add(name)
+        return original(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "__getattr__", look)
+        answer(layer)
+    return read
+
+
+def poison(layer, names):
+    for name in names:
+        value = getattr(layer, name).data
+        value.view(torch.uint8).fill_(NAN_E8M0)  # of float32, too, a NaN
+
+
+def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(kind):
     stock = processed(kind)
-    expected = tensors_read(stock)
+    expected = answer(stock)
     with installed(fp4_weights.CHANGE):
         ours = processed(kind)
-    given = tensors_read(ours)
-    assert len(expected) >= 4
-    assert given.keys() == expected.keys()
-    assert all(torch.equal(given[name], expected[name]) for name in expected)
-    assert {name for name in kind.names if getattr(stock, name).nbytes > EXPERTS * 4} == set(kind.names)
-    assert [getattr(ours, name).shape for name in kind.names] == [(EXPERTS, 1, 1)] * 2
-    for name in kind.names:  # poisoned, they change nothing in stock either
-        getattr(stock, name).data.fill_(99)
-    poisoned = tensors_read(stock)
-    assert all(torch.equal(poisoned[name], expected[name]) for name in expected)
+    assert torch.equal(answer(ours), expected)
+    read = parameters_read(ours)
+    assert not read & {*kind.names}
+    left = {name for name, value in ours.named_parameters() if "bias" not in name and value.nbytes > EXPERTS * 4}
+    assert left <= read
+    assert {name for name, value in stock.named_parameters() if value.shape != getattr(ours, name).shape} == {
+        *kind.names
+    }
+    assert [getattr(ours, name).shape for name in kind.names] == [(EXPERTS, 1, 1)] * len(kind.names)
+    for layer in (stock, ours):
+        poison(layer, kind.names)
+        assert torch.equal(answer(layer), expected)
+    for name in sorted(read):  # of what is read, every parameter counts
+        layer = processed(kind)
+        poison(layer, [name])
+        assert not torch.equal(answer(layer), expected)
 
 
-def test_it_says_of_a_built_layer_what_it_will_give_up(kind):
-    layer = Layer(kind.make())
+def test_it_says_which_scales_go_and_why_not(kind):
+    layer = processed(kind)
     sizes = {name: getattr(layer, name).nbytes for name in kind.names}
-    assert unread_scales(layer) == (sizes, "")
+    reason = "" if sizes else f"{type(layer.quant_method).__name__} reads all of its scales"
+    assert unread_scales(layer) == (sizes, reason)
     layer._mega_moe_weights_built = True
     assert unread_scales(layer) == ({}, "DeepGEMM's mega kernel runs its experts")
 
 
-def test_an_apply_that_reads_a_scale_again_or_hands_its_layer_on_keeps_it(kind, monkeypatch, tmp_path):
-    """As a newer release may."""
-    layer = Layer(kind.make())
-    source = "def apply(self, layer, dispatch_output):\n    {}\n    return self.runner.run(dispatch_output, None)\n"
-    for statement, reason in (
-        (f"use(layer.{kind.names[0]}, layer.{kind.names[1]})", "reads all of its scales"),
-        ("self.kept = layer", "apply may keep its layer"),
-        ("[f(layer) for f in self.hooks]", "gives its layer to f"),
-    ):
-        path = tmp_path / f"newer_{abs(hash(statement))}.py"
-        path.write_text(source.format(statement))
-        namespace = {"__name__": "sglang.newer"}
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        monkeypatch.setattr(type(layer.quant_method), "apply", namespace["apply"])
-        found = unread_scales(layer)
-        assert found.bytes_of == {}
-        assert reason in found.reason
+READS = "use(layer.{0}, layer.{1})"
+NEWER = {
+    "apply: quiet(layer)": "",  # and are given up
+    f"apply: {READS}": "reads all of its scales",
+    "apply: if unknown(): use(layer.{0}, layer.{1})": "reads all of its scales",
+    "apply: if self.switched: use(layer.{0}, layer.{1})": "reads all of its scales",
+    "apply: if self.switched is None or other(): use(layer.{0}, layer.{1})": "reads all of its scales",
+    "apply: if (backend := other()): use(layer.{0}, layer.{1})": "reads all of its scales",
+    "apply: use(getattr(layer, '{0}'), getattr(layer, '{1}', None))": "reads all of its scales",
+    "apply: helper(layer)": "reads all of its scales",
+    "apply: self.kept = layer": "may keep its layer",
+    "apply: layer.named_parameters()": "calls named_parameters of its layer",
+    "apply: layer._parameters['{0}']": "reads its layer's _parameters",
+    "apply: getattr(layer, name())": "by computed names",
+    "apply: [f(layer) for f in self.hooks]": "gives its layer to f",
+    "apply: wrapped(layer)": "wrapped",
+    f"get_marlin_quant_info: {READS}": "reads all of its scales",
+    f"forward of the layer: {READS}": "reads all of its scales",
+    f"another function of the layer: {READS}": "reads all of its scales",
+    "runner: holds its layer": "holds its layer",
+}
 
 
-def test_a_scale_whose_memory_is_read_is_not_counted(kind):
-    layer = processed(kind)
-    alias = getattr(layer, kind.names[0]).data
-    other = getattr(layer, kind.names[1]).nbytes
+@pytest.mark.parametrize("change", NEWER)
+def test_where_a_newer_release_may_read_them_they_stay(giving, tmp_path, change):
+    layer = processed(giving)
+    where, _, statement = change.format(*giving.names).partition(": ")
+    source = f"""
+import functools
+def helper(layer):
+    return use(layer.{giving.names[0]}, layer.{giving.names[1]})
+def quiet(layer):
+    return layer.w13_weight_bias
+@functools.wraps(quiet)
+def wrapped(*args):
+    return helper(*args)
+def function(self, layer, dispatch_output=None):
+    {"pass" if where == "runner" else statement}
+    return self.runner.run(dispatch_output, None)
+def apply(self, layer, dispatch_output):
+    return self.runner.run(dispatch_output, quiet(layer))
+def set_switch(self):
+    self.switched = True
+"""
+    (tmp_path / "newer.py").write_text(source)
+    namespace = {"__name__": "sglang.newer"}
+    exec(compile(source, str(tmp_path / "newer.py"), "exec"), namespace)
+    of_method = {"apply": namespace["apply"], "switched": None, "set_switch": namespace["set_switch"]}
+    of_layer = {}
+    match where:
+        case "forward of the layer":
+            of_layer["forward"] = namespace["function"]
+        case "another function of the layer":
+            of_layer["late"] = namespace["function"]
+        case "runner":
+            layer.quant_method.runner.layer = layer
+        case _:
+            of_method |= {where: namespace["function"]}
+    bases = type(layer.quant_method).__mro__[1:2]  # without the functions that the engine's own apply calls
+    for owner, base, functions in ((layer.quant_method, bases, of_method), (layer, (type(layer),), of_layer)):
+        owner.__class__ = type("Newer", base, {"__module__": "sglang.newer"} | functions)
+    found = unread_scales(layer)
+    assert found.bytes_of.keys() & {*giving.names} == (set() if NEWER[change] else {*giving.names})
+    assert found.bytes_of or NEWER[change] in found.reason
+
+
+def test_a_scale_whose_memory_is_read_is_not_counted(giving):
+    layer = processed(giving)
+    alias = getattr(layer, giving.names[0]).data
+    other = getattr(layer, giving.names[1]).nbytes
     assert fp4_weights.give_up_unread_scales(layer) == other
-    assert alias.abs().sum() > 0
+    assert alias.view(torch.uint8).sum() > 0
 
 
 def test_an_update_ends_as_on_the_stock_server(kind):
     def update(layer):
         outcomes = []
-        for name in ("w13_weight", "w2_weight", *kind.names):
-            for shape in ((EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32), (EXPERTS, HIDDEN, INTERMEDIATE // 32), (5, 5)):
+        shapes = ((EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32), (EXPERTS, HIDDEN, INTERMEDIATE // 32), (5, 5))
+        for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", *kind.names):
+            for shape in shapes:
                 try:
                     parameter = dict(layer.named_parameters())[name]
                     parameter.weight_loader(parameter, torch.ones(shape, dtype=torch.uint8), name, None, None)
@@ -166,10 +282,11 @@ def test_an_update_ends_as_on_the_stock_server(kind):
             outcomes.append("processed")
         except Exception as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-        return outcomes
+        return outcomes, answer(layer)
 
-    stock = update(processed(kind))
+    stock, expected = update(processed(kind))
     with installed(fp4_weights.CHANGE):
-        ours = update(processed(kind))
-    assert "loaded" in stock
+        ours, given = update(processed(kind))
     assert stock == ours
+    assert torch.equal(given, expected)
+    assert not kind.names or "loaded" in stock

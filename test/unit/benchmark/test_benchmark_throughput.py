@@ -7,10 +7,11 @@ import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from common import growth, kinds
+from common import dummy_weights, growth, kinds
 from memory import serving
 from tokenizers import Tokenizer
 
@@ -73,6 +74,38 @@ def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
     assert [text[size] for size in sizes] == [4, 1, 8, 128]
     assert (text["num_hidden_layers"], text["max_position_embeddings"], text["num_experts"]) == (4, 2048, 512)
     assert own["vision_config"] == kinds.config("qwen3.5-397b-fp8", 1, 60, 4096)["vision_config"]
+
+
+def test_mxfp4_weights_are_drawn_before_they_are_processed_and_keep_the_size_of_activations():
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of the E2M1 codes
+    model = torch.nn.Module()
+    for name, columns in (("w13_weight", 1440), ("w13_weight_scale", 90)):
+        made = torch.zeros(2, 64, columns, dtype=torch.uint8)
+        model.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+
+    class Loader:
+        def load_model(self):  # as up to 0.5.13
+            made = engine._initialize_model()
+            packed, scales = made.w13_weight, made.w13_weight_scale
+            processed.append(torch.stack((values[packed.long() & 15], values[packed.long() >> 4]), -1).flatten(-2))
+            processed[0] *= torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+            engine.initialize_dummy_weights(made)
+            return made
+
+    engine = SimpleNamespace(
+        initialize_dummy_weights=lambda model: None, _initialize_model=lambda: model, DummyModelLoader=Loader
+    )
+    processed: list[torch.Tensor] = []
+    dummy_weights._wrap(engine)
+    Loader().load_model()
+    assert 2**-0.5 < float(processed[0].std()) * 2880**0.5 < 2**0.5
+    assert abs(float(processed[0].mean())) < 1e-3
+
+
+def test_of_several_ranks_the_one_that_loaded_most_counts():
+    lines = [f"[TP{rank}] {dummy_weights._LOADED.format(size)}" for rank, size in enumerate((5, 12, 7))]
+    assert dummy_weights.allocated_after_loading("\n".join(["begin", *lines])) == 12
+    assert dummy_weights.allocated_after_loading("begin") is None
 
 
 def test_each_token_is_a_word(monkeypatch):

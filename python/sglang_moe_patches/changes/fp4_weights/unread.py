@@ -1,17 +1,24 @@
-"""Which scales of a layer's experts its quantization method never reads, by the source of the method's own ``apply``.
+"""Which scales of a layer's experts nothing reads once they are processed, by the source of whoever could read them.
 
-``apply`` is walked with the method and the layer at hand: an ``if`` whose condition is a comparison of their attributes
-or of the engine's globals is decided, and only the branch that runs is read. Any other condition counts with both
-branches. Functions that get the layer are read as well. Where the layer itself goes anywhere else, nothing is proven.
+The quantization method's ``apply`` is walked with the method and the layer at hand. An ``if`` is decided where its
+condition is made of settled attributes, of the engine's globals and of functions that return one expression: only the
+branch that runs is read. Any other condition counts with both branches. Functions that get the layer are read as well.
+Where the layer itself goes anywhere else, nothing is proven. Nor is it where another function of the method, or one of
+the layer outside of its loaders, has the name of a scale.
+
+A weight update reaches a scale by its parameter's own ``weight_loader``, which stays. It is not read for that.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import dis
+import functools
 import importlib
 import inspect
-from types import FunctionType
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from sglang_moe_patches.core import engine
@@ -19,10 +26,11 @@ from sglang_moe_patches.core import engine
 _UNKNOWN = object()
 _MEGA_MOE = "_mega_moe_weights_built"
 """The engine sets it on a layer that DeepGEMM's mega kernel runs without the method's ``apply``."""
-_DECIDABLE = (
-    *(ast.Name, ast.Attribute, ast.Constant, ast.Load, ast.Compare, ast.cmpop),
-    *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not),
-)
+_SETUP = ("__init__", "create_weights", "create_moe_runner", "process_weights_after_loading")
+"""Functions of a quantization method that run before its layer's first forward, or after a weight update."""
+_LOADERS = ("weight_loader", "weight_loader_fused")
+_FORWARDS = ("forward", "forward_impl", "run_moe_core")
+"""Functions of the engine's ``FusedMoE``."""
 
 
 class Unread(NamedTuple):
@@ -39,24 +47,32 @@ class Unread(NamedTuple):
 def unread_scales(layer: Any) -> Unread:
     """What fp4-weights gives up of a layer of routed experts, and why not where it gives up nothing.
 
-    The layer may be on ``meta``, and its weights need not have been processed.
-
-    :param layer: a ``FusedMoE`` layer whose quantization method and runner were made.
+    :param layer: a ``FusedMoE`` layer whose weights were processed.
     """
     method = getattr(layer, "quant_method", None)
-    scales = {
-        name: int(value.nbytes)
-        for name, value in layer._parameters.items()
-        if value is not None and name.endswith(("_weight_scale", "_weight_scale_inv"))
-    }
     if getattr(layer, _MEGA_MOE, False):
         return Unread({}, "DeepGEMM's mega kernel runs its experts")
     try:
+        engine.require(
+            not any(value is layer for owner in (method, getattr(method, "runner", None)) for value in _held(owner)),
+            f"{type(method).__name__} holds its layer",
+        )
         read = attributes_read(method, layer)
     except engine.Unsupported as error:
         return Unread({}, str(error))
-    unread = {name: size for name, size in scales.items() if name not in read}
+    unread = {
+        name: int(value.nbytes)
+        for name, value in layer._parameters.items()
+        if value is not None
+        and name.endswith(("_weight_scale", "_weight_scale_inv"))
+        and name not in read
+        and not _said_elsewhere(type(method), type(layer), name)
+    }
     return Unread(unread, "" if unread else f"{type(method).__name__} reads all of its scales")
+
+
+def _held(owner: Any) -> Iterator[Any]:
+    return iter(getattr(owner, "__dict__", {}).values())
 
 
 def attributes_read(method: Any, layer: Any) -> set[str]:
@@ -70,6 +86,65 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
     return _Reader(apply, {"self": method, "layer": layer}, "layer", frozenset()).read()
 
 
+# --- Who else has the name of a scale --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _functions(owner: type) -> dict[str, FunctionType]:
+    """The functions of a class by their names, getters included, those that wrap another one looked through."""
+    found = {}
+    for name in dir(owner):
+        value = inspect.getattr_static(owner, name, None)
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(value, FunctionType) and isinstance(inner := inspect.unwrap(value), FunctionType):
+            found[name] = inner
+    return found
+
+
+@functools.cache
+def _words(code: CodeType) -> frozenset[str]:
+    """Names and strings in a function's code, functions inside it included."""
+    inner = (_words(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    strings = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset({*code.co_names, *strings}.union(*inner))
+
+
+def _reachable(owner: type, names: tuple[str, ...]) -> set[str]:
+    """The functions of a class that these of its functions may call, themselves included."""
+    functions, found, todo = _functions(owner), set[str](), {*names}
+    while todo := todo & functions.keys() - found:
+        found |= todo
+        todo = {word for name in todo for word in _words(functions[name].__code__)}
+    return found
+
+
+def _said_elsewhere(method: type, layer: type, name: str) -> bool:
+    """Whether a function that ``apply`` does not call, and that may run once weights are processed, has the name."""
+    asked_of_method = _functions(method).keys() - _reachable(method, (*_SETUP, "apply"))
+    forwards = _reachable(layer, _FORWARDS)
+    asked_of_layer = forwards | _functions(layer).keys() - _reachable(layer, _LOADERS)
+    return any(
+        name in _words(_functions(owner)[each].__code__)
+        for owner, asked in ((method, asked_of_method), (layer, asked_of_layer))
+        for each in asked
+    )
+
+
+@functools.cache
+def _unsettled(owner: type) -> frozenset[str]:
+    """The attributes that an object's own functions set after it was made and its weights were processed."""
+    functions = _functions(owner)
+    return frozenset(
+        instruction.argval
+        for name in functions.keys() - _reachable(owner, _SETUP)
+        for instruction in dis.get_instructions(functions[name])
+        if instruction.opname == "STORE_ATTR"
+    )
+
+
+# --- What apply reads ------------------------------------------------------------------------------------------------
+
+
 class _Reader:
     """Walks one function in which the name ``subject`` means the layer."""
 
@@ -77,13 +152,15 @@ class _Reader:
         self.function, self.known, self.subject = function, known, subject
         self.callers = callers | {function}
         self.attributes: set[str] = set()
+        engine.require(not hasattr(function, "__wrapped__"), f"{function.__name__} is wrapped")
+        engine.require(not function.__code__.co_freevars, f"{function.__name__} reads variables of another function")
         (definition,) = ast.parse(engine.source(function)).body
         engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
         self.definition: Any = definition
         # What is bound here hides a global of that name, and is known only by an assignment or import that was walked.
         bound = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         engine.require(not bound & {subject, "self"}, f"{function.__name__} gives its arguments other values")
-        self.hidden = bound | set(engine.parameters(function))
+        self.hidden = bound | {*function.__code__.co_varnames, *function.__code__.co_cellvars}
 
     def read(self) -> set[str]:
         self._walk(self.definition.body)
@@ -113,14 +190,11 @@ class _Reader:
                     return True
                 case _:
                     self._note(statement)
-                    for node in ast.walk(statement):  # in a loop or a handler: what is assigned there is not known
-                        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                            self.known[node.id] = _UNKNOWN
         return False
 
     def _if(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> bool:
-        decided = self._value(test)
         self._note(test)
+        decided = self._truth(test)
         if decided is not _UNKNOWN:
             return self._walk(body if decided else orelse)
         before = dict(self.known)
@@ -139,24 +213,79 @@ class _Reader:
             return _UNKNOWN
         return self.function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
 
+    def _truth(self, condition: ast.expr) -> Any:
+        value = self._value(condition)
+        return bool(value) if isinstance(value, bool | int | str | NoneType) else _UNKNOWN
+
     def _value(self, expression: ast.expr) -> Any:
-        """What an expression is, where telling runs no code but attributes, comparisons and ``is_...()`` of an enum."""
-        if isinstance(expression, ast.Call) and not expression.args and not expression.keywords:
-            if isinstance(expression.func, ast.Attribute) and expression.func.attr.startswith("is_"):
-                owner = self._value(expression.func.value)
-                if hasattr(type(owner), "__members__"):
-                    return getattr(owner, expression.func.attr)()
+        """What an expression is, where that can be told by attributes that are settled, comparisons and few calls."""
+        match expression:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._lookup(name)
+            case ast.Attribute(value=owner, attr=name):
+                return self._attribute(self._value(owner), name)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                truth = self._truth(operand)
+                return _UNKNOWN if truth is _UNKNOWN else not truth
+            case ast.BoolOp(op=op, values=values):
+                decisive, truths = isinstance(op, ast.Or), [self._truth(value) for value in values]
+                if decisive in truths:
+                    return decisive
+                return _UNKNOWN if _UNKNOWN in truths else not decisive
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return self._comparison(op, self._value(left), self._value(right))
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[], keywords=[]) if name.startswith("is_"):
+                member = self._value(owner)
+                return getattr(member, name)() if hasattr(type(member), "__members__") else _UNKNOWN
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str() as name), default]):
+                return self._attribute(self._value(owner), name, self._value(default))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+                return self._returned(self._lookup(name), [self._value(argument) for argument in arguments])
+        return _UNKNOWN
+
+    @staticmethod
+    def _comparison(op: ast.cmpop, left: Any, right: Any) -> Any:
+        if left is _UNKNOWN or right is _UNKNOWN:
             return _UNKNOWN
-        if not all(isinstance(node, _DECIDABLE) for node in ast.walk(expression)):
+        match op:
+            case ast.Is():
+                return left is right
+            case ast.IsNot():
+                return left is not right
+        plain = isinstance(left, str | int | NoneType) and isinstance(right, str | int | NoneType)
+        match op:
+            case ast.Eq() if plain:
+                return left == right
+            case ast.NotEq() if plain:
+                return left != right
+        return _UNKNOWN
+
+    @staticmethod
+    def _attribute(owner: Any, name: str, default: Any = _UNKNOWN) -> Any:
+        kind: Any = type(owner)
+        if owner is _UNKNOWN or name in _unsettled(kind):
             return _UNKNOWN
-        names = {node.id: self._lookup(node.id) for node in ast.walk(expression) if isinstance(node, ast.Name)}
-        if _UNKNOWN in names.values():
+        if not isinstance(owner, ModuleType) and isinstance(inspect.getattr_static(kind, name, None), property):
+            return _UNKNOWN  # it runs code
+        return getattr(owner, name, default)
+
+    def _returned(self, function: Any, arguments: list[Any]) -> Any:
+        """What a function returns that does nothing else."""
+        if not isinstance(function, FunctionType) or function in self.callers or _UNKNOWN in arguments:
+            return _UNKNOWN
+        names = engine.parameters(function)
+        if len(names) != len(arguments):
             return _UNKNOWN
         try:
-            value = eval(compile(ast.Expression(expression), "<condition>", "eval"), {"__builtins__": {}}, names)
-            return bool(value) if isinstance(expression, ast.Compare | ast.BoolOp | ast.UnaryOp) else value
-        except Exception:  # an attribute that is not there yet, a tensor that has no truth value
+            reader = _Reader(function, dict(zip(names, arguments, strict=True)), names[0], self.callers)
+        except engine.Unsupported:
             return _UNKNOWN
+        match reader.definition.body:
+            case [ast.Return(value=ast.expr() as value)]:
+                return reader._value(value)
+        return _UNKNOWN
 
     def _note(self, tree: ast.AST) -> None:
         """Take down what the tree reads of the layer, and follow the layer into the functions that get it."""
@@ -164,10 +293,15 @@ class _Reader:
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(value=ast.Name() as use, attr=attribute) if self._is_subject(use):
-                    called = inspect.getattr_static(type(self.known[self.subject]), attribute, None)
+                    layer = self.known[self.subject]
+                    called = inspect.getattr_static(type(layer), attribute, None)
                     engine.require(
                         not isinstance(called, FunctionType | property),
                         f"{self._name()} calls {attribute} of its layer",
+                    )
+                    engine.require(
+                        not (attribute.startswith("__") or isinstance(vars(layer).get(attribute), dict)),
+                        f"{self._name()} reads its layer's {attribute}",
                     )
                     self.attributes.add(attribute)
                     harmless.add(use)
@@ -182,6 +316,8 @@ class _Reader:
         for node in ast.walk(tree):
             kept = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
             engine.require(not kept, f"{self._name()} may keep its layer")
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.known[node.id] = _UNKNOWN
 
     def _name(self) -> str:
         return str(self.function.__qualname__)
