@@ -13,12 +13,12 @@ BACKEND ?= flashinfer_trtllm_routed
 ifneq ($(wildcard /dev/nvidia0),)
 MODEL     ?= demo/bf16
 QUESTIONS ?= 200
-REGRESS   ?= --require-identical --parallel 1
+REGRESS   ?= sglang-moe-patches regress --require-identical --parallel 1
 SERVER    ?= --mem-fraction-static 0.3
 else
 MODEL     ?= benchmark/tiny_moe/model
 QUESTIONS ?= 100
-REGRESS   ?= --reference-kernels
+REGRESS   ?= sglang-moe-reference regress --require-identical
 SERVER    ?= --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
 endif
 DATA      ?= benchmark/tiny_moe/test.jsonl
@@ -59,11 +59,11 @@ $(UV):
 
 # As test/constraints/$ENGINE.txt froze it; without that file, the newest of everything that the release allows.
 FROZEN = $(wildcard test/constraints/$(ENGINE).txt)
-$(STAMP): $(FROZEN) releases.toml pyproject.toml | $(UV)
+$(STAMP): $(FROZEN) releases.toml pyproject.toml test/reference_kernels/pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
 	$(PYTHON) test/tools/releases.py overrides $(ENGINE) > $(VENV)/overrides.txt
 	$(UV) pip install -q --python $(BIN)/python $(addprefix --constraint ,$(FROZEN)) --override $(VENV)/overrides.txt \
-	  "sglang==$(ENGINE)" -e '.[regress,model]' --group dev
+	  "sglang==$(ENGINE)" -e '.[regress]' -e test/reference_kernels --group dev
 	@touch $@
 
 env: $(STAMP) ## build .venvs/$ENGINE: the engine, this package, and the development tools
@@ -78,7 +78,7 @@ unit: env ## tests that start no engine process
 	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist worksteal $(ARGS) $(or $(TESTS),test/unit)
 
 engine-tests: env ## tests on the real engine, on the CPU
-	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/$(PYTEST) \
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/$(PYTEST) \
 	  --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),test/engine)
 
 test: lint types unit engine-tests ## lint, types and all tests, on one release
@@ -112,7 +112,7 @@ demo/bf16: | env
 
 demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithmetic: stock and patched, then with a KV cache that grows
 	rm -rf demo/report demo/growing
-	$(BIN)/sglang-moe-patches regress $(REGRESS) --model $(MODEL) --data-path $(DATA) \
+	$(BIN)/$(REGRESS) --model $(MODEL) --data-path $(DATA) \
 	  --num-questions $(QUESTIONS) --num-shots $(SHOTS) --max-new-tokens $(TOKENS) --output demo/report -- $(SERVER)
 	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/growing_server.py --model $(MODEL) --output demo/growing \
 	  --report demo/report/report.html -- $(SERVER)
@@ -121,14 +121,14 @@ accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4
 	$(BIN)/python -W ignore benchmark tiny_moe/accuracy
 
 mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
-	$(BIN)/sglang-moe-patches exec --reference-kernels -- \
+	$(BIN)/sglang-moe-reference exec -- \
 	  $(BIN)/python -W ignore benchmark tiny_moe/mutations --backend $(BACKEND)
 
 guards: env ## take guards of docs/development/guards.md out, one by one, and see their tests fail; ARGS="cutedsl": some
-	ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- $(BIN)/python test/tools/guards.py $(ARGS)
+	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/python test/tools/guards.py $(ARGS)
 
 soak: env ## 64 concurrent requests for two minutes, every answer compared with the one given alone
-	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-patches exec --reference-kernels -- \
+	SOAK_SECONDS=120 ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- \
 	  $(BIN)/python -m pytest -q -s test/engine/lab/test_servers.py -k concurrent
 
 engine-suite: env ## SGLang's own MoE tests, stock and patched side by side, on a GPU: SGLANG=CHECKOUT at ENGINE's tag

@@ -13,7 +13,7 @@ upstream      buffers for --tokens tokens times the data-parallel size, a set in
 ours          the same number of tokens, once for the process, and without the output: that goes into the buffer that
               the decoder layer offers, or into a tensor of the layer's own.
 
-Run it through `sglang-moe-patches exec --reference-kernels -- python benchmark changes/cutedsl_memory`: where there is
+Run it through `sglang-moe-reference exec -- python benchmark changes/cutedsl_memory`: where there is
 no CUDA driver, that lets the engine's modules be imported.
 """
 
@@ -131,7 +131,7 @@ def stock(model: Model, tp: int, dp: int, ep: int, chunked_prefill_size: int, cu
 def without_streams() -> None:
     """A wrapper on the meta device has no CUDA stream."""
     from flashinfer import CuteDslMoEWrapper
-    from sglang_moe_patches.lab.reference import cutedsl
+    from sglang_moe_reference import cutedsl
 
     make: Callable[..., None] = CuteDslMoEWrapper.__init__
     hook = cutedsl.ON_ONE_STREAM[cutedsl.INIT]
@@ -187,9 +187,7 @@ def main() -> None:
         import sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl  # noqa: F401
         from flashinfer import CuteDslMoEWrapper
     except ImportError as error:
-        raise SystemExit(
-            f"cutedsl_memory.py: {error}; start it through `sglang-moe-patches exec --reference-kernels --`"
-        ) from None
+        raise SystemExit(f"cutedsl_memory.py: {error}; start it through `sglang-moe-reference exec --`") from None
     from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
 
     if not keeps_buffers(CuteDslMoEWrapper):

@@ -1,8 +1,8 @@
 """What the patches cost in time: decode and prefill against stock, and microseconds of host time per MoE layer.
 
     python benchmark changes/overhead servers --json o.json                      # needs a GPU
-    sglang-moe-patches exec --reference-kernels -- python benchmark changes/overhead host       # any machine
-    sglang-moe-patches exec --reference-kernels -- python benchmark changes/overhead host --runner triton
+    sglang-moe-reference exec -- python benchmark changes/overhead host       # any machine
+    sglang-moe-reference exec -- python benchmark changes/overhead host --runner triton
 
 `servers` runs stock and patched servers of real widths side by side on the same GPUs, eager and with CUDA graphs
 (piecewise ones for prefill too), and asks them in turn, one request at a time, so that both meet the same conditions.
@@ -227,7 +227,7 @@ def host_time(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     from sglang_moe_patches.changes import deferred_shared_experts, moe_workspace, output_buffer
     from sglang_moe_patches.core.dead_input.probe import make_offering, probe_layer
     from sglang_moe_patches.core.patch import SELECT_VARIABLE, probe
-    from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
+    from sglang_moe_reference.model import ModelSpec, make_model
 
     started, folder = work / "started", work / "model"
     make_model(started, ModelSpec(layers=2, dense_layers=1))

@@ -1,6 +1,6 @@
 """Does the engine's own output buffer change answers, and does this package put them right?
 
-    sglang-moe-patches exec --reference-kernels -- python benchmark changes/residual_hole --json hole.json \\
+    sglang-moe-reference exec -- python benchmark changes/residual_hole --json hole.json \\
         [-- SERVER_ARGS...]
 
 For releases from 0.5.13 on. Serves one model (by default a tiny one whose first layer is MoE, in which the hole shows)
@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 
 from common import output, plugins
-from sglang_moe_patches.lab.reference import environment
-from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
 from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.regress.compare import Run
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_reference import environment
+from sglang_moe_reference.model import ModelSpec, make_model
 
 GSM8K = Path(__file__).parents[1] / "gsm8k" / "test.jsonl"
 BACKEND = ["--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"]

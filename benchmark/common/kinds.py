@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.lab.predict.config import load_model
-from sglang_moe_patches.lab.reference import model
+from sglang_moe_reference import model
 
 from common import weights
 

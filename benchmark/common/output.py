@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.lab.reference.environment import SWITCH
+from sglang_moe_reference.environment import SWITCH
 
 from common import machine
 
@@ -96,7 +96,7 @@ def result(benchmark: str, figures: dict[str, Any], conditions: dict[str, Any] |
 
     :param conditions: what is known better than ``machine.conditions()`` knows it.
     """
-    through = "sglang-moe-patches exec --reference-kernels -- " if os.environ.get(SWITCH) == "1" else ""
+    through = "sglang-moe-reference exec -- " if os.environ.get(SWITCH) == "1" else ""
     return {
         "benchmark": benchmark,
         "command": f"{through}{program()} {shlex.join(sys.argv[1:])}".strip(),

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 def variables(*folders: object) -> dict[str, str]:
     """This process's environment without our variables; these folders come first in its ``PYTHONPATH``."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
+    ours = ("SGLANG_MOE_PATCHES", "SGLANG_MOE_REFERENCE")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     paths = [*map(str, folders), *filter(None, [own.get("PYTHONPATH")])]
     return own | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.core.variables import OBSERVE, REFERENCE_WORKSPACE_MB
-from sglang_moe_patches.lab.reference import environment, model
+from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_reference import environment, model
 
 from common import history, plugins, processes, weights
 from common.weights import Served
@@ -89,7 +89,7 @@ class Setup:
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "compiled"),
         }
         if self.workspace_mb:
-            own[REFERENCE_WORKSPACE_MB.name] = str(self.workspace_mb)
+            own[environment.WORKSPACE_MB.name] = str(self.workspace_mb)
         if self.observe:
             own[OBSERVE.name] = str(self.observed(name))
         if self.history:

@@ -19,7 +19,7 @@ def triton_runner(monkeypatch: Any) -> None:
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum
-    from sglang_moe_patches.lab.reference.environment import as_its_own
+    from sglang_moe_reference.environment import as_its_own
 
     def gemm(*arguments: Any, **kwargs: Any) -> None:
         rows, weights, _, output, _, _, _, topk_weights, topk_ids, _, _, _, weighted, top_k = arguments[:14]

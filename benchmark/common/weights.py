@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_moe_patches.lab.reference import families, model
+from sglang_moe_reference import families, model
 
 from common.shapes import MODELS, TINY_MODELS, Model
 

@@ -33,9 +33,9 @@ from common import dummy_weights, held, machine, output, plugins, processes, ser
 from common.client import Client, Unanswered
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
+from sglang_moe_reference import environment
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.

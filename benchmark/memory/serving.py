@@ -58,10 +58,10 @@ from common import (
 from common.client import Client
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 from sglang_moe_patches.memory.kv_sizing.phases import fraction_in_force
+from sglang_moe_reference import environment
 
 MB = 1e6
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from common import output
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.lab.reference import environment
-from sglang_moe_patches.lab.reference.model import write_checkpoint
 from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_reference import environment
+from sglang_moe_reference.model import write_checkpoint
 
 from tiny_moe.export import MODEL, QUESTIONS, shipped_bf16
 from tiny_moe.train import SPEC

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from sglang_moe_patches.lab.reference.model import ModelSpec, quantize_experts, write_checkpoint
+from sglang_moe_reference.model import ModelSpec, quantize_experts, write_checkpoint
 
 from tiny_moe.network import from_checkpoint
 from tiny_moe.problems import problems

@@ -1,6 +1,6 @@
 """What deliberately broken patches do to the shipped model's answers, and whether ``regress`` notices.
 
-    sglang-moe-patches exec --reference-kernels -- python benchmark tiny_moe/mutations
+    sglang-moe-reference exec -- python benchmark tiny_moe/mutations
 
 Serves the model stock and patched, then patched with each mutation of ``MUTATIONS``, asks all the same held-out
 questions and compares each with stock as ``regress`` does: once by accuracy alone, once requiring identical answers. As
@@ -20,10 +20,10 @@ from typing import Any
 from common import output, plugins, processes
 from sglang_moe_patches.core import patch
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.regress import bound, regress
 from sglang_moe_patches.lab.regress.compare import INCONCLUSIVE, MAX_DROP, NO_WORSE, WORSE, Run, compare
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_reference import environment
 
 SHIPPED = Path(__file__).parent
 RESULT = "mutations/cpu"

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang_moe_patches.lab.reference import nvfp4
-from sglang_moe_patches.lab.reference.model import ModelSpec, config
+from sglang_moe_reference import nvfp4
+from sglang_moe_reference.model import ModelSpec, config
 from torch import nn
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from sglang_moe_patches.lab.reference.model import EOS_ID, ModelSpec, tokenizer_json
+from sglang_moe_reference.model import EOS_ID, ModelSpec, tokenizer_json
 
 from tiny_moe.network import Model, to_checkpoint
 from tiny_moe.problems import problems

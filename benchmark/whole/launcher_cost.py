@@ -1,7 +1,8 @@
 """What this package costs a start: the launching process's time, memory and modules, and a server's time to ready.
 
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
-server arguments, with our plugin and (``SGLANG_PLUGINS`` naming all others) without it, in turn.
+server arguments, with our plugin and without it, in turn; ``SGLANG_PLUGINS`` names which, and the reference kernels'
+never.
 
     python benchmark whole/launcher_cost --json launcher.json
     python benchmark whole/launcher_cost --servers --json servers.json  # kv-sizing: whole starts of a tiny model, CPU
@@ -10,8 +11,7 @@ With `--servers` whole servers start one after another, each round in the other 
 without its variable, and with `auto`, which rehearses and grows. What the driver says of memory is a stand-in's. A
 rehearsal's own time is told in whole seconds.
 
-Runs on any machine; without a CUDA driver start it through ``sglang-moe-patches exec --reference-kernels --``, whose
-reference kernels it leaves out.
+Runs on any machine; without a CUDA driver start it through ``sglang-moe-reference exec --``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from typing import Any
 import psutil
 from common import growth, output, plugins, processes, servers, timing, weights
 from common.shapes import TINY
+from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
+from sglang_moe_reference.environment import PLUGIN_NAME
 
 LAUNCHER = """
 import json, resource, sys, time
@@ -67,15 +69,14 @@ MEASURED = {
 
 def launch(with_us: bool) -> dict[str, Any]:
     environment = processes.variables()
-    if not with_us:
-        others = [e.name for e in metadata.entry_points(group="sglang.srt.plugins") if e.name != "moe_patches"]
-        environment["SGLANG_PLUGINS"] = ",".join(others) or "none_of_them"
+    left_out = {PLUGIN_NAME} if with_us else {PLUGIN_NAME, machine.PLUGIN_NAME}
+    loaded = {plugin.name for plugin in metadata.entry_points(group="sglang.srt.plugins")} - left_out
+    environment["SGLANG_PLUGINS"] = ",".join(sorted(loaded)) or "none_of_them"
     done = subprocess.run([sys.executable, "-c", LAUNCHER], env=environment, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise SystemExit(
-            f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it through "
-            "`sglang-moe-patches exec --reference-kernels --`"
+            f"launcher_cost.py: {''.join(last)}; without a CUDA driver start it through `sglang-moe-reference exec --`"
         )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

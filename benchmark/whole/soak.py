@@ -37,9 +37,9 @@ from common.weights import Served
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server, ServerFailed
 from sglang_moe_patches.memory.activation_segments.eligibility import SEGMENTS
+from sglang_moe_reference import environment
 
 MB = 1e6
 #: SGLANG_MOE_PATCHES, and whether segments are on.

@@ -1,4 +1,4 @@
-"""``sglang-moe-patches``: look at an engine, run it with the reference kernels, and prove stock and patched equal."""
+"""``sglang-moe-patches``: look at an engine, and prove stock and patched equal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import util
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,12 +17,8 @@ import typer
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.lab import extras
 from sglang_moe_patches.lab.predict import engine_query, model_report
 from sglang_moe_patches.lab.predict.engine_query import GPUS
-from sglang_moe_patches.lab.reference import environment
-from sglang_moe_patches.lab.reference.families import FAMILIES, OF_FAMILY, ModelSpec
 from sglang_moe_patches.registry import CHANGES
 
 app = typer.Typer(
@@ -42,14 +39,8 @@ SGLANG_MOE_PATCHES_STRICT = 1: a selected change that cannot be applied ends the
 # What follows `--` on the command line belongs to the engine, whatever it looks like.
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
-ReferenceKernels = Annotated[
-    bool,
-    typer.Option(
-        "--reference-kernels",
-        help="Replace FlashInfer's NVFP4 kernels by plain PyTorch, so that no Blackwell GPU (or no GPU) is needed. "
-        "Slow; for comparing servers only.",
-    ),
-]
+REGRESS_EXTRA = ("scipy", "psutil", "httpx", "jinja2")
+"""The modules that `regress` needs beyond what serving does: the package's extra."""
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -77,24 +68,6 @@ def progress(text: str) -> Iterator[None]:
         yield
 
 
-def require_extra(command: str) -> None:
-    try:
-        extras.require(command)
-    except extras.Missing as error:
-        fail(str(error))
-
-
-def child_environment(reference_kernels: bool) -> dict[str, str]:
-    """This process's environment, completed for an engine process."""
-    require_engine()
-    if not reference_kernels:
-        return dict(os.environ)
-    try:
-        return {**os.environ, **environment.variables()}
-    except environment.UnusableEnvironment as error:
-        fail(str(error))
-
-
 @app.callback(invoke_without_command=True)
 def callback(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -102,47 +75,6 @@ def callback(
     if version:
         typer.echo(__version__)
         raise typer.Exit()
-
-
-@app.command(context_settings=PASS_THROUGH)
-def exec(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command, after `--`.")],
-    reference_kernels: ReferenceKernels = False,
-) -> None:
-    """Run any command in an environment in which the engine works without a Blackwell GPU.
-
-    Example: sglang-moe-patches exec --reference-kernels -- python my_script_with_sgl_Engine.py
-
-    Without a GPU this puts a stub CUDA driver ("no device") on LD_LIBRARY_PATH, built once into a cache folder, and
-    sets the variables that make the engine run on the CPU. The engine itself is not modified.
-    """
-    variables = child_environment(reference_kernels)
-    try:
-        os.execvpe(command[0], command, variables)
-    except FileNotFoundError:
-        fail(f"no such command: {command[0]}", 127)
-
-
-@app.command(context_settings=PASS_THROUGH)
-def serve(
-    server_args: Annotated[
-        list[str], typer.Argument(metavar="-- SERVER_ARGS...", help="Arguments of sglang.launch_server, after `--`.")
-    ],
-    reference_kernels: ReferenceKernels = False,
-) -> None:
-    """Start `python -m sglang.launch_server`; with --reference-kernels on a machine without a Blackwell GPU.
-
-    Example: sglang-moe-patches serve --reference-kernels -- --model-path ./tiny --quantization modelopt_fp4
-    --moe-runner-backend flashinfer_trtllm_routed
-
-    Without a GPU, flags that the engine needs on a CPU (--device cpu, ...) are added where they are not given.
-    """
-    arguments = environment.server_arguments(server_args) if reference_kernels else server_args
-    os.execve(
-        sys.executable,
-        [sys.executable, "-m", "sglang.launch_server", *arguments],
-        child_environment(reference_kernels),
-    )
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -221,48 +153,6 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     raise typer.Exit(report["fit"] is not None and not report["fit"]["starts"])
 
 
-@app.command("make-model")
-def make_model(
-    directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint; must be new or empty.")],
-    family: Annotated[str, typer.Option(help=f"Architecture: {', '.join(FAMILIES)}.")] = "deepseek-v3",
-    bf16: Annotated[bool, typer.Option("--bf16", help="Routed experts in bfloat16 instead of NVFP4.")] = False,
-    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
-    dense_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="First layers without experts (first_k_dense_replace). Default: 1 where the family has them."
-        ),
-    ] = None,
-    experts: Annotated[int, typer.Option(help="Routed experts per MoE layer.")] = 8,
-    top_k: Annotated[int, typer.Option(help="Routed experts per token.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 128.")] = 256,
-    moe_intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert, a multiple of 128.")] = 128,
-    nextn: Annotated[bool, typer.Option("--nextn", help="Add a NextN (MTP) draft layer (deepseek-v3).")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-) -> None:
-    """Write a tiny checkpoint of a model family, random but real, for the stock engine; its experts are NVFP4
-    unless --bf16 is given."""
-    require_extra("make-model")
-    from sglang_moe_patches.lab.reference.model import make_model as write
-
-    try:
-        spec = ModelSpec(
-            family=family,
-            layers=layers,
-            dense_layers=OF_FAMILY if dense_layers is None else dense_layers,
-            experts=experts,
-            top_k=top_k,
-            hidden=hidden,
-            moe_intermediate=moe_intermediate,
-            nextn=nextn,
-            seed=seed,
-        )
-        write(directory, spec, quantized=not bf16)
-    except (ValueError, OSError) as error:
-        fail(f"make-model: {error}")
-    typer.echo(f"{directory}: {sum(f.stat().st_size for f in directory.iterdir()) / 2**20:.1f} MiB")
-
-
 @app.command(context_settings=PASS_THROUGH)
 def regress(
     server_args: Annotated[
@@ -293,18 +183,13 @@ def regress(
         float, typer.Option(min=1e-6, max=0.5, help="Significance level of the one-sided tests: of worse, of no worse.")
     ] = 0.05,
     require_identical: Annotated[
-        bool | None,
-        typer.Option(
-            "--require-identical/--no-require-identical",
-            help="Call it worse when any answer differs. Default: only with the reference kernels on a CPU, where a "
-            "question has the same answer whatever else is in the batch; on a GPU, add --parallel 1.",
-        ),
-    ] = None,
+        bool,
+        typer.Option("--require-identical", help="Call it worse when any answer differs; on a GPU, add --parallel 1."),
+    ] = False,
     baseline_url: Annotated[str | None, typer.Option(help="A stock server that already runs.")] = None,
     patched_url: Annotated[str | None, typer.Option(help="A patched server that already runs.")] = None,
     startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to get ready.")] = 1800,
     port: Annotated[int | None, typer.Option(help="Port of the servers on 127.0.0.1. Default: a free one.")] = None,
-    reference_kernels: ReferenceKernels = False,
 ) -> None:
     """Serve a model stock and patched, evaluate both on GSM8K, and compare.
 
@@ -338,7 +223,8 @@ def regress(
     server failed; 2 a run could not be made, or it is inconclusive: neither is
     shown, and how many questions it takes is said.
     """
-    require_extra("regress")
+    if missing := [name for name in REGRESS_EXTRA if util.find_spec(name) is None]:
+        fail(f"regress needs {', '.join(missing)}: pip install '.[regress]' in a clone of sglang-moe-patches")
     from rich.console import Console
 
     from sglang_moe_patches.lab.regress import regress as regression
@@ -347,16 +233,13 @@ def regress(
 
     subject: ServerSpec | regression.Addresses
     if model is not None and baseline_url is None and patched_url is None:
-        given = list(server_args or [])
-        arguments = environment.server_arguments(given) if reference_kernels else given
-        subject = ServerSpec(model, tuple(arguments), startup_timeout, port)
+        subject = ServerSpec(model, tuple(server_args or ()), startup_timeout, port)
     elif model is None and baseline_url is not None and patched_url is not None:
         subject = regression.Addresses(baseline_url, patched_url)
     else:
         fail("give either --model, or both --baseline-url and --patched-url")
-    if require_identical is None:
-        require_identical = reference_kernels and not has_gpu()
     criterion = regression.Criterion(require_identical, alpha, max_drop)
+    require_engine()
     try:
         if num_questions is None:
             num_questions = regression.enough(data_path, criterion)
@@ -364,7 +247,7 @@ def regress(
             subject,
             regression.Evaluation(data_path, num_questions, num_shots, max_new_tokens, parallel),
             criterion,
-            environment=child_environment(reference_kernels),
+            environment=dict(os.environ),
             output=output,
             console=Console(),
         )
@@ -380,7 +263,8 @@ def regress(
     raise typer.Exit(comparison.exit_code)
 
 
-def main() -> None:
+def main(app: typer.Typer = app) -> None:
+    """Run a command line; what nobody foresaw ends with 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no such letter ends no command

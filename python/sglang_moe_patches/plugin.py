@@ -59,10 +59,6 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    if variables.REFERENCE_KERNELS.read():
-        from sglang_moe_patches.lab.reference import environment
-
-        environment.install()
     names = patch.selected(CHANGES)
     for change in CHANGES:
         for module, hook in change.launcher_hooks if change.name in names else ():

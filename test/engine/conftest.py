@@ -34,7 +34,7 @@ LONGEST = (
     "test_doctor_model.py",
     "test_dead_input.py",
 )
-IN_PROCESS = os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") == "1"
+IN_PROCESS = os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny checkpoint, once for each set of options: a ``ModelSpec``'s, and ``quantized``."""
-    from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
+    from sglang_moe_reference.model import ModelSpec, make_model
 
     made: dict[tuple, Path] = {}
 

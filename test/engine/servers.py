@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import httpx
 import pages
+from common import processes
 from releases import ROOT
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.dead_input import counts
@@ -23,9 +24,9 @@ from sglang_moe_patches.core.patch import Plan
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.observers.acted import of_count
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.servers.server import Server, free_port
 from sglang_moe_patches.registry import CHANGES
+from sglang_moe_reference import environment
 from tiny_moe.mutations import SHIPPED
 
 QUESTIONS = ROOT / "benchmark" / "gsm8k" / "test.jsonl"
@@ -34,7 +35,7 @@ SERVER = ["--quantization", "modelopt_fp4", "--moe-runner-backend"]
 EVALUATION = ["--data-path", str(QUESTIONS), "--num-questions", "6", "--num-shots", "1", "--max-new-tokens", "24"]
 ASKED, LONGEST = 24, 64
 """Of the questions with the shortest answers, and how many tokens those have at most: each costs a forward."""
-REGRESS = [sys.executable, "-m", "sglang_moe_patches.cli", "regress", "--reference-kernels"]
+REGRESS = [sys.executable, "-m", "sglang_moe_reference.cli", "regress", "--require-identical"]
 PATIENCE = 1800
 """Seconds that any request or start may take. None comes near it on a machine ten times slower than ours."""
 PORTS: list[int] = []
@@ -61,7 +62,7 @@ def shortest(questions: int = ASKED) -> list[str]:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_MOE_PATCHES")}
+    kept = processes.variables()
     return {**kept, **environment.variables(kept), **more}
 
 

@@ -27,9 +27,9 @@ if not torch.cuda.is_available():
 import httpx  # noqa: E402
 from common import plugins  # noqa: E402
 from common.servers import generate, prompt  # noqa: E402
-from sglang_moe_patches.lab.reference.families import ModelSpec  # noqa: E402
-from sglang_moe_patches.lab.reference.model import make_model  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server, ServerFailed  # noqa: E402
+from sglang_moe_reference.families import ModelSpec  # noqa: E402
+from sglang_moe_reference.model import make_model  # noqa: E402
 
 #: What each process begins with. ``Coordinator``: the engine's region around its captures, without a server.
 BEGIN = """

@@ -63,8 +63,8 @@ def in_this_process(name: str, folder: Path) -> dict[str, Any]:
     from sglang_moe_patches.core.patch import Patcher, Status, probe
     from sglang_moe_patches.lab.observers import acted
     from sglang_moe_patches.lab.observers.events import ChangeStatus
-    from sglang_moe_patches.lab.reference.families import ModelSpec
-    from sglang_moe_patches.lab.reference.model import _json_files, tokenizer_json
+    from sglang_moe_reference.families import ModelSpec
+    from sglang_moe_reference.model import _json_files, tokenizer_json
 
     config = {k: v for k, v in {**CONFIGS.get(name, {}), **WIDE, **FAMILIES[name]}.items() if not k.endswith("_cpu")}
     unknown_to_transformers(config["model_type"])

@@ -23,10 +23,10 @@ if not torch.cuda.is_available():
 from common import forwards, plugins  # noqa: E402
 from common.weights import INT4_GROUP, int4_config  # noqa: E402
 from sglang_moe_patches.core.patch import SELECT_VARIABLE  # noqa: E402
-from sglang_moe_patches.lab.reference import environment  # noqa: E402
-from sglang_moe_patches.lab.reference.model import write_checkpoint  # noqa: E402
 from sglang_moe_patches.lab.regress import gsm8k  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
+from sglang_moe_reference import environment  # noqa: E402
+from sglang_moe_reference.model import write_checkpoint  # noqa: E402
 from tiny_moe.accuracy import SHIPPED  # noqa: E402
 from tiny_moe.export import QUESTIONS, shipped_bf16  # noqa: E402
 from tiny_moe.train import SPEC  # noqa: E402

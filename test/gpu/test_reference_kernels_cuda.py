@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 pytest.importorskip("flashinfer", reason="the layout is FlashInfer's: its index helpers are needed")
 
 from nvfp4_moe import answer, batch, layer, routed  # noqa: E402
-from sglang_moe_patches.core.variables import REFERENCE_WORKSPACE_MB  # noqa: E402
-from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels  # noqa: E402
-from sglang_moe_patches.lab.reference import nvfp4, nvfp4_triton  # noqa: E402
+from sglang_moe_reference import flashinfer_kernels as kernels  # noqa: E402
+from sglang_moe_reference import nvfp4, nvfp4_triton  # noqa: E402
+from sglang_moe_reference.environment import WORKSPACE_MB  # noqa: E402
 
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 MIB = 1 << 20
@@ -219,7 +219,7 @@ def test_scratch_is_bounded_and_no_weights_are_decoded():
 
 @ON_GPU
 def test_workspace_of_a_stated_size(monkeypatch):
-    monkeypatch.setenv(REFERENCE_WORKSPACE_MB.name, "96")
+    monkeypatch.setenv(WORKSPACE_MB.name, "96")
     shared, arguments, before = layer(4, 256, 64), batch(4, 4, 256, 2), torch.cuda.memory_allocated()
     assert peak_bytes(lambda: routed(**shared, **arguments)) >= 96 * MIB
     assert torch.cuda.memory_allocated() - before < 96 * MIB

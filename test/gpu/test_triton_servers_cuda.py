@@ -141,7 +141,7 @@ def _read(module):
 def write_draft(folder: Path) -> Path:
     """EAGLE-3's draft model for ``QWEN``, of random weights. It reads what enters the model's last two layers."""
     from safetensors.torch import save_file
-    from sglang_moe_patches.lab.reference.model import vocab_size
+    from sglang_moe_reference.model import vocab_size
 
     folder.mkdir()
     hidden, heads, size = MODELS[QWEN].hidden, 16, 128

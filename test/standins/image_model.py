@@ -9,7 +9,7 @@ from pathlib import Path
 
 from architectures import CONFIGS
 from common import kinds
-from sglang_moe_patches.lab.reference import model
+from sglang_moe_reference import model
 
 
 def write(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from sglang_moe_patches.changes.fp4_weights import shuffle as nvfp4_shuffle
-from sglang_moe_patches.lab.reference import flashinfer_kernels, nvfp4
+from sglang_moe_reference import flashinfer_kernels, nvfp4
 
 
 def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch.Tensor:

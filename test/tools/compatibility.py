@@ -122,7 +122,7 @@ def test(release: str, place: Path) -> str:
     """The outcome of the tests marked ``compatibility`` on the release installed in ``place``."""
     tested = run(
         [
-            *(str(place / "bin/sglang-moe-patches"), "exec", "--reference-kernels", "--"),
+            *(str(place / "bin/sglang-moe-reference"), "exec", "--"),
             *(str(place / "bin/python"), "-m", "pytest", "-q", "test/engine", "-m", "compatibility"),
         ],
         ENGINE=release,

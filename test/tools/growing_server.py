@@ -23,10 +23,10 @@ from common.client import Client
 from common.growth import Growth
 from rich.console import Console
 from sglang_moe_patches.core.machine import has_gpu
-from sglang_moe_patches.lab.reference import environment
 from sglang_moe_patches.lab.regress import pages
 from sglang_moe_patches.lab.servers.server import Server, show_starting
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
+from sglang_moe_reference import environment
 
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
 NO_LIMIT = ("--max-total-tokens", "100000000")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import processor_time
 import pytest
 
-if os.environ.get("SGLANG_MOE_PATCHES_REFERENCE_KERNELS") != "1":  # else for the engine tests beside these
+if os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") != "1":  # else for the engine tests beside these
     for variable in [name for name in os.environ if name.startswith("SGLANG")]:
         del os.environ[variable]  # a test says which it wants
 

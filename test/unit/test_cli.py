@@ -15,8 +15,6 @@ import pytest
 from sglang_moe_patches import __version__, cli, plugin
 from sglang_moe_patches.cli import app
 from sglang_moe_patches.core import patch
-from sglang_moe_patches.lab import extras
-from sglang_moe_patches.lab.reference.model import tokenizer_json
 from sglang_moe_patches.lab.regress import regress
 from sglang_moe_patches.lab.servers import refusals
 from sglang_moe_patches.registry import CHANGES
@@ -137,7 +135,7 @@ def test_more_questions_than_there_are_is_said_before_anything_starts(tmp_path, 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line(regress_of, monkeypatch):
     monkeypatch.setattr(regress, "has_gpu", lambda: False)
-    refused(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--reference-kernels", "--device")
+    refused(regress_of({"--max-drop": "90"}, "--tp", "2"), "no NVIDIA GPU", "--device")
 
 
 def test_a_port_in_use(regress_of):
@@ -244,19 +242,17 @@ def test_what_nobody_foresaw_is_exit_2(model, data, monkeypatch, capsys):
 
 # --- Extras -----------------------------------------------------------------------------------------------------------
 
-EXTRA = sorted({name for _, modules in extras.EXTRAS.values() for name in modules})
 WITHOUT_EXTRAS = f"""
 import sys
 if "sglang_moe_patches.cli" in sys.orig_argv:  # the command alone: the engine's processes need some of them themselves
-    sys.modules.update(dict.fromkeys({EXTRA}))
+    sys.modules.update(dict.fromkeys({cli.REGRESS_EXTRA}))
 """
 
 
 def test_every_module_of_an_extra_is_asked_for():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for extra, modules in extras.EXTRAS.values():
-        brought = {re.split(r"[^\w-]", each)[0] for each in project["optional-dependencies"][extra]}
-        assert set(modules) == brought
+    brought = {re.split(r"[^\w-]", each)[0] for each in project["optional-dependencies"]["regress"]}
+    assert set(cli.REGRESS_EXTRA) == brought
 
 
 @pytest.fixture
@@ -265,15 +261,9 @@ def without_extras(tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "needs"),
-    [
-        (["regress"], "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]'"),
-        (["make-model", "x"], "make-model needs safetensors, tokenizers: pip install '.[model]'"),
-    ],
-)
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras, arguments, needs):
-    done = command(*arguments, PYTHONPATH=without_extras)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras):
+    done = command("regress", PYTHONPATH=without_extras)
+    needs = "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]'"
     message = f"sglang-moe-patches: {needs} in a clone of sglang-moe-patches"
     assert (done.returncode, done.stderr.strip(), done.stdout) == (2, message, "")
 
@@ -298,28 +288,6 @@ def test_urls_where_nothing_answers(data):
     refused(result, url, "no SGLang server answers")
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--hidden", "100"), ("--top-k", "9"), ("--dense-layers", "5"), ("--family", "gpt")]
-)
-def test_make_model_names_the_bad_value(tmp_path, option, value):
-    refused(run("make-model", str(tmp_path / "m"), option, value), "make-model")
-    assert not (tmp_path / "m").exists()
-
-
-def test_make_model_writes_the_family_that_is_named(tmp_path):
-    options = ["--family", "qwen3-moe", "--layers", "1", "--experts", "2", "--bf16"]
-    assert run("make-model", str(tmp_path / "m"), *options).exit_code == 0
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
-    assert "quantization_config" not in config
-
-
-def test_make_model_does_not_overwrite(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    refused(run("make-model", str(tmp_path)), str(tmp_path))
-    assert (tmp_path / "mine.txt").read_text() == "mine"
-
-
 def command(*arguments, **variables):
     paths = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     return subprocess.run(
@@ -331,14 +299,11 @@ def command(*arguments, **variables):
     )
 
 
-def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else(tmp_path):
+def test_a_terminal_and_a_locale_without_unicode_lose_letters_and_nothing_else():
     """ASCII, as Python takes it from the C locale when it is told not to improve on it."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = command("regress", "--help", **ascii_only)
     assert (done.returncode, done.stdout.isascii()) == (0, True), done.stderr
-    done = command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
 
 
 def fake_engine(folder: Path) -> str:
@@ -352,32 +317,13 @@ def fake_engine(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["exec", "--", "true"]])
-def test_an_engine_without_the_plugin_framework_is_named(tmp_path, arguments):
-    done = command(*arguments, PYTHONPATH=fake_engine(tmp_path))
+def test_an_engine_without_the_plugin_framework_is_named(tmp_path):
+    done = command("doctor", PYTHONPATH=fake_engine(tmp_path))
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "sglang-moe-patches: SGLang 0.5.10.post1 has no plugin framework (sglang.srt.plugins); "
         "install SGLang 0.5.11 or newer"
     )
-
-
-@pytest.mark.parametrize("kernels", [[], ["--reference-kernels"]])
-def test_exec_passes_arguments_and_exit_code_on_and_needs_no_extra(without_extras, kernels):
-    given = [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "--flag", "-x"]
-    done = command("exec", *kernels, "--", *given, PYTHONPATH=without_extras)
-    assert (done.returncode, done.stdout.strip()) == (7, "['--flag', '-x']"), done.stderr
-
-
-def test_exec_with_reference_kernels_refuses_a_plugin_list_without_us():
-    done = command("exec", "--reference-kernels", "--", "true", SGLANG_PLUGINS="somebody_else")
-    assert done.returncode == 2
-    assert "add moe_patches" in done.stderr
-
-
-def test_exec_names_a_missing_command():
-    done = command("exec", "--", "no-such-command-here")
-    assert (done.returncode, done.stderr.strip()) == (127, "sglang-moe-patches: no such command: no-such-command-here")
 
 
 def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):

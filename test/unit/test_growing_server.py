@@ -7,7 +7,7 @@ from pathlib import Path
 import growing_server
 import pytest
 from growing_server import Start
-from sglang_moe_patches.lab.reference import environment
+from sglang_moe_reference import environment
 
 GROWN = "9 KV tokens instead of 4; forwards need 4,990 MB, 2,000 MB of margin stay free"
 SHRUNK = "4 KV tokens instead of 9; forwards need 4,990 MB, 2,000 MB of margin stay free"

@@ -20,7 +20,7 @@ FLOORS = (
 )
 """From the bottom up: the package's modules and wings. ``plugin`` is the engine's way in, ``cli`` the user's."""
 ROOMS = (
-    {"extras", "effects", "reference", "observers"},
+    {"without_gpu", "effects", "observers"},
     {"predict", "servers"},
     {"regress"},
     {"doctor"},

@@ -86,28 +86,14 @@ RETIRED: Mapping[str, tuple[str, str]] = {
 STRICT = Variable(
     "SGLANG_MOE_PATCHES_STRICT", "1: a selected change that cannot be applied ends the start-up", zero_or_one, "0"
 )
-REFERENCE_KERNELS = Variable(
-    "SGLANG_MOE_PATCHES_REFERENCE_KERNELS",
-    "1: plain PyTorch in the place of FlashInfer's kernels; `exec`, `serve` and `regress` set it",
-    zero_or_one,
-    "0",
-)
-REFERENCE_WORKSPACE_MB = Variable(
-    "SGLANG_MOE_PATCHES_REFERENCE_WORKSPACE_MB",
-    "MiB that each run of the reference kernels allocates besides: a stand-in for the vendor's workspace",
-    whole_number,
-    "0",
-)
 OBSERVE = Variable(
     "SGLANG_MOE_PATCHES_OBSERVE", "folder for what each model process observes of itself; `regress` sets it", str
 )
 
 OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("all changes", STRICT),
-    ("reference kernels", REFERENCE_KERNELS),
-    ("reference kernels", REFERENCE_WORKSPACE_MB),
     ("observers", OBSERVE),
 )
 """Who reads it, and the variable."""
-BY_COMMANDS = ("reference kernels", "observers")
+BY_COMMANDS = ("observers",)
 """Readers whose variables our commands set: `doctor` shows them, and the table for users does not."""

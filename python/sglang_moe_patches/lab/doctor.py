@@ -15,9 +15,8 @@ from typing import Any
 
 from sglang_moe_patches import __version__
 from sglang_moe_patches.core import engine, patch
-from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.variables import STRICT
-from sglang_moe_patches.lab.reference import environment
+from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -37,12 +36,10 @@ def examine() -> dict[str, Any]:
     patch.check_environment(CHANGES)
 
     child = dict(os.environ)
-    if not has_gpu():
-        try:
-            added = environment.variables({**child, "SGLANG_PLUGINS": ""})
-        except environment.UnusableEnvironment as error:
-            raise EngineUnusable(str(error)) from error
-        child |= {name: value for name, value in added.items() if name != environment.SWITCH}
+    try:
+        child |= without_gpu.variables(child)
+    except without_gpu.UnusableEnvironment as error:
+        raise EngineUnusable(str(error)) from error
     done = subprocess.run(
         [sys.executable, "-m", "sglang_moe_patches.lab.doctor"], env=child, capture_output=True, text=True, check=False
     )

@@ -25,7 +25,7 @@ from releases import DEFAULT
 from sglang_moe_patches.changes import output_buffer
 from sglang_moe_patches.core import log
 from sglang_moe_patches.core.dead_input import channel, families, offer, probe
-from sglang_moe_patches.lab.reference.environment import _norm_in_place, as_its_own
+from sglang_moe_reference.environment import _norm_in_place, as_its_own
 
 pytestmark = [pytest.mark.every_release, pytest.mark.product]
 

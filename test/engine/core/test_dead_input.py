@@ -21,8 +21,8 @@ from sglang_moe_patches.core.dead_input import channel, offer, proofs
 from sglang_moe_patches.core.patch import Patcher, Plan, Status, probe
 from sglang_moe_patches.lab.observers import acted
 from sglang_moe_patches.lab.observers.events import ChangeStatus
-from sglang_moe_patches.lab.reference import families as tiny
-from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
+from sglang_moe_reference import families as tiny
+from sglang_moe_reference.model import ModelSpec, make_model
 
 pytestmark = pytest.mark.every_release
 

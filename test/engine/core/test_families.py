@@ -13,7 +13,7 @@ import torch
 from conftest import DEFAULT_ENGINE_ONLY
 from harness import load_unquantized
 from safetensors.torch import load_file, save_file
-from sglang_moe_patches.lab.reference.families import FAMILIES
+from sglang_moe_reference.families import FAMILIES
 
 OTHERS = [name for name in FAMILIES if name != "deepseek-v3"]  # which all other files are about
 RNG = random.Random(0)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from common import plugins
 from conftest import DEFAULT_ENGINE_ONLY, without_buffer
 from servers import (
     EVALUATION,
@@ -26,7 +27,6 @@ from servers import (
     TOKENS,
     TRTLLM,
     answers,
-    both,
     check_figures,
     figures,
     generate,
@@ -36,6 +36,7 @@ from servers import (
     started,
 )
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_reference import environment
 from tiny_moe.mutations import plugin
 
 pytestmark = pytest.mark.long("the start of the pair counts for the test that asks first")
@@ -44,12 +45,23 @@ pytestmark = pytest.mark.long("the start of the pair counts for the test that as
 
 RANKS = ["--tp", "2"]
 """Of the pair, and of whatever is compared with it."""
+FIRST = "the reference kernels are loaded first"
+REGISTER = "from sglang_moe_reference.environment import register"
 
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Stock and patched, of a model whose first layer is MoE and has no residual."""
-    with started(*both(checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair"), *RANKS, backend=TRTLLM)) as running:
+    """Stock and patched, of a model whose first layer is MoE and has no residual.
+
+    Every other server of the tests loads our plugin before the reference kernels', the patched one here after it: what
+    comes first on PYTHONPATH is loaded first.
+    """
+    model, folder = checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair")
+    source = f'import sys\n"sglang_moe_patches.plugin" in sys.modules or print("{FIRST}")\n{REGISTER}\n'
+    first = plugins.write_module(folder / "plugin", environment.PLUGIN_NAME, source)
+    stock = server("stock", model, folder, *RANKS, backend=TRTLLM, SGLANG_MOE_PATCHES="none")
+    patched = server("patched", model, folder, *RANKS, backend=TRTLLM, PYTHONPATH=on_path(str(first)))
+    with started(stock, patched) as running:
         yield running
 
 
@@ -70,6 +82,7 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
     stock, patched = answers(*pair)
     assert stock == patched
     check_figures(*map(figures, pair), moe_layers=4)
+    assert FIRST in pair[1].log.read_text(errors="replace")
 
 
 @pytest.mark.every_release

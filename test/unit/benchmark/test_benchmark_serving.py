@@ -11,7 +11,7 @@ import torch
 from common import served, servers, timing, weights
 from common.shapes import TINY, TINY_MODELS
 from safetensors.torch import load_file
-from sglang_moe_patches.lab.reference import model
+from sglang_moe_reference import model
 
 SERVED = weights.Served(TINY)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from common import output
-from sglang_moe_patches.lab.reference.model import ModelSpec, quantize_experts, tokenizer_json
 from sglang_moe_patches.lab.regress.compare import Answer, Run
 from sglang_moe_patches.lab.regress.gsm8k import check_questions
+from sglang_moe_reference.model import ModelSpec, quantize_experts, tokenizer_json
 from tiny_moe import export, mutations, network, problems, train
 
 SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"

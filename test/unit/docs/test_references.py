@@ -19,7 +19,7 @@ ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
 MEMBER = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`")
 MEMBER_IN = re.compile(r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`\s+(?:in\s+|\()\[?`(?P<file>[\w/]+\.py)`")
-ROOTS = (pages.ROOT / "python", pages.ROOT / "benchmark", pages.ROOT / "test")
+ROOTS = tuple(pages.ROOT / folder for folder in ("python", "benchmark", "test/reference_kernels", "test"))
 TRACKED = subprocess.run(
     ["git", "-C", pages.ROOT, "ls-files"], capture_output=True, text=True, check=True
 ).stdout.splitlines()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.lab.predict.shapes import Latent, Model
-from sglang_moe_patches.lab.reference.families import FAMILIES
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = (
@@ -28,7 +27,13 @@ _SHARED_SIZES = (
 )
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "dense_mlp_idx")
 _TEXT = ("text_config", "language_config", "llm_config")
-_FAMILIES = {family.architecture: name for name, family in FAMILIES.items()}
+FAMILIES = {
+    "DeepseekV3ForCausalLM": ("deepseek-v3", "deepseek_v2"),
+    "Qwen3MoeForCausalLM": ("qwen3-moe", "qwen3_moe"),
+    "Glm4MoeForCausalLM": ("glm4-moe", "glm4_moe"),
+    "MiniMaxM2ForCausalLM": ("minimax-m2", "minimax_m2"),
+}
+"""By the engine's class: the family's name, and the engine's module with its layers, below ``sglang.srt.models``."""
 
 
 class NoConfig(ValueError):
@@ -178,7 +183,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelSizes:
         heads=heads,
         kv_heads=first("num_key_value_heads", "num_attention_groups") or heads,
         q_lora_rank=first("q_lora_rank") if first("kv_lora_rank") else None,
-        family=next((_FAMILIES[name] for name in architectures if name in _FAMILIES), ""),
+        family=next((FAMILIES[name][0] for name in architectures if name in FAMILIES), ""),
         head_dim=first("head_dim") or hidden // heads,
         latent=latent,
     )

@@ -17,20 +17,18 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import ACTIVE, Change, unread
-from sglang_moe_patches.core.variables import REFERENCE_KERNELS
+from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
 from sglang_moe_patches.lab.predict.forward import Acting, Prediction
 from sglang_moe_patches.lab.predict.shapes import Layout, Model
-from sglang_moe_patches.lab.reference import environment
-from sglang_moe_patches.lab.reference.families import FAMILIES as FAMILY
 from sglang_moe_patches.memory.kv_sizing.eligibility import ALWAYS, KV_SIZING, given_reason
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
 from sglang_moe_patches.registry import CHANGES
 
-_OF_A_CPU = (REFERENCE_KERNELS.name, "SGLANG_USE_CPU_ENGINE")
+_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 UNKNOWN_FORMAT = "not known"
 
 
@@ -280,11 +278,11 @@ def query_environment() -> dict[str, str]:
 
     :raises CannotAsk: there can be none.
     """
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_CPU}
+    environ = {name: value for name, value in os.environ.items() if name != _CPU_ENGINE}
     environ |= {"SGLANG_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
     try:
-        stub = environment.variables(environ)
-    except environment.UnusableEnvironment as error:
+        stub = without_gpu.variables(environ)
+    except without_gpu.UnusableEnvironment as error:
         raise CannotAsk(str(error)) from None
     return environ | {name: stub[name] for name in ("LD_LIBRARY_PATH",) if name in stub}
 
@@ -402,7 +400,7 @@ def _describe_server(
             top_k=layer["top_k"] or model.top_k,  # some models hand it to their routers alone
             moe_intermediate=layer["intermediate"] * (tp // ep),
             shared_experts=int(layer["shared_experts"]),
-            family=next((name for name, each in FAMILY.items() if each.layers == layer["family"]), ""),
+            family=next((name for name, module in config.FAMILIES.values() if module == layer["family"]), ""),
         )
     return (
         Server(

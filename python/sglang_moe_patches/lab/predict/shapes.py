@@ -69,7 +69,7 @@ class Model:
     :param kv_heads: key and value heads; as many as ``heads`` where attention is latent (MLA).
     :param groups: expert groups, and groups that a token may choose from.
     :param q_lora_rank: rank of the query's latent; ``None``: not MLA.
-    :param family: its architecture, as ``make-model --family`` names it; "": none of those.
+    :param family: its architecture, as :data:`.config.FAMILIES` names it; "": none of those.
     :param head_dim: columns of a head, where attention is not latent.
     :param latent: the same where it is.
     """

@@ -104,10 +104,7 @@ def check(
             f"{criterion.fewest} (--num-questions), or compare answers one by one (--require-identical)"
         )
     if isinstance(subject, ServerSpec) and not subject.names_device and not has_gpu():
-        raise CannotRun(
-            "this machine has no NVIDIA GPU; add --reference-kernels to serve on the CPU, or name another device "
-            "(-- --device ...)"
-        )
+        raise CannotRun("this machine has no NVIDIA GPU; name the device to serve on (-- --device ...)")
 
 
 def run(

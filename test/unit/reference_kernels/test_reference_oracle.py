@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from packaging.version import Version
-from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
-from sglang_moe_patches.lab.reference import nvfp4
+from sglang_moe_reference import flashinfer_kernels as kernels
+from sglang_moe_reference import nvfp4
 from test_reference_kernels import Layer, interleave_on_the_cpu  # noqa: F401 - the last is a fixture
 
 flashinfer = pytest.importorskip("flashinfer")

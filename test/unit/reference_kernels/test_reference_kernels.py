@@ -13,8 +13,8 @@ import interpreted
 import numpy as np
 import pytest
 import torch
-from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
-from sglang_moe_patches.lab.reference import nvfp4
+from sglang_moe_reference import flashinfer_kernels as kernels
+from sglang_moe_reference import nvfp4
 
 flashinfer = pytest.importorskip("flashinfer")
 

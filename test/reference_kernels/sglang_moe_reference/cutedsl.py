@@ -8,7 +8,7 @@ The kernels use the wrapper's buffers as the real ones do, so one that is too sm
 poisoned, or an output that was not zeroed, shows here as it would there. What the real kernels never write (rows of a
 tile beyond the last token) is not written here either.
 
-As in :mod:`~sglang_moe_patches.lab.reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
+As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are
 added in the order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here
 the sum is rounded to the output's dtype once.
 """
@@ -23,10 +23,10 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-
 from sglang_moe_patches.core.engine import has_module
-from sglang_moe_patches.lab.reference import nvfp4
-from sglang_moe_patches.lab.reference.flashinfer_kernels import (
+
+from sglang_moe_reference import nvfp4
+from sglang_moe_reference.flashinfer_kernels import (
     ACTIVATION_SWIGLU,
     load_weights,
     nvfp4_block_scale_interleave,

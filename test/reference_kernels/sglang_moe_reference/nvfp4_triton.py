@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_moe_patches.lab.reference.nvfp4 import BLOCK_SIZE, E4M3_MAX
+from sglang_moe_reference.nvfp4 import BLOCK_SIZE, E4M3_MAX
 
 if TYPE_CHECKING:
-    from sglang_moe_patches.lab.reference.flashinfer_kernels import _Layer
+    from sglang_moe_reference.flashinfer_kernels import _Layer
 
 SCRATCH_BYTES = 64 << 20
 """What one call may allocate, beside its result and index lists of a few bytes per token and expert."""

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang_moe_patches.core.variables import REFERENCE_WORKSPACE_MB
-from sglang_moe_patches.lab.reference import nvfp4
+from sglang_moe_reference import nvfp4
+from sglang_moe_reference.environment import WORKSPACE_MB
 
 # FlashInfer's enum values (flashinfer.tllm_enums), spelled out so that importing this module does not import it.
 ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3, ROUTING_LLAMA4, ROUTING_RENORMALIZE_NAIVE = range(5)
@@ -520,7 +520,7 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
     if tokens == 0:
         return
     # Memory that the vendor's kernel would take while it runs, held until the result is there.
-    workspace = torch.empty(REFERENCE_WORKSPACE_MB.read() << 20, dtype=torch.uint8, device=device)  # noqa: F841
+    workspace = torch.empty(WORKSPACE_MB.read() << 20, dtype=torch.uint8, device=device)  # noqa: F841
     w13_orders = _unshuffle_orders("_maybe_get_cached_w3_w1_permute_indices", layer.rows, hidden, layer.gated, device)
     w2_orders = _unshuffle_orders("get_w2_permute_indices_with_cache", hidden, layer.intermediate_size, None, device)
     block_scale = layer.hidden_states_scale.view(torch.float8_e4m3fn).reshape(tokens, hidden // nvfp4.BLOCK_SIZE)

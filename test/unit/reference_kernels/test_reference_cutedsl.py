@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from sglang_moe_patches.changes.cutedsl_sizing.wrapper import keeps_buffers
-from sglang_moe_patches.lab.reference import cutedsl
-from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
+from sglang_moe_reference import cutedsl
+from sglang_moe_reference import flashinfer_kernels as kernels
 from test_reference_kernels import Layer, assert_close, engine_function, routing
 
 pytest.importorskip("flashinfer")

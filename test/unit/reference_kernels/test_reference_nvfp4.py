@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_moe_patches.lab.reference import nvfp4
+from sglang_moe_reference import nvfp4
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES += [-v for v in VALUES]

@@ -1,35 +1,43 @@
 """What lets the engine run without a Blackwell GPU, or without any GPU: only ever active when asked for.
 
-Two halves. :func:`variables` is what must be right *before* an interpreter starts: with no GPU, a stub
-``libcuda.so.1`` that answers "no device" to everything, so that the engine's compiled kernels can be imported at all.
-:func:`install` is what each engine process does when it loads plugins: FlashInfer's kernels replaced by plain PyTorch,
-the check for Blackwell lifted, and on the CPU an attention path that exists there and an add-RMSNorm that works in
-place, as it does on GPUs (out of place, aliasing bugs would not show).
+Two halves. :func:`variables` is what must be right *before* an interpreter starts, a stub CUDA driver where there is no
+GPU. :func:`install` is what each engine process does when it loads plugins: FlashInfer's kernels replaced by plain
+PyTorch, the check for Blackwell lifted, and on the CPU an attention path that exists there and an add-RMSNorm that
+works in place, as it does on GPUs (out of place, aliasing bugs would not show).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib import util
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.log import logger
-from sglang_moe_patches.core.variables import REFERENCE_KERNELS
+from sglang_moe_patches.core.variables import Variable, WrongValue, whole_number, zero_or_one
+from sglang_moe_patches.lab import without_gpu
+from sglang_moe_patches.lab.without_gpu import UnusableEnvironment
 
-SWITCH = REFERENCE_KERNELS.name
+PLUGIN_NAME = "moe_reference"
+"""The name of this distribution's entry point."""
+KERNELS = Variable(
+    "SGLANG_MOE_REFERENCE_KERNELS", "1: plain PyTorch in the place of FlashInfer's kernels", zero_or_one, "0"
+)
+SWITCH = KERNELS.name
+WORKSPACE_MB = Variable(
+    "SGLANG_MOE_REFERENCE_WORKSPACE_MB",
+    "MiB that each run of the reference kernels allocates besides: a stand-in for the vendor's workspace",
+    whole_number,
+    "0",
+)
 
 WARNING = (
-    "sglang-moe-patches: REFERENCE KERNELS are active (%s=1): plain PyTorch replaces FlashInfer's NVFP4 kernels. "
+    "sglang-moe-reference: REFERENCE KERNELS are active (%s=1): plain PyTorch replaces FlashInfer's NVFP4 kernels. "
     "Answers are meant for comparing servers with one another, speed means nothing. Never serve users like this."
 )
 
@@ -53,40 +61,21 @@ MATRIX_PRODUCTS = (
 """What a request's answer would depend on: BLAS adds up in another order when more rows share a call."""
 
 
-class UnusableEnvironment(RuntimeError):
-    """The environment for the reference kernels cannot be made; the message says what is missing."""
-
-
 # --- Before the interpreter starts -----------------------------------------------------------------------------------
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables to add so that a process started with them can use the reference kernels.
 
-    :raises UnusableEnvironment: no C compiler for the stub, the engine's kernels or what they load are not installed,
-        or ``SGLANG_PLUGINS`` keeps this package's plugin from being loaded.
+    :raises UnusableEnvironment: as :func:`sglang_moe_patches.lab.without_gpu.variables`, or ``SGLANG_PLUGINS`` keeps
+        the plugin from being loaded.
     """
     allowed = environ.get("SGLANG_PLUGINS", "")
-    if allowed and machine.PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
+    if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
         raise UnusableEnvironment(
-            f"SGLANG_PLUGINS={allowed} keeps the engine from loading the reference kernels; add {machine.PLUGIN_NAME}"
+            f"SGLANG_PLUGINS={allowed} keeps the engine from loading the reference kernels; add {PLUGIN_NAME}"
         )
-    added = {SWITCH: "1"}
-    if not machine.has_gpu():
-        stub = stub_libcuda(machine.cache_folder(environ))
-        paths = [str(stub.parent), *filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))]
-        added |= {
-            "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths)),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            # The kernels are small: with the server's own processes beside them, OpenMP threads wait for one another.
-            "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
-            # The engine compiles small functions at the first request: 40 s that buy nothing here.
-            "TORCHDYNAMO_DISABLE": environ.get("TORCHDYNAMO_DISABLE", "1"),
-            # Some virtual machines announce Intel's tiles (AMX) and kill who uses them with SIGILL; and tiles add up
-            # in another order than the vectors that every such processor has.
-            "ONEDNN_MAX_CPU_ISA": environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),
-        }
-    return added
+    return {SWITCH: "1", **without_gpu.variables(environ)}
 
 
 def server_arguments(given: list[str]) -> list[str]:
@@ -98,71 +87,20 @@ def server_arguments(given: list[str]) -> list[str]:
     return [*given, *(part for pair in added for part in pair if part is not None)]
 
 
-def stub_libcuda(folder: Path) -> Path:
-    """Build, once, a ``libcuda.so.1`` whose functions all return 100 (``CUDA_ERROR_NO_DEVICE``).
-
-    It defines the ``cu*`` symbols that the engine's compiled kernels import, and nothing else.
-
-    :returns: the library, in a folder of its own below ``folder``.
-    :raises UnusableEnvironment: it cannot be built, or the kernels could not be imported even with it.
-    """
-    if not (libraries := _libraries("sgl_kernel")):
-        raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
-    libraries += _libraries("deep_gemm")  # of some releases it looks for all of the driver when it is imported
-    undefined = {name for library in libraries for name in _undefined_symbols(library)}
-    # The one library that they load and neither a package index nor every system brings.
-    if any(name.startswith("numa_") for name in undefined) and not _loads("libnuma.so.1"):
-        raise UnusableEnvironment(
-            "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
-        )
-    # The driver's functions are cuXxx; the runtime's cudaXxx, cuBLAS's cublasXxx and others start in lower case.
-    symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
-    source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
-    target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}")
-    _run(
-        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(partial), "-Wl,-soname,libcuda.so.1"],
-        "building a stub CUDA driver",
-        text=source,
-    )
-    partial.replace(target)  # whole or not at all: several servers may start at once
-    return target
-
-
-def _libraries(package: str) -> list[Path]:
-    spec = util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    return sorted(Path(spec.submodule_search_locations[0]).rglob("*.so"))
-
-
-def _undefined_symbols(library: Path) -> set[str]:
-    listing = _run(["nm", "-D", "--undefined-only", str(library)], "reading the engine's kernels")
-    return {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.strip()}
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-def _run(command: list[str], purpose: str, text: str | None = None) -> str:
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UnusableEnvironment(f"{purpose} needs {command[0]}; install gcc and binutils") from None
-    if done.returncode:
-        raise UnusableEnvironment(f"{purpose} failed: {' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 # --- In each engine process ------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``.
+
+    :raises SystemExit: a variable is wrong. The engine swallows an ``Exception`` here and goes on without the kernels.
+    """
+    try:
+        WORKSPACE_MB.read()
+        if KERNELS.read():
+            install()
+    except WrongValue as error:
+        raise SystemExit(f"sglang-moe-reference: {error}") from None
 
 
 def install() -> None:
@@ -170,8 +108,8 @@ def install() -> None:
     import wrapt
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_moe_patches.lab.reference import cutedsl
-    from sglang_moe_patches.lab.reference import flashinfer_kernels as kernels
+    from sglang_moe_reference import cutedsl
+    from sglang_moe_reference import flashinfer_kernels as kernels
 
     if multiprocessing.parent_process() is None:  # once a server, not once a process
         logger.warning(WARNING, SWITCH)
@@ -191,11 +129,15 @@ def install() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         on_import |= {
             "sglang.srt.models.deepseek_common.attention_backend_handler": _register_attention_path,
-            "sglang.srt.models.deepseek_v2": functools.partial(_scale_routed_experts_once, "DeepseekV2MoE"),
-            "sglang.srt.models.glm4_moe": functools.partial(_scale_routed_experts_once, "Glm4MoeSparseMoeBlock"),
+            "sglang.srt.models.deepseek_v2": functools.partial(
+                _wrap, "DeepseekV2MoE", "__init__", _scale_routed_experts_once
+            ),
+            "sglang.srt.models.glm4_moe": functools.partial(
+                _wrap, "Glm4MoeSparseMoeBlock", "__init__", _scale_routed_experts_once
+            ),
             "sglang.srt.models.minimax_m2": _norm_all_heads,
-            "sglang.srt.layers.layernorm": functools.partial(_wrap_native, "RMSNorm", _norm_in_place),
-            "sglang.srt.layers.moe.topk": functools.partial(_wrap_native, "TopK", _leave_routing),
+            "sglang.srt.layers.layernorm": functools.partial(_wrap, "RMSNorm", "forward_native", _norm_in_place),
+            "sglang.srt.layers.moe.topk": functools.partial(_wrap, "TopK", "forward_native", _leave_routing),
             "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm": _complete_runner,
             "sglang.srt.layers.quantization.fp4_utils": _unwrap_quantizer,
             # Binding ranks to cores refuses more ranks than NUMA nodes, and helps only the engine's own CPU kernels.
@@ -230,7 +172,7 @@ def _lift_blackwell_check(module: Any) -> None:
 
 
 def _complete_runner(module: Any) -> None:
-    from sglang_moe_patches.lab.reference import flashinfer_kernels
+    from sglang_moe_reference import flashinfer_kernels
 
     # Without a GPU the engine takes FlashInfer for missing and does not import its quantizer here.
     if module.fp4_quantize is None:
@@ -249,7 +191,7 @@ def _bind_to_no_core(module: Any) -> None:
 
 
 def _unwrap_quantizer(module: Any) -> None:
-    from sglang_moe_patches.lab.reference import flashinfer_kernels
+    from sglang_moe_reference import flashinfer_kernels
 
     # From 0.5.12 on the engine registers the quantizer as an operator, which PyTorch then has for GPUs alone.
     if getattr(module, "fp4_quantize", None) is not None:
@@ -257,24 +199,18 @@ def _unwrap_quantizer(module: Any) -> None:
 
 
 def _with_buffers(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    from sglang_moe_patches.lab.reference import cutedsl
+    from sglang_moe_reference import cutedsl
 
     # With CUDA graphs, the default on a GPU, the wrapper has buffers, and refuses a batch that does not fit. The engine
     # has no graphs here (its attention backend turns them off); what they bring with them must not be lost.
     cutedsl.ON_ONE_STREAM[cutedsl.INIT](original, self, *args, **{**kwargs, "use_cuda_graph": True})
 
 
-def _scale_routed_experts_once(block: str, module: Any) -> None:
-    original = getattr(module, block).__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
-        if self.experts.should_fuse_routed_scaling_factor_in_topk:
-            self.routed_scaling_factor = 1.0
-
-    getattr(module, block).__init__ = __init__
+def _scale_routed_experts_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    # With NVFP4 the factor is in the routing weights. Where there is no GPU the layer multiplies by it once more.
+    if self.experts.should_fuse_routed_scaling_factor_in_topk:
+        self.routed_scaling_factor = 1.0
 
 
 def _norm_all_heads(module: Any) -> None:
@@ -338,11 +274,12 @@ def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
     return FunctionType(method.__code__, vars(sys.modules[owner.__module__]), name, closure=method.__closure__)
 
 
-def _wrap_native(kind: str, around: Callable[..., Any], module: Any) -> None:
+def _wrap(kind: str, method: str, around: Callable[..., Any], module: Any) -> None:
     owner = getattr(module, kind)
-    original = owner.forward_native
-    owner.forward_native = as_its_own(owner, functools.partial(around, original))
-    owner.forward_native.__wrapped__ = original
+    original = getattr(owner, method)
+    wrapper: Any = as_its_own(owner, functools.partial(around, original))
+    wrapper.__wrapped__ = original
+    setattr(owner, method, wrapper)
 
 
 def _leave_routing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

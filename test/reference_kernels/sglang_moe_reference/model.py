@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches.lab.reference.families import FAMILIES, ModelSpec, Tensor, expert_prefix, tensors
+from sglang_moe_reference.families import FAMILIES, ModelSpec, Tensor, expert_prefix, tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line imports this module for --help
     import torch
@@ -176,7 +176,7 @@ def _quantize_expert(
     """
     import torch
 
-    from sglang_moe_patches.lab.reference.nvfp4 import E2M1_MAX, E4M3_MAX, global_scale_for, quantize
+    from sglang_moe_reference.nvfp4 import E2M1_MAX, E4M3_MAX, global_scale_for, quantize
 
     # One GEMM computes gate and up together, so they must share their scale.
     gate_up_scale = global_scale_for(torch.cat((gate, up)))

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sglang_moe_patches.lab.reference import model
-from sglang_moe_patches.lab.reference.families import FAMILIES
-from sglang_moe_patches.lab.reference.model import ModelSpec, make_model
-from sglang_moe_patches.lab.reference.nvfp4 import dequantize
+from sglang_moe_reference import model
+from sglang_moe_reference.families import FAMILIES
+from sglang_moe_reference.model import ModelSpec, make_model
+from sglang_moe_reference.nvfp4 import dequantize
 from tiny_moe.train import SPEC as SHIPPED
 
-SHIPPED_MODEL = Path(__file__).parents[4] / "benchmark/tiny_moe/model/model.safetensors"
+SHIPPED_MODEL = Path(__file__).parents[3] / "benchmark/tiny_moe/model/model.safetensors"
 
 EXPERT_TENSORS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 

@@ -1,0 +1,108 @@
+"""What an engine process needs where there is no GPU.
+
+With no CUDA driver the engine's compiled kernels cannot be imported. A stub ``libcuda.so.1`` that answers "no device"
+to everything helps over that: ``doctor`` asks the engine on any machine, and tests run it on its CPU path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+
+from sglang_moe_patches.core import machine
+
+
+class UnusableEnvironment(RuntimeError):
+    """The engine cannot be imported without a GPU here; the message says what is missing."""
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables to add so that a process started with them can import the engine; with a GPU none.
+
+    :raises UnusableEnvironment: no C compiler for the stub; or the engine's kernels, or what they load, are not
+        installed.
+    """
+    if machine.has_gpu():
+        return {}
+    stub = stub_libcuda(machine.cache_folder(environ))
+    paths = [str(stub.parent), *filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))]
+    return {
+        "LD_LIBRARY_PATH": ":".join(dict.fromkeys(paths)),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # The kernels are small: with the server's own processes beside them, OpenMP threads wait for one another.
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),
+        # The engine compiles small functions at the first request: 40 s that buy nothing here.
+        "TORCHDYNAMO_DISABLE": environ.get("TORCHDYNAMO_DISABLE", "1"),
+        # Some virtual machines announce Intel's tiles (AMX) and kill who uses them with SIGILL; and tiles add up
+        # in another order than the vectors that every such processor has.
+        "ONEDNN_MAX_CPU_ISA": environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),
+    }
+
+
+def stub_libcuda(folder: Path) -> Path:
+    """Build, once, a ``libcuda.so.1`` whose functions all return 100 (``CUDA_ERROR_NO_DEVICE``).
+
+    It defines the ``cu*`` symbols that the engine's compiled kernels import, and nothing else.
+
+    :returns: the library, in a folder of its own below ``folder``.
+    :raises UnusableEnvironment: it cannot be built, or the kernels could not be imported even with it.
+    """
+    if not (libraries := _libraries("sgl_kernel")):
+        raise UnusableEnvironment("the engine's kernels (sgl_kernel) are not installed in this environment")
+    libraries += _libraries("deep_gemm")  # of some releases it looks for all of the driver when it is imported
+    undefined = {name for library in libraries for name in _undefined_symbols(library)}
+    # The one library that they load and neither a package index nor every system brings.
+    if any(name.startswith("numa_") for name in undefined) and not _loads("libnuma.so.1"):
+        raise UnusableEnvironment(
+            "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
+        )
+    # The driver's functions are cuXxx; the runtime's cudaXxx, cuBLAS's cublasXxx and others start in lower case.
+    symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
+    source = "".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols)
+    target = folder / f"libcuda-{hashlib.sha256(source.encode()).hexdigest()[:16]}" / "libcuda.so.1"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}")
+    _run(
+        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(partial), "-Wl,-soname,libcuda.so.1"],
+        "building a stub CUDA driver",
+        text=source,
+    )
+    partial.replace(target)  # whole or not at all: several servers may start at once
+    return target
+
+
+def _libraries(package: str) -> list[Path]:
+    spec = util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    return sorted(Path(spec.submodule_search_locations[0]).rglob("*.so"))
+
+
+def _undefined_symbols(library: Path) -> set[str]:
+    listing = _run(["nm", "-D", "--undefined-only", str(library)], "reading the engine's kernels")
+    return {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.strip()}
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _run(command: list[str], purpose: str, text: str | None = None) -> str:
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UnusableEnvironment(f"{purpose} needs {command[0]}; install gcc and binutils") from None
+    if done.returncode:
+        raise UnusableEnvironment(f"{purpose} failed: {' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
