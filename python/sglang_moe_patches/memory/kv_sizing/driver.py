@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_moe_patches.memory.kv_sizing.phases import (
     DECODES,
@@ -28,13 +28,18 @@ Make = Callable[[str, Sequence[int], int, Phase], Any]
 """A request of the engine's, from its name, its prompt, its new tokens and the phase whose sampling it has."""
 
 
+class Fits(Protocol):
+    """Whether there is memory for ``times`` of what the phase of a name took. What ``must`` be counts as taken."""
+
+    def __call__(self, name: str, times: float, *, must: bool) -> bool: ...
+
+
 class LoadDriver:
     """The script of one server, from the first request to the last answer.
 
     Asked again and again for what to put; in between it is told what was seen and answered.
 
     :param derive: what is driven, from the limits.
-    :param fits: whether there is memory for a phase.
     :param abort: makes the request that ends all others.
     :param seconds_to_deadline: seconds until no further phase begins, and so many more.
     :param grace_s: so many more, after which what still runs is left to itself.
@@ -48,7 +53,7 @@ class LoadDriver:
         abort: Callable[[], Any],
         seconds_to_deadline: Callable[[float], float],
         grace_s: float,
-        fits: Callable[[Phase], bool] = lambda phase: True,
+        fits: Fits = lambda name, times, *, must: True,
     ):
         self._derive, self.limits, self._make, self._abort, self._fits = derive, limits, make, abort, fits
         self.load = derive(limits)
@@ -114,7 +119,7 @@ class LoadDriver:
         while left:
             phase = left.pop(0)
             began_kinds.add(phase.kind)
-            if not self._fits(phase):
+            if phase.after and not self._fits(phase.after, phase.times, must=not phase.otherwise):
                 if phase.otherwise:
                     self.lowered = phase.otherwise * self.limits.stages
                     self.limits = replace(self.limits, requests=self.lowered)
@@ -151,8 +156,13 @@ class LoadDriver:
             while self._waiting and not (self._decoding or self._idle or self._ended):
                 yield []
         behind = set(self._waiting)
-        prompts = phase.prompts(tokens)
+        prompts, shorter = phase.prompts(tokens), 0
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
+            # What comes behind a prefix is about as large as what came before.
+            if shorter and not (phase.growth or self._fits(phase.name, len(turn[0]) / shorter, must=True)):
+                self.end()
+                break
+            shorter = len(turn[0])
             if (left_s := self._seconds_to_deadline(self._grace_s)) < phase.growth * self._slowest_s:
                 self.out_of_time = True
                 self.end()

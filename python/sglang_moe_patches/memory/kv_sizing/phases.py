@@ -44,7 +44,7 @@ PENALIZED = {
 RISE = 4
 """Times more requests with which a decode is rehearsed, at most, so that its memory is known before it runs."""
 FEW = 64
-"""Requests whose decode has memory on every GPU, and with penalties a quarter of them."""
+"""Requests of the first decode at most: what they sample takes less than is left free in any case."""
 PENALIZED_WITHOUT_GRAPHS = 256
 """Requests with penalties that run at once, where nobody says how many and no decode is captured."""
 VARIED_PROMPTS = 16
@@ -432,7 +432,9 @@ def derive_phases(limits: Limits) -> Load:
     if limits.together > 1:
         several = Bound(PREFILLS, tokens=limits.packed, requests=limits.together)
         name = f"{limits.together} of the longest prompts"
-        phases.append(Phase(PhaseKind.TOGETHER, name, several, _several(chunk, limits.together)))
+        prompts, one = _several(chunk, limits.together), phases[0].name
+        times = limits.packed / whole
+        phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, after=one, times=times))
 
     room = min(limits.input_tokens, limits.cache_tokens - 2 * limits.page - limits.draft_slots)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -483,18 +485,22 @@ def derive_phases(limits: Limits) -> Load:
     # In a pipeline what does not fit into one forward goes into another batch, and stays there.
     paged = -(-SHORT_PROMPT_TOKENS // limits.page) * limits.page
     fit = min(limits.chunk or limits.input_tokens, limits.prefill_tokens or limits.input_tokens) // paged
-    counted: list[Phase] = []
+    counts: list[tuple[PhaseKind, str, int]] = []
     if limits.stages > 1 and fit < captured < limits.batch:
         missing.append(f"captured decode of {captured} requests: a graph has its memory since it was captured")
     elif captured:
-        counted.append(_decode(PhaseKind.CAPTURED_DECODE, f"captured decode of {captured} requests", captured, limits))
+        counts += [(PhaseKind.CAPTURED_DECODE, "captured", count) for count in rising_counts(FEW // RISE, captured)]
     if limits.batch > captured:
-        for count in rising_counts(captured or FEW, limits.batch):
-            phase = _decode(PhaseKind.EAGER_DECODE, f"eager decode of {count} requests", count, limits)
-            if counted:
-                fewer = counted[-1].bound.requests
-                phase = _behind_fewer(phase, counted[-1], otherwise=fewer if limits.unasked else 0)
-            counted.append(phase)
+        first = captured if counts else FEW // RISE
+        counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in rising_counts(first, limits.batch)]
+    counted: list[Phase] = []
+    for kind, how, count in counts:
+        phase = _decode(kind, f"{how} decode of {count} requests", count, limits)
+        if counted:
+            fewer = counted[-1]
+            optional = limits.unasked and fewer.bound.requests >= limits.penalized
+            phase = _behind_fewer(phase, fewer, otherwise=fewer.bound.requests if optional else 0)
+        counted.append(phase)
     phases += counted
     phases += _sampled_decodes(limits, counted)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)

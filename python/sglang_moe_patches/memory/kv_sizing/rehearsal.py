@@ -341,16 +341,16 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
 
-    def _fits(self, phase: Phase) -> bool:
-        """Whether there is memory for a phase. If not, and it must be there, it counts as if it had been taken."""
-        smaller = self._phases.get(phase.after) or self._peaks.get(phase.after)
-        if smaller is None:
+    def _fits(self, name: str, times: float, *, must: bool) -> bool:
+        """As :class:`.driver.Fits` says; judged by tensors, as if the allocator could use all that it keeps."""
+        taken = self._phases.get(name) or self._peaks.get(name)
+        if taken is None:
             return True
         now = gpu_memory.read(self.gpu)
-        left = int(now.free + now.reserved - self._first.allocated - phase.times * smaller)
+        left = int(now.free + now.reserved - self._first.allocated - times * taken)
         if left >= MIN_FREE_BYTES:
             return True
-        if not phase.otherwise:
+        if must:
             self._stopped, self._lowest = True, min(self._lowest, left)
         return False
 

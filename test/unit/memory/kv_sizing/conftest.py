@@ -29,7 +29,7 @@ def scheduler(monkeypatch):
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",
         "make_flush": lambda: "flush",
-        "make_request": lambda name, prompt, new, phase, **more: SimpleNamespace(name=name, phase=phase),
+        "make_request": lambda name, prompt, new, phase, **more: SimpleNamespace(name=name, prompt=prompt, phase=phase),
     }.items():
         monkeypatch.setattr(rehearsal, name, value)
     monkeypatch.setattr(launcher, "warmup_limit_s", lambda: None)

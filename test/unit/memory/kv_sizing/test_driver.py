@@ -25,7 +25,14 @@ class Server:
     """
 
     def __init__(
-        self, refuses=(), loses=(), only=None, left_s=lambda: 1e9, plants=None, fits=lambda phase: True, **changed
+        self,
+        refuses=(),
+        loses=(),
+        only=None,
+        left_s=lambda: 1e9,
+        plants=None,
+        fits=lambda name, times, must: True,
+        **changed,
     ):
         self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
         self.plants, changed = plants, {**changed, "plants": plants is not None}
@@ -222,7 +229,9 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
 
 
 def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
-    server = Server(fits=lambda phase: phase.bound.requests <= 512, requests=2048, captured=32, unasked=True)
+    server = Server(
+        fits=lambda name, times, must: must or "of 512" not in name, requests=2048, captured=32, unasked=True
+    )
     driver = server.run()
     assert (driver.lowered, driver.missed) == (512, [])
     decodes = ("captured decode of 32", "eager decode of 128", "eager decode of 512")
@@ -237,12 +246,14 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
     ("kind", "changed"),
     [
         pytest.param(PhaseKind.EAGER_DECODE, {}, id="as many as were asked for"),
-        pytest.param(PhaseKind.PENALTIES, {"unasked": True}, id="as many with penalties as a graph has"),
+        pytest.param(
+            PhaseKind.PENALTIES, {"captured": 128, "unasked": True}, id="as many with penalties as a graph has"
+        ),
     ],
 )
 def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
     too_large = of_kind(replace(LIMITS, **changed), kind)
-    server = Server(fits=lambda phase: phase.name != too_large.name, **changed)
+    server = Server(fits=lambda name, times, must: name != too_large.after, **changed)
     driver = server.run()
     assert driver.missed[0] == too_large.name
     assert "prompts of many lengths" in driver.missed

@@ -27,6 +27,7 @@ def lengths(phase):
 
 ALWAYS = ["prefill chunk", "prefill chunk behind the longest prefix", "8 requests behind one prefix"]
 CAPTURED = "captured decode of 64 requests"
+UNCAPTURED = "eager decode of 19 requests"
 EAGER = ("eager decode of 75 requests", "eager decode of 300 requests")
 
 
@@ -43,7 +44,7 @@ def last(requests=300, penalized=(19, 75, 300)):
     [
         ({}, [*ALWAYS, CAPTURED, *EAGER, *last()]),
         ({"mixed": True}, [*ALWAYS, "mixed chunk", CAPTURED, *EAGER, *last()]),
-        ({"captured": 0}, [*ALWAYS, *EAGER, *last()]),
+        ({"captured": 0}, [*ALWAYS, UNCAPTURED, *EAGER, *last()]),
         ({"requests": 64}, [*ALWAYS, CAPTURED, *last(64, [64])]),
         ({"requests": 40}, [*ALWAYS, "captured decode of 40 requests", *last(40, [40])]),
         ({"radix_cache": False}, [*ALWAYS[:2], CAPTURED, *EAGER, *last()]),
@@ -64,9 +65,9 @@ def counts_of(kind, **changed):
     [
         ({"requests": 2048, "captured": 256}, [512, 2048], [32, 128, 512, 2048]),
         ({"requests": 2048, "captured": 256, "unasked": True}, [512, 2048], [64, 256]),
-        ({"requests": 2048, "captured": 0, "unasked": True}, [128, 512, 2048], [64, 256]),
+        ({"requests": 2048, "captured": 0, "unasked": True}, [32, 128, 512, 2048], [64, 256]),
         ({"requests": 48, "captured": 0, "unasked": True}, [48], [48]),
-        ({"requests": 2048, "captured": 256, "unasked": True, "stages": 2}, [1024], [64, 256]),
+        ({"requests": 2048, "captured": 256, "unasked": True, "stages": 2}, [64, 256, 1024], [64, 256]),
     ],
     ids=str,
 )
@@ -79,8 +80,9 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
         if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.after:
             assert phase.after == before.name
             assert phase.times == phase.bound.requests / before.bound.requests <= phases.RISE
-            fewer = before.bound.requests if phase.kind is PhaseKind.EAGER_DECODE and changed.get("unasked") else 0
-            assert phase.otherwise == fewer
+            fewer = before.bound.requests
+            may_stop = changed.get("unasked") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
+            assert phase.otherwise == (fewer if may_stop else 0)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,12 @@ def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for
     info = {"max_running_requests": asked, "max_total_num_tokens": 43_840, "chunked_prefill_size": 1024, **graphs}
     many = {"internal_states": [{"effective_max_running_requests_per_dp": 2048}]}
     assert phases.derive_limits(info | many, replace(FACTS, page=page)).requests == requests
+
+
+def test_no_decode_is_the_first_to_take_much():
+    """512 requests took more than the 5.5 GB that a server had left beside its graphs."""
+    for unasked in (False, True):
+        assert counts_of(PhaseKind.CAPTURED_DECODE, requests=2048, captured=512, unasked=unasked) == [32, 128, 512]
 
 
 def test_each_batch_of_a_pipeline_has_requests_with_penalties():

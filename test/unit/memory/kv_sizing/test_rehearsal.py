@@ -92,7 +92,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
         pytest.param(True, {}, 75, False, 5 * GB, id="nobody asked for more: fewer run at once"),
         pytest.param(False, {}, 0, True, -1 * GB, id="asked for: it counts as if it had been taken"),
         pytest.param(
-            *(False, {"eager decode of 75 requests": 3 * GB}, 0, True, -1 * GB),
+            *(False, {"captured decode of 75 requests": 3 * GB}, 0, True, -1 * GB),
             id="what it has seen itself goes before an earlier rehearsal",
         ),
     ],
@@ -101,7 +101,7 @@ def test_a_decode_for_which_there_is_no_memory_does_not_run(
     unasked, earlier, requests, stopped, lowest, scheduler, monkeypatch
 ):
     """A request takes 20 MB here; 5 GB are free, of which one is to stay."""
-    limits = replace(SMALL, requests=300, cache_tokens=50_000, unasked=unasked)
+    limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, unasked=unasked)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
     ran, made = [], scheduler()
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
@@ -113,9 +113,28 @@ def test_a_decode_for_which_there_is_no_memory_does_not_run(
     made.read = read
     found = rehearse(made, peaks=earlier)
     assert (found.requests, found.stopped, found.lowest) == (requests, stopped, lowest)
-    assert "eager decode of 75 requests" in found.reached
+    assert "captured decode of 75 requests" in ran
     assert "eager decode of 300 requests" not in ran
     assert ("eager decode of 300 requests" in found.missed) == stopped
+
+
+def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
+    """Each token takes 100 MB here; 5 GB are free: 40 tokens leave one, and 48 of the chunk of 64 do not.
+
+    The first prompt is at its bound already, as all are here.
+    """
+    made = scheduler()
+    longest = 0
+
+    def take_in(read):
+        nonlocal longest
+        longest = max([longest, *(len(each.prompt) for each in read if hasattr(each, "prompt"))])
+        original(read)
+
+    original, made.process_input_requests = made.process_input_requests, take_in
+    made.read = lambda: Memory(5 * GB, 10 * GB, peak=100_000_000 * longest)
+    found = rehearse(made)
+    assert (longest, found.stopped, found.missed, found.lowest) == (40, True, tuple(PHASES[1:]), 200_000_000)
 
 
 def derived(limits, requests):
