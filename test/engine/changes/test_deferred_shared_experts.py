@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+
 import pytest
 import torch
 from conftest import installed, without_buffer
@@ -106,3 +109,45 @@ def test_no_tokens_and_the_other_paths_are_left_alone(engine, checkpoint, monkey
         monkeypatch.setattr(deepseek_v2, "use_intel_amx_backend", lambda layer: True)
         monkeypatch.setattr(type(moe), "forward_cpu", lambda self, hidden, fuse: hidden + 1)
         assert torch.equal(moe.forward_normal(some), some + 1)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
+    engine, checkpoint, order, monkeypatch, skips
+):
+    """Not once more where the decoder layer runs them itself (``SGLANG_DP_SHARED_EXPERT_LOCAL``)."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    if "is_deepseek_v4" not in inspect.signature(DeepseekV2MoE.__init__).parameters:
+        pytest.skip("this release has no DeepSeek-V4")
+    if skips and "skip_shared_experts" not in inspect.signature(DeepseekV2MoE.forward_normal).parameters:
+        pytest.skip("here no decoder layer runs the shared experts itself")
+
+    def routed(self, hidden_states, topk_output, **more):
+        order.append("routed")
+        return torch.tanh(hidden_states * 3)
+
+    monkeypatch.setattr(FusedMoE, "forward", routed)
+    config = copy.copy(engine.runner.model.config)
+    for name, value in (("num_hash_layers", 0), ("n_hash_layers", 0), ("swiglu_limit", None)):
+        setattr(config, name, value)
+
+    def run():
+        order.clear()
+        torch.manual_seed(0)
+        block = DeepseekV2MoE(config, layer_id=1, is_deepseek_v4=True, prefix="model.layers.1.mlp")
+        for parameter in block.parameters():
+            if parameter.is_floating_point():
+                parameter.data.normal_(0, 0.1)
+        block.gate.forward = lambda hidden, *_: hidden.float() @ block.gate.weight.float().T  # a GPU's kernel there
+        hidden = torch.randn(5, config.hidden_size).to(next(block.shared_experts.parameters()).dtype)
+        more = {"skip_shared_experts": True} if skips else {}
+        return block.forward_normal(hidden, **more), list(order)
+
+    expected, first = run()
+    with installed(CHANGE):
+        result, last = run()
+    assert torch.equal(result, expected)
+    assert last == (["routed"] if skips else ["routed", "shared"])
+    assert sorted(first) == sorted(last)

@@ -5,11 +5,14 @@ The layers are the engine's own ``FusedMoE``. What lays out their weights and ru
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import CONFIGS
 from conftest import installed
+from safetensors.torch import save_file
 from sglang_moe_patches.changes import fp4_weights
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
 
@@ -194,6 +197,7 @@ def test_it_says_which_scales_go_and_why_not(kind):
 READS = "use(layer.{0}, layer.{1})"
 NEWER = {
     "apply: quiet(layer)": "",  # and are given up
+    "apply: if nothing(): use(layer.{0}, layer.{1})": "",
     f"apply: {READS}": "reads all of its scales",
     "apply: if unknown(): use(layer.{0}, layer.{1})": "reads all of its scales",
     "apply: if self.switched: use(layer.{0}, layer.{1})": "reads all of its scales",
@@ -220,6 +224,8 @@ def test_where_a_newer_release_may_read_them_they_stay(giving, tmp_path, change)
     where, _, statement = change.format(*giving.names).partition(": ")
     source = f"""
 import functools
+def nothing():
+    return False
 def helper(layer):
     return use(layer.{giving.names[0]}, layer.{giving.names[1]})
 def quiet(layer):
@@ -290,3 +296,67 @@ def test_an_update_ends_as_on_the_stock_server(kind):
     assert stock == ours
     assert torch.equal(given, expected)
     assert not kind.names or "loaded" in stock
+
+
+@pytest.fixture
+def gpt_oss(engine, monkeypatch, tmp_path):
+    """Builds a model of the engine's own with MXFP4 experts, and says what a weight update by a file comes to."""
+    from sglang.srt.configs import load_config
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers import quantization
+    from sglang.srt.layers.quantization import mxfp4
+
+    made_kind("triton_kernels", engine, monkeypatch)
+    monkeypatch.setitem(quantization.QUANTIZATION_METHODS, "mxfp4", mxfp4.Mxfp4Config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    config = CONFIGS["gpt-oss"] | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(ModelConfig, "_verify_quantization", lambda self: setattr(self, "quantization", "mxfp4"))
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+
+    def load():
+        with engine.arguments(moe_runner_backend="triton_kernel"), monkeypatch.context() as patch:
+            patch.setattr(load_config, "LoadConfig", lambda **how: LoadConfig(**{**how, "load_format": "dummy"}))
+            return engine.load(tmp_path)
+
+    def update(model, parts):
+        tensors = {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+                own = f"model.layers.{layer}.mlp.experts.{name}"
+                blocks = torch.ones(experts, rows, columns // 32, 16, dtype=torch.uint8)
+                scales = torch.ones(experts, rows, columns // 32, dtype=torch.uint8)
+                whole = {"bias": torch.ones(experts, rows).bfloat16(), "blocks": blocks, "scales": scales}
+                tensors |= {f"{own}_{part}": whole[part] for part in parts}
+        save_file(tensors, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+        engine.runner.model, dtype = model, torch.get_default_dtype()
+        updater = getattr(engine.runner, "weight_updater", engine.runner)
+        try:
+            with engine.arguments(moe_runner_backend="triton_kernel"):
+                return updater.update_weights_from_disk(str(tmp_path), "auto")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            torch.set_default_dtype(dtype)
+
+    return SimpleNamespace(load=load, update=update)
+
+
+@pytest.mark.parametrize("parts", [("bias", "blocks", "scales"), ("scales",), ("bias", "scales")])
+def test_an_update_of_gpt_oss_by_request_ends_as_on_the_stock_server(gpt_oss, parts):
+    def outcome():
+        model = gpt_oss.load()
+        answer = gpt_oss.update(model, parts)
+        experts = model.model.layers[0].mlp.experts
+        kept = {name: value.clone() for name, value in experts.named_parameters() if not name.endswith("_scale")}
+        return answer, kept, experts.w13_weight_scale.nbytes
+
+    stock = outcome()
+    with installed(fp4_weights.CHANGE):
+        ours = outcome()
+    assert stock[0] == ours[0]
+    assert "Error" in stock[0]  # its weights are gone, its biases without a loader
+    assert stock[1].keys() == ours[1].keys()
+    assert all(torch.equal(stock[1][name], ours[1][name]) for name in stock[1])
+    assert ours[2] < stock[2]

@@ -279,8 +279,8 @@ class _Reader:
         if len(names) != len(arguments):
             return _UNKNOWN
         try:
-            reader = _Reader(function, dict(zip(names, arguments, strict=True)), names[0], self.callers)
-        except engine.Unsupported:
+            reader = _Reader(function, dict(zip(names, arguments, strict=True)), "", self.callers)
+        except (engine.Unsupported, OSError, ValueError):  # not to be read, or no function of its own
             return _UNKNOWN
         match reader.definition.body:
             case [ast.Return(value=ast.expr() as value)]:
