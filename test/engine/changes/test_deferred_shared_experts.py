@@ -140,7 +140,7 @@ def test_deepseek_v4s_block_runs_its_shared_experts_last_and_as_often_as_stock(
         for parameter in block.parameters():
             if parameter.is_floating_point():
                 parameter.data.normal_(0, 0.1)
-        block.gate.forward = lambda hidden, *_: hidden.float() @ block.gate.weight.float().T  # a GPU's kernel there
+        block.gate.forward = block.topk.forward = lambda *args, **more: None  # of a GPU, and nothing here asks them
         hidden = torch.randn(5, config.hidden_size).to(next(block.shared_experts.parameters()).dtype)
         more = {"skip_shared_experts": True} if skips else {}
         return block.forward_normal(hidden, **more), list(order)

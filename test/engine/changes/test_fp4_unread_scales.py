@@ -202,7 +202,7 @@ NEWER = {
     "apply: if unknown(): use(layer.{0}, layer.{1})": "reads all of its scales",
     "apply: if self.switched: use(layer.{0}, layer.{1})": "reads all of its scales",
     "apply: if self.switched is None or other(): use(layer.{0}, layer.{1})": "reads all of its scales",
-    "apply: if (backend := other()): use(layer.{0}, layer.{1})": "reads all of its scales",
+    "apply: flag = None\n    (flag := other())\n    if flag: use(layer.{0}, layer.{1})": "reads all of its scales",
     "apply: use(getattr(layer, '{0}'), getattr(layer, '{1}', None))": "reads all of its scales",
     "apply: helper(layer)": "reads all of its scales",
     "apply: self.kept = layer": "may keep its layer",
@@ -321,7 +321,7 @@ def gpt_oss(engine, monkeypatch, tmp_path):
             return engine.load(tmp_path)
 
     def update(model, parts):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for layer in range(config["num_hidden_layers"]):
             for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
                 own = f"model.layers.{layer}.mlp.experts.{name}"
