@@ -27,6 +27,7 @@ PUBLISHED = Path(__file__).with_name("recipes.json")
 PAGES = "../benchmarks"
 NO_CONFIG = "config.json not at hand"
 SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason"
+DOES_NOT_START = "does not start: its weights leave no memory"
 #: What the pages say for an outcome that results have stored in other words.
 LABELS = {BESIDE: "given fraction left alone"}
 Key = tuple[models.Sizes, int]
@@ -61,7 +62,10 @@ def summarize(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
         "at_least": models.at_least(found),
         "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
         "kv_sizing": REASON if not sizing["acts"] else BESIDE if given else SIZED,
+        "not_known": [change["name"] for change in found["changes"] if change["acts"] is None],
         "reason": sizing["reason"],
+        "fit": found["fit"] and model_report.describe_fit(found["fit"]),
+        "starts": found["fit"] is None or found["fit"]["starts"],
         "unknown": [line for line in found["unknown"] if line not in model_report.ALWAYS_UNKNOWN],
     }
 
@@ -71,7 +75,9 @@ def summarize(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
 
 def outcome(answer: dict[str, Any]) -> str:
     """What becomes of a recipe by kv-sizing; a recipe of which doctor says nothing has that as its reason."""
-    return NO_CONFIG if answer.get("refused") == NO_CONFIG else answer.get("kv_sizing", REASON)
+    if answer.get("refused") == NO_CONFIG:
+        return NO_CONFIG
+    return answer.get("kv_sizing", REASON) if answer.get("starts", True) else DOES_NOT_START
 
 
 def reason(answer: dict[str, Any]) -> str:
@@ -80,7 +86,7 @@ def reason(answer: dict[str, Any]) -> str:
 
 def counts(results: list[output.Result]) -> str:
     """How many recipes are sized, measured, or neither and why, on each release."""
-    rows: dict[str, list[int]] = {SIZED: [0] * len(results), BESIDE: [0] * len(results)}
+    rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, BESIDE, DOES_NOT_START)}
     for at, result in enumerate(results):
         for each in result["figures"]["recipes"]:
             found = outcome(each["found"])

@@ -158,9 +158,9 @@ def families(found: dict[str, Any]) -> str:
     Families and runners are told apart where a change does, and where the engine has routed experts out of place.
     """
     stated, _ = package()
+    import effects
     from sglang_moe_patches.core import runners
     from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-    from sglang_moe_patches.lab import effects
 
     apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
 

@@ -20,7 +20,7 @@ FLOORS = (
 )
 """From the bottom up: the package's modules and wings. ``plugin`` is the engine's way in, ``cli`` the user's."""
 ROOMS = (
-    {"without_gpu", "effects", "observers"},
+    {"without_gpu", "observers"},
     {"predict", "servers"},
     {"regress"},
     {"doctor"},
@@ -89,10 +89,6 @@ def test_every_module_has_a_floor(found: Imports) -> None:
 
 def test_no_import_goes_up_a_floor(found: Imports) -> None:
     assert upward(found) == []
-
-
-def test_no_serving_process_imports_the_table_of_effects(found: Imports) -> None:
-    assert {module.split(".")[0] for module, others in found.items() if "lab.effects" in others} == {"lab"}
 
 
 def test_no_files_import_each_other_in_a_circle(found: Imports) -> None:

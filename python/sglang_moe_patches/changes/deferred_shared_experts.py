@@ -38,14 +38,28 @@ from typing import Any
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import counts, probe, takers
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Change, Count, Patcher, Plan, Status, best_effort
+from sglang_moe_patches.core.patch import (
+    SHARED_LAST,
+    Built,
+    Change,
+    Count,
+    Decision,
+    Patcher,
+    Plan,
+    Status,
+    best_effort,
+)
 
 _DEFERS = "_moe_patches_defers_shared_experts"
 
 _deferring: ContextVar[bool] = ContextVar("moe_deferring_shared_experts", default=False)
 
 
-def may_defer(
+_ORDER = "_moe_patches_why_shared_experts_run_first"
+"""Attribute of a layer: why they do; "": they do not. ``None``: the engine defers them by itself."""
+
+
+def reason_to_run_first(
     *,
     inplace: bool,
     leaves_input_alone: bool,
@@ -54,8 +68,8 @@ def may_defer(
     present: bool,
     lora: bool,
     all_to_all: bool,
-) -> bool:
-    """Whether a layer's shared experts may run after its routed experts.
+) -> str:
+    """Why a layer's shared experts must run before its routed experts; "": they may run after them.
 
     :param inplace: the runner's configuration lets it write its output over its input.
     :param leaves_input_alone: the runner never does so, or can be told not to.
@@ -65,13 +79,25 @@ def may_defer(
     :param lora: the server may run LoRA adapters, which use different runners.
     :param all_to_all: tokens travel to their experts, and the layer runs another way.
     """
-    return (
-        present
-        and not fused
-        and not overlapped
-        and not all_to_all
-        and (not inplace or (leaves_input_alone and not lora))
-    )
+    if fused:
+        return "shared experts are fused into the routed ones"
+    if not present:
+        return "the layers have no shared experts of their own"
+    if overlapped:
+        return "single-batch overlap runs the shared experts elsewhere"
+    if all_to_all:
+        return "tokens travel to their experts"
+    if inplace and not leaves_input_alone:
+        return "the runner writes into its input, or may"
+    return "the server may run LoRA adapters" if inplace and lora else ""
+
+
+def may_defer(**facts: bool) -> bool:
+    """Whether a layer's shared experts may run after its routed experts.
+
+    :param facts: as :func:`reason_to_run_first` takes them.
+    """
+    return not reason_to_run_first(**facts)
 
 
 class DeferredSharedExperts:
@@ -119,28 +145,33 @@ def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Cal
     return _forward_shared_experts
 
 
-def _wrap_init(original: Callable[..., None], mark: Callable[[Any], None]) -> Callable[..., None]:
+def _wrap_init(
+    original: Callable[..., None], mark: Callable[[Any], None], is_native: Callable[[Any], bool]
+) -> Callable[..., None]:
     """Decide, when a layer is built, whether it defers.
 
     :param mark: given the configuration of its routed experts' runner, has them leave their input alone.
+    :param is_native: whether the engine defers by itself, given the routed experts.
     """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         with best_effort(f"the order of experts in {type(self).__name__}"):
-            defers = may_defer(
-                inplace=self.experts.moe_runner_config.inplace,
-                leaves_input_alone=runners.leaves_its_input_alone(self.experts),
-                overlapped=self._fuse_shared_experts_inside_sbo,
-                fused=self.num_fused_shared_experts > 0,
-                present=getattr(self, "shared_experts", None) is not None,
-                lora=runners.serves_lora(),
-                all_to_all=self._enable_a2a_moe,
-            )
+            facts = {
+                "inplace": self.experts.moe_runner_config.inplace,
+                "leaves_input_alone": runners.leaves_its_input_alone(self.experts),
+                "overlapped": self._fuse_shared_experts_inside_sbo,
+                "fused": self.num_fused_shared_experts > 0,
+                "present": getattr(self, "shared_experts", None) is not None,
+                "lora": runners.serves_lora(),
+                "all_to_all": self._enable_a2a_moe,
+            }
+            defers = may_defer(**facts)
             if defers:
                 mark(self.experts.moe_runner_config)
             setattr(self, _DEFERS, defers)
+            setattr(self, _ORDER, None if defers and is_native(self.experts) else reason_to_run_first(**facts))
 
     return __init__
 
@@ -175,14 +206,18 @@ def _plan() -> Plan:
             "final_hidden_states += shared_output" in engine.source(forward),
             "forward_normal does not add the shared experts' output in place",
         )
+    behind_trtllm = engine.sets(engine.own(experts, "__init__"), "inplace")
     is_compiling = torch.compiler.is_compiling
     clear_while_deferring = functools.partial(
         runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get()
     )
 
+    def is_native(routed: Any) -> bool:
+        return defers_itself and behind_trtllm and bool(routed.use_flashinfer_trtllm_moe)
+
     def install(patcher: Patcher) -> None:
         mark = _clear_inplace if defers_itself else clear_while_deferring
-        patcher.wrap(moe, "__init__", lambda original: _wrap_init(original, mark))
+        patcher.wrap(moe, "__init__", lambda original: _wrap_init(original, mark, is_native))
         offers.install(patcher)
         install_triton_output(patcher)
         if not defers_itself:
@@ -193,13 +228,22 @@ def _plan() -> Plan:
 
     if not defers_itself:
         return Plan(Status.APPLIED, offers.note, install)
-    behind_trtllm = engine.sets(engine.own(experts, "__init__"), "inplace")
     reason = (
         "the engine defers behind TRT-LLM's kernels alone"
         if behind_trtllm
         else "the engine defers, and takes every runner for in place"
     )
     return Plan.hardened(install, "; ".join(filter(None, [reason, offers.note])))
+
+
+def decide(built: Built) -> Decision:
+    """What each of the layers decided when it was built."""
+    orders = {getattr(module, _ORDER) for module in built.model.modules() if hasattr(module, _ORDER)}
+    if "" in orders:
+        return Decision((SHARED_LAST,))
+    if None in orders:
+        return Decision(reason="the engine defers them by itself here")
+    return Decision(reason="; ".join(sorted(orders)) or "none of the layers is DeepSeek's")
 
 
 DEFERS = Count(
@@ -211,4 +255,5 @@ CHANGE = Change(
     f"{', '.join((*runners.TRTLLM, *runners.OUT_OF_PLACE))}; other models and runners are left alone",
     plan=_plan,
     counts=(DEFERS, counts.OFFERED, counts.AS_OUTPUT),
+    decide=decide,
 )

@@ -37,9 +37,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_moe_patches.core import engine
+from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input import counts, probe, takers
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, Status
+from sglang_moe_patches.core.patch import (
+    INPUTS_DROPPED,
+    OUTPUT_IN_DEAD_INPUT,
+    Built,
+    Change,
+    Count,
+    Decision,
+    Install,
+    Patcher,
+    Plan,
+    Status,
+)
 
 
 def _plan() -> Plan:
@@ -89,6 +100,27 @@ def _probe_attention_inputs() -> Install:
     return lambda patcher: patcher.wrap(attention, "forward", wrap)
 
 
+def decide(built: Built) -> Decision:
+    """Which layers offer their input to a runner that takes it as its output, and whether attention's are dropped."""
+    offering, reasons = probe.find_offers(built.model)
+    taking = [experts for experts in offering if runners.runner_of(experts) in runners.TRTLLM]
+    effects = [OUTPUT_IN_DEAD_INPUT] if taking else []
+    if not probe.engine_offers() and _has_attention_inputs(built.model):
+        effects.append(INPUTS_DROPPED)
+    used = ", ".join(sorted({str(runners.runner_of(experts)) for experts in runners.layers_of(built.model)}))
+    takes_none = f"what {used} runs here takes no output buffer"
+    return Decision(tuple(effects), takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}")
+
+
+def _has_attention_inputs(model: Any) -> bool:
+    """Whether a model has the attention whose inputs are dropped when it returns."""
+    try:
+        attention = engine.module("sglang.srt.models.deepseek_v2").DeepseekV2AttentionMLA
+    except engine.Unsupported:
+        return False
+    return any(isinstance(module, attention) for module in model.modules())
+
+
 ATTENTION_INPUTS = Count(
     "attention inputs",
     "dropped attention's inputs",
@@ -103,4 +135,5 @@ CHANGE = Change(
     "models whose code shows that it is dead; DeepSeek's attention inputs are dropped; other models are left alone",
     plan=_plan,
     counts=(counts.OFFERED, counts.AS_OUTPUT, ATTENTION_INPUTS),
+    decide=decide,
 )

@@ -96,6 +96,50 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Built:
+    """A model as the engine built it with the changes in place, of as many layers as show each kind.
+
+    :param model: its weights need not be there: tensors of PyTorch's ``meta`` device or fake ones do.
+    :param tokens: of the largest chunk, as a MoE layer gets it: data-parallel ranks bring one each.
+    :param top_k: experts of a token, where a layer leaves that to its router.
+    :param tiles: of Triton's second GEMM, of a ``FusedMoE`` layer; ``None``: not known.
+    """
+
+    model: Any
+    tokens: int
+    top_k: int = 0
+    tiles: Callable[[Any], Mapping[str, int] | None] = lambda experts: None
+
+
+INPUTS_DROPPED = "attention inputs dropped"
+SHARED_LAST = "shared experts last"
+OUTPUT_IN_DEAD_INPUT = "output in the dead input"
+SCRATCH_IN_DEAD_INPUT = "the activation in the dead input"
+COLUMNS = "columns"
+SHARED_BUFFERS = "one set of buffers for all layers"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a change decided for the layers of a model.
+
+    :param effects: those of the constants above that hold in at least one layer; none: it does nothing there.
+    :param reason: why it does nothing, or not more.
+    :param width: columns of a slice, where there is one.
+    :param can_be_asked_for: it weighed what it saves against what it costs; a variable may decide otherwise.
+    """
+
+    effects: tuple[str, ...] = ()
+    reason: str = ""
+    width: int | None = None
+    can_be_asked_for: bool = False
+
+    @property
+    def acts(self) -> bool:
+        return bool(self.effects)
+
+
+@dataclass(frozen=True)
 class Count:
     """Something that a change does, which :mod:`sglang_moe_patches.lab.observers.acted` counts in observed processes.
 
@@ -136,6 +180,8 @@ class Change:
         change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
+    :param decide: what it decided for the layers of a model that was built while it was installed, by the functions
+        that decide in a forward; ``None``: the same for every model.
     :param launcher_hooks: modules of the engine, and what to do as soon as any process, the launcher too, imports them.
     """
 
@@ -145,6 +191,7 @@ class Change:
     skip_reason: Callable[[Any], str | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
+    decide: Callable[[Built], Decision] | None = None
     launcher_hooks: tuple[tuple[str, Callable[[ModuleType, Patcher], None]], ...] = ()
 
 

@@ -60,14 +60,23 @@ def runner_of(experts: Any) -> str | None:
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:
     """Whether the runner of a ``FusedMoE`` layer may take what is on offer; one that is not known may.
 
-    :param runner: as :func:`runner_of` has it. Of TRT-LLM's, the one for FP4 takes it.
+    :param runner: as :func:`runner_of` has it. Of TRT-LLM's, the one for NVFP4 takes it.
     """
     if runner in TRTLLM:
-        return type(getattr(experts, "quant_method", None)).__name__ not in _NOT_FP4
+        return is_nvfp4(experts)
     return runner is None or runner in (CUTEDSL, "triton", "marlin")
 
 
-_NOT_FP4 = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+def is_nvfp4(experts: Any) -> bool:
+    """Whether the weights of a ``FusedMoE`` layer are NVFP4, by the classes of its method or scheme."""
+    holder = getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
+    return any("nvfp4" in kind.__name__.lower() for kind in type(holder).__mro__)
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The ``FusedMoE`` layers of a model."""
+    experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
+    return [module for module in model.modules() if isinstance(module, experts)]
 
 
 def leaves_its_input_alone(experts: Any) -> bool:

@@ -88,6 +88,47 @@ def fewer_tokens_than_a_request(report: Report) -> None:
     assert "fewer than the longest request has (202,752)" in model_report.describe_fit(fit)
 
 
+def does(change: str, words: str) -> Callable[[Report], None]:
+    """It acts, in these words."""
+
+    def check(report: Report) -> None:
+        assert row(report, change)["acts"] is True, row(report, change)
+        assert words in row(report, change)["does"]
+
+    return check
+
+
+def does_nothing(change: str, words: str) -> Callable[[Report], None]:
+    """It does not, for this reason."""
+
+    def check(report: Report) -> None:
+        assert row(report, change)["acts"] is False, row(report, change)
+        assert words in row(report, change)["reason"]
+
+    return check
+
+
+def peaks(stock: int, patched: int) -> Callable[[Report], None]:
+    """A forward's, in MB: [tokens, hidden] tensors in 16 bits, and what the runner holds beside."""
+
+    def check(report: Report) -> None:
+        found = [report[server]["peak"] / 1e6 for server in ("stock", "patched")]
+        assert found == pytest.approx([stock, patched], abs=0.6)
+
+    return check
+
+
+def all_of(*checks: Callable[[Report], None]) -> Callable[[Report], None]:
+    def check(report: Report) -> None:
+        for each in checks:
+            each(report)
+
+    return check
+
+
+OUTPUT = "output in the dead input"
+
+
 @dataclass(frozen=True)
 class Case:
     """A server.
@@ -124,6 +165,79 @@ CASES = {
         "--tp 4 --moe-runner-backend marlin",
         is_not_sized_because("KV caches of the kind DeepSeekV4TokenToKVPool are not known"),
         since="0.5.12.post1",
+    ),
+    # 16,384 tokens of 4,096 columns: 134.2 MB a tensor, of which there are three or four; NVFP4 activations 37.7 MB,
+    # router logits 4.2 MB, top-k ids and weights 1 MB.
+    "NVFP4 on TRT-LLM": Case(
+        public("nvidia/Qwen3-235B-A22B-NVFP4"),
+        "--tp 4 --chunked-prefill-size 16384",
+        all_of(does("output-buffer", OUTPUT), peaks(580, 545), does("fp4-weights", "NVFP4")),
+        gpu="b200",
+    ),
+    "BF16 on TRT-LLM": Case(
+        public("Qwen/Qwen3-235B-A22B"),
+        "--tp 8 --chunked-prefill-size 16384",
+        all_of(does_nothing("output-buffer", "takes no output buffer"), peaks(542, 542)),
+        gpu="b200",
+    ),
+    # 7,168 columns: 234.9 MB a tensor, the shared experts last; an activation in FP8 with its scales is 121.1 MB.
+    "FP8 on TRT-LLM, which the engine defers behind": Case(
+        public("deepseek-ai/DeepSeek-V3.2"),
+        "--tp 8 --chunked-prefill-size 16384",
+        all_of(
+            does_nothing("output-buffer", "takes no output buffer"),
+            does_nothing("deferred-shared-experts", "the engine defers them by itself"),
+            peaks(1079, 1079),
+        ),
+        gpu="b300",
+        since="0.5.17",
+    ),
+    "DeepSeek-V4's shared experts": Case(
+        public(V4),
+        "--tp 4 --moe-runner-backend marlin",
+        does("deferred-shared-experts", "shared experts last"),
+        gpu="h100",
+        since="0.5.12.post1",
+    ),
+    # 8,192 tokens of 4,096 columns: out of place the output is 67.1 MB more.
+    "out of place by the engine": Case(
+        public("Qwen/Qwen3.5-397B-A17B"),
+        "--tp 8 --chunked-prefill-size 8192",
+        all_of(does("moe-workspace", OUTPUT), peaks(1037, 970)),
+        since="0.5.17",
+    ),
+    # As measured and predicted: docs/benchmarks/triton-server.md.
+    "cut": Case(
+        public(R1), "--tp 8 --chunked-prefill-size 32768", all_of(does("moe-workspace", "columns"), peaks(6024, 3620))
+    ),
+    "gathered from four ranks, 4,096 tokens each": Case(
+        public("Qwen/Qwen3-235B-A22B-FP8"),
+        "--tp 4 --dp 4 --enable-dp-attention --chunked-prefill-size 16384",
+        does("moe-workspace", "[tokens, top-k, hidden] is 1,074 MB here"),
+    ),
+    "a top-k of 2": Case(
+        public("mistralai/Mixtral-8x7B-v0.1"),
+        "--tp 2 --chunked-prefill-size 32768",
+        does_nothing("moe-workspace", "a top-k of 2 has no sum to cut"),
+    ),
+    "Marlin, where a slice costs too much": Case(
+        public("moonshotai/Kimi-K2.5"),
+        "--tp 8 --chunked-prefill-size 16384",
+        all_of(
+            does_nothing(
+                "moe-workspace", "costs more than 2 % of the layer's time; SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB="
+            ),
+            does("deferred-shared-experts", "shared experts last"),
+        ),
+    ),
+    "Marlin, cut because it is asked for": Case(
+        public("moonshotai/Kimi-K2.5"),
+        "--tp 8 --chunked-prefill-size 16384",
+        does("moe-workspace", f"columns; {OUTPUT}"),
+        env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "400"},
+    ),
+    "a small chunk": Case(
+        public(R1), "--tp 8 --chunked-prefill-size 1024", does_nothing("moe-workspace", "too small to cut")
     ),
     "prefill alone": Case(
         public(R1),

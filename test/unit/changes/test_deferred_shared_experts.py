@@ -11,10 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang_moe_patches.changes import deferred_shared_experts
-from sglang_moe_patches.changes.deferred_shared_experts import DeferredSharedExperts, may_defer
+from sglang_moe_patches.changes.deferred_shared_experts import (
+    DeferredSharedExperts,
+    may_defer,
+    reason_to_run_first,
+)
 from sglang_moe_patches.core import log, runners
 from sglang_moe_patches.core.dead_input import takers
 from sglang_moe_patches.core.dead_input.channel import moe_output_buffer_ctx
+from sglang_moe_patches.core.patch import SHARED_LAST, Built
 
 FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lora", "all_to_all")
 
@@ -30,6 +35,29 @@ def test_may_defer(values):
         facts["inplace"] and (facts["lora"] or not facts["leaves_input_alone"]),
     ]
     assert may_defer(**facts) == (not any(reasons_not_to))
+    assert bool(reason_to_run_first(**facts)) == any(reasons_not_to)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, order: str | None) -> None:
+        super().__init__()
+        setattr(self, deferred_shared_experts._ORDER, order)
+
+
+@pytest.mark.parametrize(
+    ("orders", "effects", "reason"),
+    [
+        ([], (), "none of the layers is DeepSeek's"),
+        (["", ""], (SHARED_LAST,), ""),
+        (["the runner may", ""], (SHARED_LAST,), ""),
+        ([None, None], (), "the engine defers them by itself here"),
+        (["b", "a"], (), "a; b"),
+    ],
+)
+def test_what_each_layer_decided_is_what_is_said(orders, effects, reason) -> None:
+    model = torch.nn.Sequential(*(_Layer(order) for order in orders))
+    decision = deferred_shared_experts.decide(Built(model, tokens=1))
+    assert (decision.effects, decision.reason) == (effects, reason)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +127,8 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
     monkeypatch.setattr(runners, "leaves_its_input_alone", lambda experts: leaves_it_alone)
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)
-    deferred_shared_experts._wrap_init(kind.__init__, deferred_shared_experts._clear_inplace)(layer)
+    clear = deferred_shared_experts._clear_inplace
+    deferred_shared_experts._wrap_init(kind.__init__, clear, lambda experts: False)(layer)
     assert getattr(layer, deferred_shared_experts._DEFERS, None) == defers
     assert layer.experts.moe_runner_config.inplace == (not defers)
     told = "the order of experts in OtherExperts is left alone: AttributeError"

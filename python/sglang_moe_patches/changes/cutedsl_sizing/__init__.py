@@ -32,7 +32,18 @@ from __future__ import annotations
 from sglang_moe_patches.changes.cutedsl_sizing import wrapper
 from sglang_moe_patches.changes.cutedsl_sizing.launcher import BUDGET, extend_server_args
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.core.patch import Change, Count
+from sglang_moe_patches.core.dead_input import probe
+from sglang_moe_patches.core.patch import OUTPUT_IN_DEAD_INPUT, SHARED_BUFFERS, Built, Change, Count, Decision
+
+
+def decide(built: Built) -> Decision:
+    """Which layers CuteDSL runs, and whether they offer it their input as its output."""
+    if not any(runners.runner_of(experts) == runners.CUTEDSL for experts in runners.layers_of(built.model)):
+        return Decision(reason="no layer runs on CuteDSL")
+    offering, _ = probe.find_offers(built.model)
+    takes = any(runners.runner_of(experts) == runners.CUTEDSL for experts in offering)
+    return Decision((SHARED_BUFFERS, *((OUTPUT_IN_DEAD_INPUT,) if takes else ())))
+
 
 CHANGE = Change(
     name="cutedsl-sizing",
@@ -57,5 +68,6 @@ CHANGE = Change(
             unit="slices",
         ),
     ),
+    decide=decide,
     launcher_hooks=(("sglang.srt.server_args", extend_server_args),),
 )

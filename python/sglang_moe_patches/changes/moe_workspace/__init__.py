@@ -41,7 +41,18 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE
 from sglang_moe_patches.changes.moe_workspace.token_slices import MAX_MOE_TOKENS
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import counts, probe
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, PatchError, Plan, Status, one_line_error
+from sglang_moe_patches.core.patch import (
+    Built,
+    Change,
+    Count,
+    Decision,
+    Install,
+    Patcher,
+    PatchError,
+    Plan,
+    Status,
+    one_line_error,
+)
 from sglang_moe_patches.core.variables import STRICT
 
 
@@ -147,6 +158,13 @@ def _size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> st
     )
 
 
+def decide(built: Built) -> Decision:
+    """What the layers of a model do (:mod:`.decision`)."""
+    from sglang_moe_patches.changes.moe_workspace import decision
+
+    return decision.decide(built)
+
+
 COLUMNS = Count(
     "columns",
     "ran in columns",
@@ -172,4 +190,5 @@ CHANGE = Change(
     skip_reason=_skip_reason,
     variables=(MAX_MOE_TOKENS, MOE_WORKSPACE_MB),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
+    decide=decide,
 )

@@ -187,6 +187,11 @@ def mark(layer: Any, producer: Any, experts: Any) -> None:
     setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if in_large_forwards else 0)
 
 
+def offers(layer: Any) -> bool:
+    """Whether a decoder layer offers its input where it is dead (:func:`mark`)."""
+    return hasattr(layer, _OFFERS_FROM)
+
+
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
 

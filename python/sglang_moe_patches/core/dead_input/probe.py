@@ -128,6 +128,17 @@ def probe_model(model: Any, patcher: Patcher, wrapped: set[Any]) -> None:
             log.once(logging.INFO, message, "%s", message)
 
 
+def find_offers(model: Any) -> tuple[list[Any], list[str]]:
+    """The routed experts of layers that offer their dead input, in a model that was built since :meth:`Offers.install`;
+    and why other layers with routed experts offer none."""
+    offering: list[Any] = []
+    reasons: dict[str, None] = {}
+    for _, dead in probe_stacks(model):
+        offering += [experts for layer, _, experts in dead.layers if offer.offers(layer)]
+        reasons |= dict.fromkeys(dead.skip_reasons)
+    return offering, list(reasons)
+
+
 def make_offering(facts: LayerFacts) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes a layer's ``forward`` offer its input, for :meth:`Patcher.wrap`."""
     import torch

@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,13 +89,14 @@ class ModelRefused(Refused):
 
 
 def ask(
-    model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, language_model: bool = False
+    model: str, arguments: list[str], gpu: str, environ: dict[str, str], *, top_k: int = 0, language_model: bool = False
 ) -> dict[str, Any]:
     """What the engine would choose.
 
     :param model: a folder with ``config.json``.
     :param arguments: of the server, without the model.
     :param environ: of the engine's process.
+    :param top_k: experts of a token, by ``config.json``.
     :param language_model: the file is of the language model alone, a part of the model that the server loads.
     :returns: ``resolved`` (the server's arguments, those that are plain), ``layer`` (what its MoE layers are, or
         ``None``), ``unknown`` (why there is no layer), ``fit`` (a :class:`.engine_pools.Fit`, or ``None``) and
@@ -103,7 +104,8 @@ def ask(
     :raises Refused: it refuses these arguments, or this model.
     :raises CannotAsk: it cannot be asked without a GPU.
     """
-    asked = {"arguments": ["--model-path", model, *arguments], "gpu": gpu, "language_model": language_model}
+    asked: dict[str, Any] = {"arguments": ["--model-path", model, *arguments], "gpu": gpu}
+    asked |= {"language_model": language_model, "top_k": top_k}
     try:
         try:
             answer = _query_once(asked | {"leave_out_unused": True}, environ)
@@ -146,7 +148,7 @@ def main() -> None:
     if asked["leave_out_unused"]:
         unused_imports.leave_out()
     try:
-        answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"])
+        answer = _answer(asked["arguments"], GPUS[asked["gpu"]], asked["language_model"], asked["top_k"])
     except ModelRefused as error:
         answer = {"model_refused": str(error)}
     except Refused as error:
@@ -237,7 +239,7 @@ def _add_near_options(refusal: str) -> str:
     return refusal
 
 
-def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, Any]:
+def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) -> dict[str, Any]:
     claim_gpu(gpu)
     from sglang_moe_patches.core.dead_input import probe
 
@@ -246,8 +248,9 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
     # A copy: some releases resolve into an object that is read-only.
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
+    plans = _apply_changes(server_args)
     sizing, fit = _decide_kv_sizing(resolved) | {"given": given}, None
-    layer, unknown = None, ""
+    layer, unknown, decisions = None, "", {}
     try:
         # That the engine has no class for a part of a model says nothing of the model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
@@ -255,18 +258,22 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool) -> dict[str, A
         fit, skip_reason = _ask_pools(server_args, view, gpu, built, sizing, language_model)
         sizing["skip_reason"] = sizing["skip_reason"] or skip_reason
         # Data-parallel ranks bring a chunk each.
-        layer = _describe_layer(built.model, chunk_tokens(resolved) * attention_ranks(resolved))
+        tokens = chunk_tokens(resolved) * attention_ranks(resolved)
+        layer = _describe_layer(built.model, tokens)
+        if layer is not None:
+            decisions = _ask_changes(plans, patch.Built(built.model, tokens, top_k, _tiles_of(tokens)))
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
         unknown = _one_line(error)
-    if layer is not None and layer["runner"]:
-        resolved["moe_runner_backend"] = layer["runner"]
     return {
         "resolved": plain,
         "layer": layer,
         "unknown": unknown,
-        "changes": _plan_changes(SimpleNamespace(**resolved)),
+        "changes": [
+            {"name": name, "status": str(plan.status), "reason": plan.reason, "decision": decisions.get(name)}
+            for name, plan in plans.items()
+        ],
         "kv_sizing": sizing,
         "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
         "engine_drops": probe.engine_offers(),
@@ -320,6 +327,7 @@ def claim_gpu(gpu: Gpu) -> None:
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
     # Nothing is computed, and the compiler takes seconds to import.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
     for name in ("Stream", "Event"):
@@ -399,6 +407,8 @@ def _count_weight_bytes(model: Any, layers: int) -> int:
     by_layer: dict[int, int] = {}
     outside = 0
     for name, parameter in model.named_parameters():
+        if name.endswith("_blockscale_swizzled"):  # it takes the place of the scales, or is given up
+            continue
         size = parameter.numel() * parameter.element_size()
         if numbered := re.search(r"\blayers\.(\d+)\.", name):
             by_layer[int(numbered[1])] = by_layer.get(int(numbered[1]), 0) + size
@@ -520,9 +530,14 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
             "intermediate": config.intermediate_size_per_partition,
             "shared_experts": any(getattr(block, name, None) is not None for name in _SHARED_EXPERTS),
             "family": family,
+            "in_place": runners.is_in_place(experts),
             "tiles": _read_tiles(experts, holder, tokens),
         }
     return None
+
+
+def _tiles_of(tokens: int) -> Callable[[Any], dict[str, int] | None]:
+    return lambda experts: _read_tiles(experts, getattr(experts, "scheme", None) or experts.quant_method, tokens)
 
 
 def _read_tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
@@ -565,11 +580,22 @@ def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plan_changes(server_args: Any) -> list[dict[str, Any]]:
-    """What becomes of each change on this server: status, reason, and whether it installs anything."""
+def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
+    """What becomes of each change on this server. Those that decide for layers are applied, as where one is built."""
     selected = patch.selected(CHANGES)
-    plans = [(change.name, patch.plan_for(change, selected, server_args)) for change in CHANGES]
-    return [{"name": name, "status": str(plan.status), "reason": plan.reason} for name, plan in plans]
+    applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
+    return {
+        change.name: applied.get(change.name) or patch.plan_for(change, selected, server_args) for change in CHANGES
+    }
+
+
+def _ask_changes(plans: Mapping[str, patch.Plan], built: patch.Built) -> dict[str, dict[str, Any]]:
+    """What each change that is applied decided for the layers."""
+    return {
+        change.name: asdict(change.decide(built))
+        for change in CHANGES
+        if change.decide and plans[change.name].status in patch.ACTIVE
+    }
 
 
 if __name__ == "__main__":

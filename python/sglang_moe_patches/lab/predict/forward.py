@@ -30,6 +30,10 @@ BLOCKS = "fp8"
 """Weights in blocks of 128 x 128."""
 SCALED = {BLOCKS: FP8_GROUP, "rows": None}
 """How a GEMM's input is quantized to a byte an element, and how many columns share a scale; ``None``: a whole row."""
+NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
+"""Of an element of an activation in NVFP4, with a byte of scale for every 16."""
+FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
+"""The same in FP8, by quantization."""
 TILES = {
     None: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "GROUP_SIZE_M": 8},
     BLOCKS: {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32},
@@ -46,7 +50,7 @@ PARTS = {
     "hidden": "hidden-size tensors",
     "attention": "q/kv latents of the attention inputs",
     "routing": "router logits, top-k ids and weights",
-    "inputs": "FP4 activations and their scales",
+    "inputs": "quantized activations and their scales",
     "released": "given back: attention's buffer of the decode before",
     "workspace": "while the runner works",
 }
@@ -66,12 +70,14 @@ class Acting:
     :param shared_last: shared experts run after the routed ones (deferred-shared-experts).
     :param dead_input: the layer's dead input is the runner's output, or its memory for the activation.
     :param columns: Triton or Marlin sums in columns where the tensor is large (moe-workspace).
+    :param out_of_place: the engine itself has Triton leave its input alone, as shared experts read it at the same time.
     """
 
     inputs_dropped: bool = False
     shared_last: bool = False
     dead_input: bool = False
     columns: bool = False
+    out_of_place: bool = False
 
     @classmethod
     def patched(cls, model: Model) -> Acting:
@@ -130,7 +136,8 @@ class Runner:
     :param quantization: of what Triton's experts are given: ``None`` (bfloat16), or one of ``SCALED``.
     :param tiles: of Triton's second GEMM; ``None``: those of :data:`TILES`.
     :param width: columns of a slice where it runs in columns; ``None``: as moe-workspace decides.
-    :param workspace: bytes that an NVFP4 kernel takes while it runs.
+    :param workspace: bytes that one of TRT-LLM's kernels takes while it runs.
+    :param input_bytes: of an element of what such a kernel is given.
     """
 
     name: str
@@ -138,6 +145,7 @@ class Runner:
     tiles: Mapping[str, int] | None = None
     width: int | None = None
     workspace: int = 0
+    input_bytes: float = NVFP4_INPUT_BYTES
 
 
 def predict(
@@ -178,10 +186,11 @@ def predict(
     released = -4 * share.heads * DECODE_SPLITS * model.latent.kv_rank if mla and not graphs else 0
 
     inputs = 0
+    out_of_place = acting.shared_last or acting.out_of_place
     if runner.name == "triton":
-        count += acting.shared_last and not acting.dead_input  # not in place, so its output
+        count += out_of_place and not acting.dead_input  # so its output
     elif runner.name != "marlin":
-        inputs = tokens * model.hidden // 2 + tokens * model.hidden // 16
+        inputs = int(tokens * model.hidden * runner.input_bytes)
         count += not acting.dead_input  # its output
     parts = {
         "hidden": count * hidden,
@@ -192,8 +201,8 @@ def predict(
         "workspace": runner.workspace,
     }
     if runner.name in ("triton", "marlin"):
-        # Shared experts that run last still read the runner's input, where Triton's activation would lie.
-        offered = acting.dead_input and (runner.name == "marlin" or not acting.shared_last)
+        # Triton's output lies there then, not its activation.
+        offered = acting.dead_input and (runner.name == "marlin" or not out_of_place)
         columns = Columns(runner, rank, tokens, 1 / layout.ep, offered)
         width = runner.width if acting.columns else model.hidden
         parts["workspace"] = columns.held(columns.width() if width is None else width)
@@ -258,9 +267,9 @@ class Columns:
             output = 0 if self.dead_input else 2 * tokens * size
             return max(3 * activation, activation + output + width * (2 * rows + _column_bytes(self.rank)))
         first, given = 2 * activation + self._quantized(tokens, size), self._quantized(rows, inner)
-        if width >= size:
-            return max(first, 3 * activation, activation + given + 2 * size * rows)
         own = 0 if self._has_scratch else activation
+        if width >= size:
+            return max(first, 2 * activation + own, own + given + 2 * size * rows)
         return max(first, 2 * activation + own, given + (0 if self.runner.quantization else own) + 2 * width * rows)
 
     def slowdown(self, slices: int) -> float:

@@ -16,9 +16,18 @@ from typing import Any
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import ACTIVE, Change, unread
+from sglang_moe_patches.core.patch import (
+    ACTIVE,
+    COLUMNS,
+    INPUTS_DROPPED,
+    OUTPUT_IN_DEAD_INPUT,
+    SCRATCH_IN_DEAD_INPUT,
+    SHARED_LAST,
+    Change,
+    Decision,
+    unread,
+)
 from sglang_moe_patches.lab import without_gpu
-from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, Layer, effect
 from sglang_moe_patches.lab.predict import config, forward
 from sglang_moe_patches.lab.predict.config import ModelSizes
 from sglang_moe_patches.lab.predict.engine_query import GPUS, CannotAsk, ask, chunk_tokens
@@ -30,6 +39,7 @@ from sglang_moe_patches.registry import CHANGES
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 UNKNOWN_FORMAT = "not known"
+NVFP4 = "NVFP4"
 
 
 class CannotAdvise(ValueError):
@@ -49,6 +59,7 @@ class Server:
     :param float_logits: as :func:`.forward.predict` takes it.
     :param tiles: of Triton's second GEMM, as the engine has them for this GPU; ``None``: not known.
     :param all_to_all: its ``--moe-a2a-backend``; "": none.
+    :param in_place: the runner is told to write its output over its input.
     """
 
     runner: str | None
@@ -62,101 +73,93 @@ class Server:
     float_logits: bool = False
     tiles: Mapping[str, int] | None = None
     all_to_all: str = ""
+    in_place: bool = True
 
 
-def derive_acting(server: Server, shared_experts: bool, statuses: Mapping[str, str]) -> tuple[Acting, Acting]:
+def derive_acting(server: Server, shared_experts: bool, decided: Mapping[str, Decision]) -> tuple[Acting, Acting]:
     """What acts in a stock server, and in a patched one.
 
     :param shared_experts: its layers have some that run by themselves.
-    :param statuses: of each change.
+    :param decided: by each change that is applied.
     """
-    deepseek, nvfp4 = server.family == DEEPSEEK, server.runner in runners.TRTLLM
-    natively = deepseek and server.engine_drops
-    stock = Acting(natively, natively and nvfp4 and shared_experts, natively and nvfp4)
-
-    def does(name: str, part: str | None) -> bool:
-        return bool(effect(name, Layer(server.family, shared_experts, part or ""), statuses.get(name, "")))
-
-    columns = does("moe-workspace", server.runner)
-    last = does("deferred-shared-experts", server.runner)
+    natively, trtllm = server.family == DEEPSEEK and server.engine_drops, server.runner in runners.TRTLLM
+    effects = {effect for decision in decided.values() for effect in decision.effects}
+    stock = Acting(
+        inputs_dropped=natively,
+        shared_last=natively and trtllm and shared_experts,
+        dead_input=natively and trtllm and server.format == NVFP4,
+        out_of_place=server.runner == "triton" and not server.in_place and SHARED_LAST not in effects,
+    )
     patched = Acting(
-        inputs_dropped=stock.inputs_dropped or does("output-buffer", ATTENTION),
-        shared_last=stock.shared_last or last,
+        inputs_dropped=stock.inputs_dropped or INPUTS_DROPPED in effects,
+        shared_last=stock.shared_last or SHARED_LAST in effects,
         dead_input=stock.dead_input
-        or does("output-buffer", server.runner)
-        or bool(server.family and (columns or (last and server.runner == "triton"))),
-        columns=columns,
+        or bool({OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT} & effects)
+        # Triton that was told to leave its input alone writes there (deferred-shared-experts), whatever its size.
+        or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family)),
+        columns=COLUMNS in effects,
+        out_of_place=stock.out_of_place,
     )
     return stock, patched
 
 
-def describe_change(server: Server, model: Model, change: Change, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a change does here, or why it does nothing.
+NOT_BUILT = "not known: its layers could not be built"
+
+
+def describe_change(
+    server: Server, model: Model, change: Change, answer: Mapping[str, Any], decision: Decision | None
+) -> dict[str, Any]:
+    """What a change does here, or why it does nothing; ``acts`` is ``None`` where that is not known.
 
     :param answer: its status and reason.
+    :param decision: its own for the layers; ``None``: they were not built, or it decides for none.
     """
-    does, idle, advice = "", "", None
-    if answer["status"] in ACTIVE:
-        does = _effects(server, model, change, answer["status"])
-        if not does:
-            own = "" if model.shared_experts else " without shared experts of their own"
-            idle = f"nothing for {server.runner or 'an unknown runner'} in {server.family or 'other'} layers{own}"
-    if does and change.name == "moe-workspace":
-        idle, advice = _why_whole(server, model)
-    if does and change.name == "fp4-weights" and server.format not in ("NVFP4", UNKNOWN_FORMAT):
-        idle = f"the experts' weights are {server.format}"
-    does = "" if idle else does
-    reason = idle or answer["reason"]
-    row = {"name": change.name, "status": answer["status"], "acts": bool(does), "does": does, "reason": reason}
-    return row | {"advice": advice} if advice else row
+    row = {"name": change.name, "status": answer["status"], "acts": False, "does": "", "reason": answer["reason"]}
+    if answer["status"] not in ACTIVE:
+        return row
+    by_format = change.name == "fp4-weights"
+    if (change.decide and decision is None) or (by_format and server.format == UNKNOWN_FORMAT):
+        return row | {"acts": None, "reason": NOT_BUILT}
+    if by_format and server.format != NVFP4:
+        return row | {"reason": f"the experts' weights are {server.format}"}
+    if decision is None:
+        return row | {"acts": True, "does": change.summary}
+    reason = decision.reason
+    if decision.can_be_asked_for and (advice := _advise_columns(server, model)):
+        row["advice"] = advice
+        reason += (
+            f"; {advice['variable']}={advice['megabytes']} asks for it: {advice['saved_bytes'] / 1e6:,.0f} MB less, "
+            f"about {1 + advice['slowdown']:.2f} of the layer's time"
+        )
+    if decision.acts:
+        return row | {"acts": True, "does": "; ".join(filter(None, (*decision.effects, reason)))}
+    row["reason"] = reason
+    return row
 
 
-def _why_whole(server: Server, model: Model) -> tuple[str, dict[str, Any] | None]:
-    """Why the runner's tensor is not cut; "": it is, or that is not known.
+def _advise_columns(server: Server, model: Model) -> dict[str, Any] | None:
+    """What to set where the runner's tensor is whole for what cutting it costs; ``None``: cutting it saves nothing.
 
-    :returns: that, and what to set where it is whole for what cutting it costs: ``megabytes``, a value of ``variable``,
-        with what that saves, and its part of the layer's time by the formula that the change decides by.
+    :returns: ``megabytes``, a value of ``variable``, with what that saves, and its part of the layer's time by the
+        formula that the change decides by.
     """
-    if server.all_to_all:
-        return f"columns are not reached: all-to-all by {server.all_to_all}", None
-    if server.quantization not in forward.TILES:
-        return "", None
+    if server.all_to_all or server.runner not in ("triton", "marlin") or server.quantization not in forward.TILES:
+        return None
     offered = bool(server.family) and (server.runner == "marlin" or not model.shared_experts)
     columns = forward.Columns(
-        forward.Runner(server.runner or "", server.quantization, server.tiles),
+        forward.Runner(server.runner, server.quantization, server.tiles),
         model.per_rank(server.layout),
         server.tokens * server.layout.dp,
         1 / server.layout.ep,
         offered,
     )
-    if columns.width() < model.hidden:
-        return "", None
-    if model.top_k <= 2 and server.runner == "triton":
-        return f"a top-k of {model.top_k} has no sum to cut", None
-    size = f"[tokens, top-k, hidden] is {2 * columns.tokens * model.top_k * model.hidden / 1e6:,.0f} MB here"
     megabytes = math.ceil(columns.held(columns.width(at_any_cost=True)) / 1e6)
     width = columns.width(max_bytes=megabytes * 10**6)
     saved = columns.held(model.hidden) - columns.held(width)
-    if width >= model.hidden or saved <= 0:
-        return f"{size}, too small to cut", None
-    slowdown = columns.slowdown(-(-model.hidden // width))
-    reason = (
-        f"{size}, and cutting it costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}={megabytes} asks for "
-        f"it: {saved / 1e6:,.0f} MB less, about {1 + slowdown:.2f} of the layer's time"
-    )
-    advice = {"megabytes": megabytes, "saved_bytes": saved, "slowdown": slowdown}
-    return reason, advice | {"variable": MOE_WORKSPACE_MB.name}
-
-
-def _effects(server: Server, model: Model, change: Change, status: str) -> str:
-    """What an installed change does in this server's layers, in words; "": nothing."""
-    if change.name not in EFFECTS:
-        return change.summary
-    shared = bool(model.shared_experts)
-    experts, attention = (
-        effect(change.name, Layer(server.family, shared, part), status) for part in (server.runner or "", ATTENTION)
-    )
-    return "; ".join(filter(None, (experts, attention and f"{ATTENTION} {attention}")))
+    if columns.width() < model.hidden or width >= model.hidden or saved <= 0:
+        return None
+    advice = {"megabytes": megabytes, "saved_bytes": saved, "slowdown": columns.slowdown(-(-model.hidden // width))}
+    return advice | {"variable": MOE_WORKSPACE_MB.name}
 
 
 def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,10 +180,17 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
     return row | {"acts": True, "does": f"measures what forwards need and gives the rest to the KV cache{begins}"}
 
 
+INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
+"""Of an element of what TRT-LLM's kernels are given, beside the 16-bit one, by :attr:`Server.format`, or by
+:attr:`Server.quantization`."""
+
+
 def predict(
-    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting]
+    sizes: ModelSizes, server: Server, acts: tuple[Acting, Acting], width: int | None
 ) -> tuple[tuple[Prediction, Prediction] | None, list[str]]:
     """The memory of a chunk, stock and patched; and in words what is not known of it.
+
+    :param width: columns of a slice where moe-workspace cuts.
 
     ``None`` where the runner has no formula, or the layers are not what the formulas are of.
     """
@@ -194,7 +204,12 @@ def predict(
         return None, [f"not predicted: what {server.format} quantizes"]
     if server.layout.dp > 1:
         return None, ["not predicted: data-parallel attention"]
-    runner = forward.Runner(server.runner, server.quantization, server.tiles)
+    runner = forward.Runner(server.runner, server.quantization, server.tiles, width)
+    if server.runner in runners.TRTLLM:
+        key = server.quantization or server.format
+        if key not in INPUT_BYTES:
+            return None, [f"not predicted: what {server.runner} makes of {server.format}"]
+        runner = replace(runner, input_bytes=INPUT_BYTES[key])
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
         both = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
@@ -267,7 +282,8 @@ def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path:
             shutil.copy(beside, folder)
         arguments, missing_draft = _replace_missing_draft(arguments, language_model, Path(folder) / "draft")
         is_part = language_model is not content
-        asked = ask(folder, arguments, gpu, environ, language_model=is_part)
+        top_k = config.read(content, folder).model.top_k
+        asked = ask(folder, arguments, gpu, environ, top_k=top_k, language_model=is_part)
     return asked | {"missing_draft": missing_draft, "is_part": is_part}
 
 
@@ -321,7 +337,9 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
     unknown = []
     if asked is None:
         resolved, layer = _parse_arguments(arguments), None
-        answers = [{"name": change.name, "status": "not asked", "reason": ""} for change in CHANGES]
+        answers: list[dict[str, Any]] = [
+            {"name": change.name, "status": "not asked", "reason": ""} for change in CHANGES
+        ]
         unknown.append("SGLang is not installed here: what it would choose, and what the changes say of it")
     else:
         resolved, layer, answers = asked["resolved"], asked["layer"], asked["changes"]
@@ -331,14 +349,13 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
             unknown.append(f"the draft model {draft}: its config.json is not at hand")
     server, model = _describe_server(sizes.model, resolved, layer, asked or {})
     sizes = replace(sizes, model=model)
+    decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
     if server.all_to_all:
         both, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
-        acts = (Acting(), Acting())
     else:
-        acts = derive_acting(
-            server, bool(model.shared_experts), {answer["name"]: answer["status"] for answer in answers}
-        )
-        both, why = predict(sizes, server, acts)
+        acts = derive_acting(server, bool(model.shared_experts), decided)
+        width = decided["moe-workspace"].width if "moe-workspace" in decided else None
+        both, why = predict(sizes, server, acts, width)
     sizing = (asked or {}).get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
     return {
@@ -347,7 +364,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
         "changes": [
             describe_kv_sizing(sizing)
             if sizing and answer["name"] == "kv-sizing"
-            else describe_change(server, model, changes[answer["name"]], answer)
+            else describe_change(server, model, changes[answer["name"]], answer, decided.get(answer["name"]))
             for answer in answers
             if answer["name"] in changes  # not so of one that was kept from before a change had another name
         ],
@@ -391,7 +408,7 @@ def _describe_server(
     backend = resolved["moe_runner_backend"]
     runner = layer["runner"] if layer else None
     quantization, format_ = _name_format(layer["method"], layer["blocks"]) if layer else (None, UNKNOWN_FORMAT)
-    if runner is None and backend != "auto":
+    if layer and runner is None and backend != "auto":
         runner = backend
     if layer:
         model = replace(
@@ -415,6 +432,7 @@ def _describe_server(
             float_logits=layer is not None and layer["family"] == DEEPSEEK and asked.get("float_logits", False),
             tiles=layer.get("tiles") if layer else None,
             all_to_all="" if (backend := resolved.get("moe_a2a_backend", "none")) == "none" else backend,
+            in_place=layer is None or layer["in_place"],
         ),
         model,
     )
@@ -462,7 +480,7 @@ def show(report: Mapping[str, Any]) -> None:
     )
     table = Table("change", "acts", "what it does here, or why it does nothing")
     for change in report["changes"]:
-        mark = "[green]yes[/]" if change["acts"] else "[dim]no[/]"
+        mark = {True: "[green]yes[/]", False: "[dim]no[/]", None: "[yellow]not known[/]"}[change["acts"]]
         table.add_row(change["name"], mark, escape(change["does"] or change["reason"] or change["status"]))
     console.print(table)
     if report["stock"]:

@@ -11,9 +11,17 @@ import pytest
 from common.shapes import MODELS
 from releases import ROOT
 from sglang_moe_patches import cli
-from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import runners
-from sglang_moe_patches.core.patch import Change, Off
+from sglang_moe_patches.core.patch import (
+    COLUMNS,
+    INPUTS_DROPPED,
+    OUTPUT_IN_DEAD_INPUT,
+    SCRATCH_IN_DEAD_INPUT,
+    SHARED_LAST,
+    Change,
+    Decision,
+    Off,
+)
 from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
 from sglang_moe_patches.lab.predict.config import ModelSizes
@@ -26,10 +34,24 @@ from sglang_moe_patches.registry import CHANGES
 from typer.testing import CliRunner
 
 ALL = {change.name: "applied" for change in CHANGES}
+NOTHING = Decision(reason="there is nothing to do")
+DECIDED = {
+    "output-buffer": Decision((INPUTS_DROPPED,)),
+    "deferred-shared-experts": Decision((SHARED_LAST,)),
+    "moe-workspace": Decision((COLUMNS, OUTPUT_IN_DEAD_INPUT), width=1024),
+}
+"""What the changes decide for DeepSeek's layers on Triton, at Kimi-K2.5's widths."""
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
 LAYER = {
     **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
-    **{"experts": 384, "top_k": 8, "intermediate": 512, "shared_experts": True, "family": "deepseek_v2"},
+    **{
+        "experts": 384,
+        "top_k": 8,
+        "intermediate": 512,
+        "shared_experts": True,
+        "family": "deepseek_v2",
+        "in_place": True,
+    },
 }
 RESOLVED = {
     **{"tp_size": 4, "ep_size": 1, "dp_size": 1, "enable_dp_attention": False, "chunked_prefill_size": 16384},
@@ -37,8 +59,19 @@ RESOLVED = {
 }
 
 
-def asked(layer: dict[str, Any] | None = LAYER, changes: dict[str, str] = ALL, **resolved: Any) -> dict[str, Any]:
-    told = [{"name": name, "status": status, "reason": ""} for name, status in changes.items()]
+def asked(
+    layer: dict[str, Any] | None = LAYER,
+    changes: dict[str, str] = ALL,
+    decided: dict[str, Decision] = DECIDED,
+    **resolved: Any,
+) -> dict[str, Any]:
+    decisions = {
+        change.name: asdict(decided.get(change.name, NOTHING)) for change in CHANGES if change.decide and layer
+    }
+    told = [
+        {"name": name, "status": status, "reason": "", "decision": decisions.get(name)}
+        for name, status in changes.items()
+    ]
     return {"resolved": RESOLVED | resolved, "layer": layer, "unknown": "", "changes": told}
 
 
@@ -52,7 +85,7 @@ def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
     model = MODELS["kimi-k2.5"]
-    assert derive_acting(KIMI, True, ALL) == (Acting(), Acting.patched(model))
+    assert derive_acting(KIMI, True, DECIDED) == (Acting(), Acting.patched(model))
     found = advise()
     assert found["stock"]["peak"] == pytest.approx(3_027.7e6, rel=0.001)
     assert found["patched"]["peak"] == pytest.approx(1_168.0e6, rel=0.001)
@@ -62,30 +95,71 @@ def test_all_changes_on_deepseeks_layers_are_what_the_benchmarks_predict():
 EVERYTHING = Acting(True, True, True, True)
 QWEN = {"family": "qwen3_moe"}
 NEWER = {"engine_drops": True}
-HARDENED = {"output-buffer": "hardened"}
+TRTLLM = {"runner": "flashinfer_trtllm_routed"}
+LAST, OUTPUT, CUT = Decision((SHARED_LAST,)), Decision((OUTPUT_IN_DEAD_INPUT,)), Decision((COLUMNS,), width=256)
+SCRATCH = Decision((SCRATCH_IN_DEAD_INPUT,))
 
 
 @pytest.mark.parametrize(
-    ("server", "shared", "statuses", "stock", "patched"),
+    ("server", "shared", "decided", "stock", "patched"),
     [
-        (QWEN, False, {}, Acting(), Acting(False, False, True, True)),
-        ({"family": ""}, False, {}, Acting(), Acting(columns=True)),
-        ({"runner": "marlin"}, True, {}, Acting(), EVERYTHING),
-        (QWEN | {"runner": "marlin"}, False, {}, Acting(), Acting(False, False, True, True)),
-        ({"runner": "marlin", "family": ""}, False, {}, Acting(), Acting(columns=True)),
-        (QWEN | {"runner": "flashinfer_trtllm_routed"}, False, {}, Acting(), Acting(dead_input=True)),
-        ({"runner": "deep_gemm"}, True, {}, Acting(), Acting(inputs_dropped=True)),
-        ({"runner": None, "family": ""}, False, {}, Acting(), Acting()),
-        # A change that is not installed.
-        ({}, True, dict.fromkeys(ALL, "not selected"), Acting(), Acting()),
-        ({}, True, {"moe-workspace": "unsupported"}, Acting(), Acting(True, True, True, False)),
+        (QWEN, False, {}, Acting(), Acting()),
+        (QWEN, False, {"moe-workspace": CUT}, Acting(), Acting(columns=True)),
+        (QWEN, False, {"moe-workspace": SCRATCH}, Acting(), Acting(dead_input=True)),
+        (QWEN | TRTLLM, False, {"output-buffer": OUTPUT}, Acting(), Acting(dead_input=True)),
+        # Told to leave its input alone, Triton writes into the dead input, whatever the size.
+        ({}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True, dead_input=True)),
+        ({"family": ""}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
+        ({"runner": "marlin"}, True, {"deferred-shared-experts": LAST}, Acting(), Acting(shared_last=True)),
+        # The engine itself has it leave its input alone.
+        (
+            QWEN | {"in_place": False},
+            True,
+            {"moe-workspace": OUTPUT},
+            Acting(out_of_place=True),
+            Acting(dead_input=True, out_of_place=True),
+        ),
+        ({"in_place": False}, True, DECIDED, Acting(), EVERYTHING),
         # What the engine does by itself.
-        (NEWER, True, HARDENED, Acting(inputs_dropped=True), EVERYTHING),
-        (NEWER | {"runner": "flashinfer_trtllm_routed"}, True, HARDENED, *[Acting(True, True, True, False)] * 2),
+        (NEWER, True, {"deferred-shared-experts": LAST}, Acting(True), Acting(True, True, True)),
+        (NEWER | TRTLLM, True, {}, *[Acting(True, True)] * 2),
+        (NEWER | TRTLLM | {"format": "NVFP4"}, True, {}, *[Acting(True, True, True)] * 2),
     ],
 )
-def test_what_acts_follows_from_the_runner_the_family_and_the_statuses(server, shared, statuses, stock, patched):
-    assert derive_acting(replace(KIMI, **server), shared, ALL | statuses) == (stock, patched)
+def test_what_acts_is_what_the_changes_decided(server, shared, decided, stock, patched):
+    assert derive_acting(replace(KIMI, **server), shared, decided) == (stock, patched)
+
+
+@pytest.mark.parametrize(
+    ("runner", "method", "blocks", "input_bytes", "outputs"),
+    [
+        ("flashinfer_trtllm", "ModelOptNvFp4FusedMoEMethod", False, 0.5 + 1 / 16, 1),
+        ("flashinfer_trtllm", "UnquantizedFusedMoEMethod", False, 0, 1),
+        ("flashinfer_trtllm", "Fp8MoEMethod", True, 1 + 4 / 128, 1),
+        ("triton", "Fp8MoEMethod", True, 0, 0),
+    ],
+)
+def test_what_trtllms_kernels_are_given_goes_by_the_format(runner, method, blocks, input_bytes, outputs) -> None:
+    layer = LAYER | {"runner": runner, "method": method, "blocks": blocks}
+    parts = advise(layer=layer, decided={})["stock"]["parts"]
+    tokens, hidden = 16384, 7168
+    assert parts["inputs"] == int(tokens * hidden * input_bytes)
+    # Residual, the layer's input and the MoE input; the shared experts' output; and the kernel's.
+    assert parts["hidden"] == (4 + outputs) * 2 * tokens * hidden
+
+
+def test_a_layer_that_could_not_be_built_is_not_known() -> None:
+    found = advise(layer=None, moe_runner_backend="triton")
+    acts = {change["name"]: change["acts"] for change in found["changes"]}
+    decides = {change.name for change in CHANGES if change.decide}
+    assert {name for name, each in acts.items() if each is None} == decides | {"fp4-weights"}
+    assert all(change["reason"] == model_report.NOT_BUILT for change in found["changes"] if change["acts"] is None)
+    assert found["stock"] is None
+
+
+def test_a_change_that_is_not_applied_says_why_and_not_what_it_decided() -> None:
+    found = advise(changes=ALL | {"output-buffer": "not needed here"})
+    assert row_of("output-buffer", found)["acts"] is False
 
 
 def test_a_router_in_float32_is_deepseeks_alone():
@@ -96,26 +170,26 @@ def test_a_router_in_float32_is_deepseeks_alone():
     assert not model_report.advise(read, newer, [])["server"]["float_logits"]
 
 
+WHOLE = {"moe-workspace": Decision(reason="it costs too much", can_be_asked_for=True)}
+
+
 def test_each_change_says_what_it_does_here_or_why_not():
     found = {change["name"]: change for change in advise()["changes"]}
     assert {name for name, change in found.items() if change["acts"]} >= {
         *("output-buffer", "deferred-shared-experts", "moe-workspace"),
     }
     assert all(bool(change["does"]) == change["acts"] for change in found.values())
-    marlin = advise(layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"})
-    idle = {change["name"]: change["reason"] for change in marlin["changes"] if not change["acts"]}
-    assert "cutting it costs more than 2 %" in idle["moe-workspace"]
-    advice = row_of("moe-workspace", marlin)["advice"]
-    assert f"{advice['variable']}={advice['megabytes']} asks for it" in idle["moe-workspace"]
-    fused = advise(layer=LAYER | {"shared_experts": False})
-    idle = {change["name"]: change["reason"] for change in fused["changes"] if not change["acts"]}
-    assert idle["deferred-shared-experts"].endswith("in deepseek_v2 layers without shared experts of their own")
+    layer = LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "family": "qwen3_moe"}
+    marlin = advise(layer=layer, decided=WHOLE)
+    row = row_of("moe-workspace", marlin)
+    advice = row["advice"]
+    assert row["reason"].startswith(f"it costs too much; {advice['variable']}={advice['megabytes']} asks for it")
+    assert "advice" not in row_of("moe-workspace", advise(layer=layer, decided={}))
     assert marlin["stock"] == marlin["patched"]
 
 
-def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
+def test_what_is_asked_for_is_predicted_of_marlin():
     """Kimi-K2.5 in INT4 at TP=8: a range of 1,024 columns and its weights, the output in the dead input."""
-    monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "400")
     found = advise(
         layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
     )
@@ -123,7 +197,6 @@ def test_what_is_asked_for_is_predicted_of_marlin(monkeypatch):
     rows = 16384 * 8
     assert workspace["stock"] == rows * 2 * (256 + 7168) + 2 * 16384 * 7168
     assert workspace["patched"] == rows * 2 * 256 + 1024 * (2 * rows + 384 * 256 * 0.5625)
-    assert workspace["patched"] <= 400e6
 
 
 #: Of Qwen3-30B-A3B, by the engine's file for an H200.
@@ -134,19 +207,11 @@ QWEN3 = {
 }
 
 
-def workspace_of(layer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def workspace_of(layer: dict[str, Any], decision: Decision) -> tuple[dict[str, Any], dict[str, Any]]:
     """The change's row, and the whole report."""
     read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
-    found = model_report.advise(read, asked(layer, tp_size=1), [])
+    found = model_report.advise(read, asked(layer, decided={"moe-workspace": decision}, tp_size=1), [])
     return row_of("moe-workspace", found), found
-
-
-def test_what_a_cut_costs_follows_the_engines_tiles():
-    """With the default tiles, which are small, the layer takes so long that two slices cost nothing beside it."""
-    tuned, whole = workspace_of(QWEN3)
-    default, cut = workspace_of(QWEN3 | {"tiles": None})
-    assert (tuned["acts"], default["acts"]) == (False, True)
-    assert whole["patched"]["peak"] == whole["stock"]["peak"] == cut["stock"]["peak"] > cut["patched"]["peak"]
 
 
 @pytest.mark.parametrize(
@@ -159,20 +224,20 @@ def test_what_a_cut_costs_follows_the_engines_tiles():
     ids=["BF16", "FP8", "Marlin"],
 )
 def test_a_value_that_is_advised_saves_what_it_says(layer, monkeypatch):
-    row, before = workspace_of(layer)
+    row, before = workspace_of(layer, WHOLE["moe-workspace"])
     assert not row["acts"]
     assert 0.02 < row["advice"]["slowdown"] < 0.3
     monkeypatch.setenv(row["advice"]["variable"], str(row["advice"]["megabytes"]))
-    row_then, after = workspace_of(layer)
+    _, after = workspace_of(layer, Decision((COLUMNS, SCRATCH_IN_DEAD_INPUT)))
     held = [found["patched"]["parts"]["workspace"] for found in (before, after)]
-    assert row_then["acts"]
     assert held[0] - held[1] == row["advice"]["saved_bytes"]
     assert held[1] <= row["advice"]["megabytes"] * 1e6
 
 
 def test_fp8_tiles_in_the_slow_order_cost_more():
     order = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 1}
-    row, _ = workspace_of(QWEN3 | {"method": "Fp8MoEMethod", "blocks": True, "tiles": order})
+    layer = QWEN3 | {"method": "Fp8MoEMethod", "blocks": True, "tiles": order}
+    row, _ = workspace_of(layer, WHOLE["moe-workspace"])
     assert row["advice"]["slowdown"] >= forward.SLOW_ORDER_SLOWDOWN
 
 
@@ -231,21 +296,6 @@ def test_a_server_that_does_not_start_is_exit_code_1(starts, code, monkeypatch) 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"chunked_prefill_size": 1024}, "too small to cut"),
-        ({"layer": LAYER | {"top_k": 2}}, "a top-k of 2 has no sum to cut"),
-        ({"moe_a2a_backend": "deepep"}, "columns are not reached: all-to-all by deepep"),
-    ],
-    ids=["small chunk", "top-k of 2", "all-to-all"],
-)
-def test_a_tensor_that_stays_whole_is_a_reason(facts, reason):
-    found = row_of("moe-workspace", advise(**facts))
-    assert not found["acts"]
-    assert reason in found["reason"]
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
         ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: what deep_gemm holds while it works"),
         ({"layer": None}, "not predicted: the runner"),
         ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: what SomethingNew quantizes"),
@@ -263,13 +313,7 @@ def test_what_has_no_formula_is_not_predicted_and_says_so(facts, reason):
 @pytest.mark.parametrize(
     "ranks", [{"dp_size": 4, "enable_dp_attention": True}, {"attn_dp_size": 4}], ids=["up to 0.5.19", "later"]
 )
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_data_parallel_ranks_bring_a_chunk_each_to_the_layer(ranks, tokens):
-    gathered, whole = (
-        row_of("moe-workspace", advise(**facts))
-        for facts in (ranks | {"chunked_prefill_size": tokens}, {"chunked_prefill_size": 4 * tokens})
-    )
-    assert gathered == whole
+def test_data_parallel_attention_is_not_predicted(ranks):
     assert advise(**ranks)["server"]["layout"]["dp"] == 4
     assert "not predicted: data-parallel attention" in advise(**ranks)["unknown"]
 
@@ -394,9 +438,11 @@ def test_programs_are_told_all_that_is_known(monkeypatch):
 
 def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
     left_out = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off(f"{server_args.variable} is unset"))
-    monkeypatch.setattr(engine_query, "CHANGES", (left_out,))
-    found = engine_query._plan_changes(SimpleNamespace(variable="A"))
-    assert found == [{"name": "a", "status": "off", "reason": "A is unset"}]
+    monkeypatch.setattr(engine_query, "CHANGES", (left_out, replace(left_out, name="b", decide=pytest.fail)))
+    found = engine_query._apply_changes(SimpleNamespace(variable="A"))
+    assert {name: (str(plan.status), plan.reason) for name, plan in found.items()} == dict.fromkeys(
+        ("a", "b"), ("off", "A is unset")
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,8 +479,8 @@ def test_every_reason_is_printed_as_it_is(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     facts: tuple[dict[str, Any], ...] = (
         {},
-        {"chunked_prefill_size": 1024},
-        {"layer": LAYER | {"top_k": 2}},
+        {"layer": None},
+        {"decided": WHOLE},
         {"moe_a2a_backend": "deepep"},
     )
     rows = [change for each in facts for change in advise(**each)["changes"]]

@@ -1,12 +1,12 @@
-"""What each change does to a part of a layer, as ``doctor --model`` and the table of families say it."""
+"""What each change does to a part of a layer, as the table of families says it."""
 
 from __future__ import annotations
 
 import pytest
+from effects import ATTENTION, EFFECTS, Layer, effect
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
 from sglang_moe_patches.core.patch import ACTIVE, Status
-from sglang_moe_patches.lab.effects import ATTENTION, EFFECTS, Layer, effect
 from sglang_moe_patches.registry import CHANGES
 
 PARTS = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE, ATTENTION)

@@ -1,6 +1,6 @@
-"""What each change does to each part of a MoE decoder layer, for ``doctor --model`` and docs/compatibility.md.
+"""What each change does to each part of a MoE decoder layer, for the table of families in docs/compatibility.md.
 
-Nothing that a serving process needs: a change decides for itself where it acts.
+Of releases that are not installed, so that no layer can be built: ``doctor --model`` asks the changes themselves.
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""What moe-workspace does in the layers of a model that was built: the functions that decide in a forward say so of
+tensors without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, streams, triton
+from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor, SecondGemm, SequenceCall
+from sglang_moe_patches.core import runners
+from sglang_moe_patches.core.dead_input import channel, probe
+from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT, Built, Decision
+
+
+def decide(built: Built) -> Decision:
+    """What a layer decides that runs on Triton or Marlin, and offers its input if any does: others are alike."""
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    if (travels := get_moe_a2a_backend().value) != "none":
+        return Decision(reason=f"columns are not reached: all-to-all by {travels}")
+    offering, _ = probe.find_offers(built.model)
+    layers = offering + runners.layers_of(built.model)  # the first layer of all never offers
+    decides = {"triton": _decide_triton, "marlin": _decide_marlin}
+    for experts in layers:
+        if decide_layer := decides.get(str(runners.runner_of(experts))):
+            return decide_layer(experts, built, offered=any(experts is each for each in offering))
+    others = sorted({str(runners.runner_of(experts)) for experts in layers})
+    return Decision(reason=f"the routed experts run on {', '.join(others)}")
+
+
+def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
+    """As :mod:`.triton` and :mod:`.deferred_tensor` decide."""
+    import torch
+
+    first, second = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
+    tiles = built.tiles(experts)
+    if first is None or second is None or tiles is None:
+        return Decision(reason="the weights of the experts are not known")
+    config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
+    tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, second.shape[1]
+    itemsize = torch.bfloat16.itemsize
+    if top_k * tokens * hidden * itemsize < column_slices.min_tensor_bytes(max_bytes):
+        return Decision(reason=_size(tokens, top_k, hidden) + ", too small to cut")
+    if not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False):
+        return Decision(reason=f"a top-k of {top_k} has no sum to cut")
+    rows, inner = tokens * top_k, second.shape[2]
+    inplace = runners.is_in_place(experts)
+    is_scratch = offered and inplace and rows * inner <= tokens * hidden
+
+    def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    quantized = second.dtype.itemsize == 1
+    scales = [getattr(experts, name, None) for name in ("w2_weight_scale_inv", "w2_weight_scale")]
+    scale = next((_without_memory(each) for each in scales if each is not None), None)
+    blocks = getattr(getattr(experts.quant_method, "quant_config", None), "weight_block_size", None)
+    rest = [None] * (deferred_tensor.CONFIG - deferred_tensor.REST)
+    operands = (empty(rows, inner), _without_memory(second), None, None, scale, None)
+    how = {"use_fp8_w8a8": quantized and second.is_floating_point(), "use_int8_w8a8": False, "block_shape": blocks}
+    gemm = SecondGemm(*operands, (*rest, tiles), how)
+    deferred = DeferredTensor((tokens, top_k, hidden), "meta", torch.bfloat16, gemm)
+    call = SequenceCall(
+        first.shape[1],
+        first.nbytes + second.nbytes,
+        triton.local_row_fraction(experts.num_experts != experts.num_local_experts),
+        inplace,
+        inplace and streams.may_read_concurrently(built.model.modules(), type(experts)),
+        max_bytes,
+        gemm.activations.data_ptr() if is_scratch else None,
+    )
+    token = deferred_tensor.current_call.set(call)
+    try:
+        slices = deferred_tensor.choose_column_slices(deferred, empty(tokens, hidden))
+    finally:
+        deferred_tensor.current_call.reset(token)
+    used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
+    return _describe(slices, tokens, top_k, hidden, used)
+
+
+def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
+    """As :mod:`.marlin` decides, of weights as it will have them packed."""
+    import torch
+
+    config, max_bytes = experts.moe_runner_config, column_slices.read_max_bytes()
+    tokens, top_k, hidden = built.tokens, config.top_k or built.top_k, config.hidden_size
+    inner = config.intermediate_size_per_partition
+    if 2 * tokens * top_k * hidden < column_slices.min_packed_tensor_bytes(max_bytes):
+        return Decision(reason=_size(tokens, top_k, hidden) + ", too small to cut")
+    second = {name: each for name, each in experts.named_parameters() if name.startswith("w2_")}
+    weights = next(each for name, each in second.items() if name in ("w2_weight", "w2_qweight", "w2_weight_packed"))
+    scales = next(
+        each for name, each in second.items() if name in ("w2_weight_scale", "w2_scales", "w2_weight_scale_inv")
+    )
+    local = weights.shape[0]
+    bits = 8 * weights.nbytes // (local * hidden * inner)
+    scheme, quantization = getattr(experts, "scheme", None), getattr(experts.quant_method, "quant_config", None)
+    name = type(scheme or experts.quant_method).__name__.lower()
+    reordered = bool(getattr(quantization, "desc_act", False) or getattr(scheme, "actorder", None))
+
+    def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def packed(rows: int, columns: int) -> tuple[Any, Any]:
+        words = empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
+        groups = max(1, scales.numel() // (local * hidden))
+        return words, empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
+
+    (w1, w1_scale), (w2, w2_scale) = packed(hidden, 2 * inner), packed(inner, hidden)
+    hidden_states = empty(tokens, hidden)
+    arguments = {
+        **{"hidden_states": hidden_states, "w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
+        **{"topk_ids": empty(tokens, top_k, dtype=torch.int32), "num_bits": bits, "inplace": config.inplace},
+        **{"g_idx2": weights if reordered else None, "sort_indices2": None},
+        "w2_zeros": second.get("w2_qzeros") if "awq" in name else None,
+        "expert_map": None if experts.num_experts == experts.num_local_experts else weights,
+    }
+    before = channel.exchange(empty(tokens, hidden) if offered else None)
+    try:
+        reason = marlin.column_skip_reason(arguments, hidden, w2, w2_scale)
+        slices = marlin.choose_column_slices(arguments, max_bytes)
+    finally:
+        channel.exchange(before)
+    if reason is not None:
+        return Decision(reason=reason)
+    is_cut = len(slices) > 1  # uncut, the engine's own function runs, which takes nothing
+    return _describe(slices, tokens, top_k, hidden, OUTPUT_IN_DEAD_INPUT if offered and is_cut else "")
+
+
+def _describe(slices: list[tuple[int, int]], tokens: int, top_k: int, hidden: int, used: str) -> Decision:
+    is_cut = len(slices) > 1
+    effects = tuple(filter(None, (COLUMNS if is_cut else "", used)))
+    width = slices[0][1] if is_cut else None
+    why = "cutting it saves too little, or costs more than 2 % of the layer's time"
+    reason = "" if is_cut else f"{_size(tokens, top_k, hidden)}, and {why}"
+    return Decision(effects, reason, width, can_be_asked_for=not is_cut)
+
+
+def _size(tokens: int, top_k: int, hidden: int) -> str:
+    return f"[tokens, top-k, hidden] is {2 * tokens * top_k * hidden / 1e6:,.0f} MB here"
+
+
+def _without_memory(tensor: Any) -> Any:
+    """A tensor of the same shape, strides and dtype."""
+    import torch
+
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
