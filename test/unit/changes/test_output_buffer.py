@@ -192,6 +192,14 @@ def test_the_layers_of_a_stage_are_its_own():
     assert offer.of_this_stage(SimpleNamespace(layers=layers, start_layer=2, end_layer=4)) == ["b", "c"]
 
 
+class NvFp4Method(SimpleNamespace):
+    """Its weights are NVFP4, as the name says."""
+
+
+class Fp8Method(SimpleNamespace):
+    """Its weights are not."""
+
+
 @pytest.mark.parametrize(
     ("inplace", "runner", "least"),
     [
@@ -202,10 +210,17 @@ def test_the_layers_of_a_stage_are_its_own():
     ],
 )
 def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
-    method = SimpleNamespace(runner=runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner)))
-    layer = SimpleNamespace()
-    offer.mark(layer, None, SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=inplace), quant_method=method))
-    assert getattr(layer, offer._OFFERS_FROM, None) == least
+    backend = runner and SimpleNamespace(runner_backend=SimpleNamespace(value=runner))
+    config = SimpleNamespace(inplace=inplace)
+    for kind in (NvFp4Method, Fp8Method):
+        layer, method = SimpleNamespace(), kind(runner=backend)
+        offer.mark(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
+        # Of TRT-LLM's kernels those for NVFP4 alone take it.
+        takes = kind is NvFp4Method or runner not in runners.TRTLLM
+        assert getattr(layer, offer._OFFERS_FROM, None) == (least if takes else None)
+        assert offer.offers(layer) == (takes and least is not None)
+    scheme = SimpleNamespace(moe_runner_config=config, quant_method=Fp8Method(runner=backend), scheme=NvFp4Method())
+    assert runners.is_nvfp4(scheme)
 
 
 def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_of_that(monkeypatch, caplog):
