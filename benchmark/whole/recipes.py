@@ -86,7 +86,7 @@ def reason(answer: dict[str, Any]) -> str:
 
 def counts(results: list[output.Result]) -> str:
     """How many recipes are sized, measured, or neither and why, on each release."""
-    rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, BESIDE, DOES_NOT_START)}
+    rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, DOES_NOT_START)}
     for at, result in enumerate(results):
         for each in result["figures"]["recipes"]:
             found = outcome(each["found"])

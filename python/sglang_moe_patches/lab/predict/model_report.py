@@ -120,6 +120,8 @@ def describe_change(
     by_format = change.name == "fp4-weights"
     if (change.decide and decision is None) or (by_format and server.format == UNKNOWN_FORMAT):
         return row | {"acts": None, "reason": NOT_BUILT}
+    if by_format and server.format == "MXFP4":
+        return row | {"acts": None, "reason": "not known: it is decided when the weights have been processed"}
     if by_format and server.format != NVFP4:
         return row | {"reason": f"the experts' weights are {server.format}"}
     if decision is None:

@@ -319,7 +319,8 @@ def test_data_parallel_attention_is_not_predicted(ranks):
 
 
 @pytest.mark.parametrize(
-    ("method", "acts"), [("ModelOptNvFp4FusedMoEMethod", True), ("Fp8MoEMethod", False), ("SomethingNew", False)]
+    ("method", "acts"),
+    [("ModelOptNvFp4FusedMoEMethod", True), ("Mxfp4MoEMethod", None), ("Fp8MoEMethod", False), ("SomethingNew", False)],
 )
 def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
     assert row_of("fp4-weights", advise(layer=LAYER | {"method": method}))["acts"] is acts
