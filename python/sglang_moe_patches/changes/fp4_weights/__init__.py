@@ -60,7 +60,7 @@ _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 _MARLIN = ("marlin", "lora_marlin")
 """Values of the engine's ``MoeRunnerBackend`` for a layer that Marlin runs. The second is in newer releases."""
 
-_TRITON_KERNELS = "triton_kernel"
+TRITON_KERNELS = "triton_kernel"
 """The value of ``--moe-runner-backend`` for OpenAI's ``triton_kernels``, gpt-oss's own."""
 _MXFP4_METHODS = (
     ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
@@ -352,7 +352,7 @@ CHANGE = Change(
     name="fp4-weights",
     summary="NVFP4 expert weights are shuffled in place, and FP4 experts keep no scales that nobody reads",
     plan=_plan,
-    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN, _TRITON_KERNELS),
+    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_moe_patches.changes.fp4_weights import TRITON_KERNELS
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
@@ -40,6 +41,8 @@ from sglang_moe_patches.registry import CHANGES
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 UNKNOWN_FORMAT = "not known"
 NVFP4 = "NVFP4"
+MXFP4_GROUP = 32
+"""Weights that share a scale of one byte in MXFP4 (OCP Microscaling Formats 1.0)."""
 
 
 class CannotAdvise(ValueError):
@@ -120,6 +123,10 @@ def describe_change(
     by_format = change.name == "fp4-weights"
     if (change.decide and decision is None) or (by_format and server.format == UNKNOWN_FORMAT):
         return row | {"acts": None, "reason": NOT_BUILT}
+    if by_format and (server.format, server.runner) == ("MXFP4", TRITON_KERNELS):
+        rank = model.per_rank(server.layout)
+        size = model.moe_layers * rank.experts * 3 * rank.hidden * rank.intermediate // MXFP4_GROUP
+        return row | {"acts": True, "does": f"gives up scales that no kernel reads, {size / 1e6:,.0f} MB on each GPU"}
     if by_format and server.format == "MXFP4":
         return row | {"acts": None, "reason": "not known: it is decided when the weights have been processed"}
     if by_format and server.format != NVFP4:

@@ -42,6 +42,10 @@ DECIDED = {
 }
 """What the changes decide for DeepSeek's layers on Triton, at Kimi-K2.5's widths."""
 KIMI = Server("triton", None, "BF16", "deepseek_v2", Layout(tp=4), 16384)
+GPT_OSS = {
+    **{"layers": 36, "dense_layers": 0, "hidden": 2880, "experts": 128, "top_k": 4, "moe_intermediate": 2880},
+    **{"shared_experts": 0, "intermediate": 0, "heads": 64, "kv_heads": 8, "q_lora_rank": None, "head_dim": 64},
+}
 LAYER = {
     **{"runner": "triton", "method": "UnquantizedFusedMoEMethod", "blocks": False},
     **{
@@ -324,6 +328,16 @@ def test_data_parallel_attention_is_not_predicted(ranks):
 )
 def test_nvfp4s_weights_are_those_of_nvfp4_checkpoints(method, acts):
     assert row_of("fp4-weights", advise(layer=LAYER | {"method": method}))["acts"] is acts
+
+
+@pytest.mark.parametrize(("runner", "freed"), [("triton_kernel", "3,583 MB"), ("marlin", ""), ("flashinfer_mxfp4", "")])
+def test_of_gpt_oss_what_was_freed_by_hand_on_a_gpu_is_given_up(runner, freed):
+    """1,194 + 597 MB of 18 of its 36 layers."""
+    sizes = replace(MODELS["kimi-k2.5"], **GPT_OSS)
+    layer = LAYER | {"runner": runner, "method": "Mxfp4MoEMethod", "experts": 128, "top_k": 4, "intermediate": 2880}
+    row = row_of("fp4-weights", model_report.advise(ModelSizes(sizes), asked(layer, tp_size=1), []))
+    assert row["acts"] is (True if freed else None)
+    assert freed in row["does"]
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():
