@@ -343,6 +343,7 @@ class Rehearsal:
 
     def _fits(self, name: str, times: float, *, must: bool) -> bool:
         """As :class:`.driver.Fits` says; judged by tensors, as if the allocator could use all that it keeps."""
+        self._look()  # the last forward's sampling came after it
         taken = self._phases.get(name) or self._peaks.get(name)
         if taken is None:
             return True

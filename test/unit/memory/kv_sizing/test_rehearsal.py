@@ -100,17 +100,24 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
 def test_a_decode_for_which_there_is_no_memory_does_not_run(
     unasked, earlier, requests, stopped, lowest, scheduler, monkeypatch
 ):
-    """A request takes 20 MB here; 5 GB are free, of which one is to stay."""
+    """To sample for a request takes 20 MB here, after its forward; 5 GB are free, of which one is to stay."""
     limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, unasked=unasked)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
-    ran, made = [], scheduler()
+    made = scheduler()
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
+    ran, since, original = list[str](), [0], made.process_input_requests
 
-    def read():
-        ran.extend(made.did.phases[-1:])
-        return Memory(5 * GB, 10 * GB, peak=20_000_000 * by_name.get(made.did.phases[-1], 0) if ran else 0)
+    def take_in(read):
+        original(read)
+        ran.extend(made.did.phases[len(ran) :])
 
-    made.read = read
+    made.process_input_requests = take_in
+    run = made.run
+    made.run = lambda runner: SimpleNamespace(can_run_graph=run(runner) is not None)  # each decode is seen at once
+    monkeypatch.setattr(rehearsal.gpu_memory, "reset_peak", lambda gpu: since.append(len(ran)))
+    made.read = lambda: Memory(
+        5 * GB, 10 * GB, peak=20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
+    )
     found = rehearse(made, peaks=earlier)
     assert (found.requests, found.stopped, found.lowest) == (requests, stopped, lowest)
     assert "captured decode of 75 requests" in ran
