@@ -66,7 +66,9 @@ def test_qwen3_in_fp8_runs_triton_on_a_hopper_gpu_and_is_predicted(answers):
     assert (server["runner"], server["format"], server["family"]) == ("triton", "FP8 in blocks", "qwen3_moe")
     assert server["layout"] == {"tp": 4, "ep": 1, "dp": 1}
     columns = next(change for change in found["changes"] if change["name"] == "moe-workspace")
-    assert not columns["acts"]
+    # 8 x 384 columns of each token's activation fit into its 4,096 of the dead input; columns are not cut.
+    assert columns["acts"]
+    assert columns["reason"].startswith("the activation in the dead input; ")
     assert f"costs more than 2 % of the layer's time; {MOE_WORKSPACE_MB.name}=" in columns["reason"]
     assert found["stock"]["peak"] == pytest.approx(1634.6e6, rel=0.01)  # as measured: docs/benchmarks/peak-memory.md
 
@@ -85,7 +87,7 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
 @pytest.mark.every_release
 def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
     """A model with eyes, whose classes name most of what is left out."""
-    asked = {"gpu": "h200", "language_model": False}
+    asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
     (tmp_path / "config.json").write_text(json.dumps(content))
     asked["arguments"] = ["--model-path", str(tmp_path), "--random-seed", "1"]

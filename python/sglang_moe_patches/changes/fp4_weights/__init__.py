@@ -43,7 +43,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
-from sglang_moe_patches.core import engine, log, runners
+from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort
 
 _UTILS = "sglang.srt.layers.quantization.utils"
@@ -300,16 +300,10 @@ def _serves_by_marlin_alone() -> bool:
 
 
 def _probe_unread() -> Install | None:
-    """:returns: ``None`` where the engine has none of the methods, or none that is its own."""
-    methods = []
-    for module, name in _MXFP4_METHODS:
-        if engine.has_module(module):
-            try:
-                method = engine.own(engine.module(module), name)
-                engine.require_parameters(engine.own(method, "process_weights_after_loading"), ["self", "layer"])
-                methods.append(method)
-            except engine.Unsupported as error:  # the other's layers, and NVFP4's, are none of its business
-                log.logger.warning(log.of("fp4-weights", "the scales of %s are left alone: %s"), name, error)
+    """:returns: ``None`` where the engine has none of the methods."""
+    methods = [engine.own(engine.module(module), name) for module, name in _MXFP4_METHODS if engine.has_module(module)]
+    for method in methods:
+        engine.require_parameters(engine.own(method, "process_weights_after_loading"), ["self", "layer"])
 
     def install(patcher: Patcher) -> None:
         for method in methods:
