@@ -19,8 +19,6 @@ UNUSED = (
     *("openai", "aiohttp", "IPython"),  # the engine: what it answers to clients
     "gguf",  # files of weights
 )
-ABSENT = "cutlass"
-"""FlashInfer goes without it (``is_cute_dsl_available``). Its modules compute with it, so that no stand-in does."""
 
 
 class _NamedAnything(type):
@@ -85,4 +83,3 @@ def leave_out() -> None:
     """In this process, from now on. A package that is not installed, or was imported before, is left as it is."""
     packages = {name for name in UNUSED if name not in sys.modules and util.find_spec(name)}
     sys.meta_path.insert(0, _Finder(packages))
-    sys.modules.setdefault(ABSENT, None)  # type: ignore[arg-type]  # how Python is told that there is no such module
