@@ -85,6 +85,7 @@ def test_the_engine_imports_the_modules_that_name_the_models_classes_and_no_othe
 
 
 @pytest.mark.every_release
+@pytest.mark.long("two queries, of which one imports all that the engine does")
 def test_what_a_query_leaves_out_changes_no_answer(tmp_path):
     """A model with eyes, whose classes name most of what is left out."""
     asked = {"gpu": "h200", "language_model": False, "top_k": 8}
@@ -110,7 +111,7 @@ def test_deepseeks_shared_expert_is_a_routed_one_there(answers):
             "ranks",
             "ModelRefused",
             "divisible by 3|% attn_tp_size == 0|% tensor_parallel_size == 0",
-            marks=pytest.mark.every_release,
+            marks=[pytest.mark.every_release, pytest.mark.long("the servers of all of these are asked here")],
         ),
         ("attention's ranks", "Refused", r"AssertionError: assert .*tp_size % "),
         ("check_server_args", "Refused", "served_model_name cannot contain a colon"),

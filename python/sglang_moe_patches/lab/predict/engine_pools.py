@@ -134,6 +134,8 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any) -> Any
         "sliding_window_size": getattr(config, "sliding_window_size", None),
         "enable_hisparse": resolved.enable_hisparse,
     }
+    if hasattr(model_runner, "_UNSET"):  # 0.5.13: what a runner finds out when it is asked first
+        facts["_linear_attn_registry_cache"] = model_runner._UNSET
     for name, value in facts.items():
         vars(runner)[name] = value
     _set_layers(runner, model_runner)
@@ -145,11 +147,12 @@ def _set_layers(runner: Any, module: Any) -> None:
     """All layers of the model on this rank: those that are built say nothing of how many there are."""
     config = runner.model_config
     layers = stage_layers(runner, max(config.num_hidden_layers, config.num_attention_layers))
-    if hasattr(module, "resolve_layer_indices"):
+    if resolve := getattr(module, "resolve_layer_indices", None):
         stage = SimpleNamespace(start_layer=0, end_layer=layers)
-        vars(runner)["layer_info"] = module.resolve_layer_indices(
-            model=stage, model_config=config, is_draft_worker=False
-        )
+        asked = {"model": stage, "model_config": config, "is_draft_worker": False}
+        if "spec_algorithm" in engine.parameters(resolve):  # in some releases
+            asked["spec_algorithm"] = runner.spec_algorithm
+        vars(runner)["layer_info"] = resolve(**asked)
         return
     loops = getattr(config.hf_config, "loop_num", 1)
     vars(runner).update(start_layer=0, end_layer=layers, num_effective_layers=layers * max(1, loops))
