@@ -5,6 +5,10 @@
 
 In a copy of the repository, where the tests must pass first. A line for each mutation: *killed*, *SURVIVED*, or
 *skipped*, where this release skips the test.
+
+To add one, append a row to ``MUTATIONS``: the file, text that is there once, what takes its place, and one test that
+fails then, with its parameters in brackets if a single case is enough. Run ``make guards`` with the file's name, and
+name what was broken in the test's line of guards.md. What tests miss needs another case, in the table nearest to it.
 """
 
 from __future__ import annotations
@@ -47,6 +51,11 @@ FORKED = UNIT + "test_preloaded.py::test_what_a_server_spawns_is_forked_has_its_
 FP4, UNREAD = OURS + "changes/fp4_weights/__init__.py", OURS + "changes/fp4_weights/unread.py"
 SCALES = ENGINE + "changes/test_fp4_unread_scales.py::test_"
 NEWER = SCALES + "where_a_newer_release_may_read_them_they_stay"
+QUERY, POOLS, REPORT = (OURS + f"lab/predict/{name}.py" for name in ("engine_query", "engine_pools", "model_report"))
+DECISION = OURS + "changes/moe_workspace/decision.py"
+BUFFER = OURS + "changes/output_buffer.py"
+SAID = ENGINE + "lab/test_doctor_cases.py::test_doctor_says_of_a_server_what_the_engine_would_do[{}]"
+REPORTED = UNIT + "lab/predict/test_model_report.py::test_"
 MUTATIONS = tuple(
     Mutation(*parts)
     for parts in (
@@ -135,6 +144,81 @@ MUTATIONS = tuple(
         (FORKS, 'os.environ.update(data.pop("environ"))', 'data.pop("environ")', FORKED),
         (FORKS, "os.kill(os.getppid(), signal.SIGQUIT)", "None", FORKED),
         (FORKS, "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "", FORKED),
+        (QUERY, "attention_ranks(resolved)\n", "1\n", SAID.format("gathered from four ranks, 4,096 tokens each")),
+        (QUERY, "parsed.mem_fraction_static is not None", "False", SAID.format("a given fraction below the weights")),
+        (QUERY, "engine_pools.stage_layers(resolved, layers)", "layers", SAID.format("the first of two stages")),
+        (QUERY, 'name.endswith("_blockscale_swizzled")', "False", SAID.format("NVFP4 on TRT-LLM")),
+        (QUERY, '["skip_reason"] or skip_reason', '["skip_reason"]', SAID.format("a KV cache of another kind")),
+        (
+            QUERY,
+            '"in_place": runners.is_in_place(experts)',
+            '"in_place": True',
+            SAID.format("out of place by the engine"),
+        ),
+        (POOLS, "_resolve_pools(maker, fit, fit.memory - fit.weights)", "None", SAID.format("sliding windows")),
+        (
+            POOLS,
+            " or unknown_pool_reason(*_pool_classes(maker, config))",
+            "",
+            SAID.format("a KV cache of another kind"),
+        ),
+        (
+            POOLS,
+            "if sizes and not skip_reason and not fit.given:",
+            "if False:",
+            SAID.format("a rule that leaves nothing, and a cache that is grown"),
+        ),
+        (REPORT, 'source = "the given --mem-fraction-static" if given else', "source =", SAID.format("prefill alone")),
+        (
+            REPORT,
+            "(change.decide and decision is None)",
+            "False",
+            REPORTED + "a_layer_that_could_not_be_built_is_not_known",
+        ),
+        (
+            REPORT,
+            'or (SHARED_LAST in effects and server.runner == "triton" and bool(server.family))',
+            "",
+            REPORTED + "what_acts_is_what_the_changes_decided",
+        ),
+        (
+            DECISION,
+            "not triton.can_run_in_columns(tokens, top_k, hooks=None, defer_sum=False)",
+            "False",
+            SAID.format("a top-k of 2"),
+        ),
+        (
+            DECISION,
+            " and rows * inner <= tokens * hidden",
+            "",
+            SAID.format("an activation that is too large for the dead input"),
+        ),
+        (DECISION, "if offered and is_cut", "if offered", SAID.format("Marlin, where a slice costs too much")),
+        (
+            DECISION,
+            "empty(tokens, hidden) if offered else None",
+            "None",
+            SAID.format("Marlin, cut because it is asked for"),
+        ),
+        (
+            BUFFER,
+            "[OUTPUT_IN_DEAD_INPUT] if taking",
+            "[OUTPUT_IN_DEAD_INPUT] if offering",
+            SAID.format("gathered from four ranks, 4,096 tokens each"),
+        ),
+        (BUFFER, " and _has_attention_inputs(built.model)", "", SAID.format("BF16 on TRT-LLM")),
+        (
+            OURS + "changes/deferred_shared_experts.py",
+            "if None in orders:",
+            "if False:",
+            SAID.format("FP8 on TRT-LLM, which the engine defers behind"),
+        ),
+        (
+            OURS + "changes/cutedsl_sizing/__init__.py",
+            "((OUTPUT_IN_DEAD_INPUT,) if takes else ())",
+            "()",
+            SAID.format("NVFP4 on CuteDSL"),
+        ),
     )
 )
 

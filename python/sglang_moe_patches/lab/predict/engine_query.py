@@ -387,7 +387,7 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> Built:
     config = ModelConfig.from_server_args(server_args)
     _leave_out_other_models(config.hf_config.architectures or [])
     layers = config.hf_text_config.num_hidden_layers
-    _shorten(config.hf_text_config)
+    _shorten(config.hf_text_config, resolved.pp_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_groups(server_args, resolved, config)
         quantization = loader._get_quantization_config(config, LoadConfig())
@@ -448,9 +448,9 @@ _MOE_LAYERS = 4
 """How many are built: kinds of layers that alternate do so by two or four."""
 
 
-def _shorten(config: Any) -> None:
-    """Leave the first layers with experts."""
-    config.num_hidden_layers = min(config.num_hidden_layers, dense_layers(vars(config)) + _MOE_LAYERS)
+def _shorten(config: Any, stages: int) -> None:
+    """Leave the first layers with experts, on the first stage of a pipeline, which has its part of all."""
+    config.num_hidden_layers = min(config.num_hidden_layers, stages * (dense_layers(vars(config)) + _MOE_LAYERS))
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
