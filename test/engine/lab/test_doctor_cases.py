@@ -81,11 +81,29 @@ def weighs(size: float) -> Callable[[Report], None]:
     return check
 
 
-def windows_at_four_fifths(report: Report) -> None:
-    """Every other layer of 36 has a window; a rank has one head of 64 columns, keys and values, in 16 bits."""
-    fit = report["fit"]
-    token_bytes = 2 * 2 * 64 * (18 + 0.8 * 18)
-    assert fit["tokens"] == pytest.approx((fit["memory"] * fit["fraction"] - fit["weights"]) / token_bytes, rel=0.001)
+def tokens_of(size: float) -> Callable[[Report], None]:
+    """As many as what the fraction leaves has room for, at so many bytes each."""
+
+    def check(report: Report) -> None:
+        fit = report["fit"]
+        assert fit["tokens"] == pytest.approx((fit["memory"] * fit["fraction"] - fit["weights"]) / size, rel=0.001)
+
+    return check
+
+
+#: Every other layer of 36 has a window; a rank has one head of 64 columns, keys and values, in 16 bits.
+WINDOWS_AT_FOUR_FIFTHS = 2 * 2 * 64 * (18 + 0.8 * 18)
+
+
+def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
+    """As something that is not known, where a chunk runs in one."""
+
+    def check(report: Report) -> None:
+        lines = [line for line in report["unknown"] if "graphs of prefills" in line]
+        assert bool(lines) == whether, report["unknown"]
+        assert all("those of up to 8,192 tokens run" in line for line in lines)
+
+    return check
 
 
 def is_not_sized_because(reason: str, *, given: bool = False) -> Callable[[Report], None]:
@@ -122,6 +140,12 @@ def does_not_say(change: str, words: str) -> Callable[[Report], None]:
     return check
 
 
+def sizes_cutedsl(report: Report) -> None:
+    """Unless the engine does so by itself."""
+    if row(report, "cutedsl-sizing")["status"] != "native":
+        does("cutedsl-sizing", OUTPUT)(report)
+
+
 def does_nothing(change: str, words: str) -> Callable[[Report], None]:
     """It does not, for this reason."""
 
@@ -138,6 +162,13 @@ def peaks(stock: int, patched: int) -> Callable[[Report], None]:
     def check(report: Report) -> None:
         found = [report[server]["peak"] / 1e6 for server in ("stock", "patched")]
         assert found == pytest.approx([stock, patched], abs=0.6)
+
+    return check
+
+
+def takes_while_it_works(size: float) -> Callable[[Report], None]:
+    def check(report: Report) -> None:
+        assert report["patched"]["parts"]["workspace"] == size
 
     return check
 
@@ -170,6 +201,7 @@ class Case:
     env: dict[str, str] = field(default_factory=dict)
 
 
+POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
 OFF = {"SGLANG_MOE_PATCHES_KV_SIZING": "off"}
 ATTENTION = "--tp 8 --dp 8 --enable-dp-attention"
 GLM = public("zai-org/GLM-5.2", quantization_config=public("zai-org/GLM-5.1-FP8")["quantization_config"])
@@ -187,7 +219,7 @@ CASES = {
     ),
     # 61 layers are 31 and 30, of which the first has the three without routed experts.
     "the first of two stages": Case(public(R1), "--tp 8 --pp-size 2", weighs(expert_bytes(public(R1), 8) * 28 / 58)),
-    "sliding windows": Case(public("openai/gpt-oss-120b"), "--tp 8", windows_at_four_fifths, gpu="h100"),
+    "sliding windows": Case(public("openai/gpt-oss-120b"), "--tp 8", tokens_of(WINDOWS_AT_FOUR_FIFTHS), gpu="h100"),
     "a context that is too long": Case(public("zai-org/GLM-4.7"), ATTENTION, fewer_tokens_than_a_request, env=OFF),
     "a KV cache of another kind": Case(
         public(V4),
@@ -210,7 +242,7 @@ CASES = {
     "NVFP4 on CuteDSL": Case(
         public(R1, quantization_config=public("nvidia/Qwen3-235B-A22B-NVFP4")["quantization_config"]),
         "--tp 8 --moe-runner-backend flashinfer_cutedsl",
-        does("cutedsl-sizing", OUTPUT),
+        sizes_cutedsl,
         gpu="b200",
     ),
     "BF16 on TRT-LLM": Case(
@@ -280,14 +312,46 @@ CASES = {
             does("deferred-shared-experts", "shared experts last"),
         ),
     ),
+    # The activation of 16,384 tokens' eight experts, and the most columns of their outputs that fit beside it, with
+    # those of 384 experts' weights: 1,024 where the output lies in the dead input, else 256.
     "Marlin, cut because it is asked for": Case(
         public("moonshotai/Kimi-K2.5"),
         "--tp 8 --chunked-prefill-size 16384",
-        does("moe-workspace", f"columns; {OUTPUT}"),
+        all_of(
+            does("moe-workspace", f"columns; {OUTPUT}"),
+            takes_while_it_works(2 * 16384 * 8 * (256 + 1024) + 1024 * 384 * 256 * (0.5 + 2 / 32)),
+        ),
         env={"SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB": "400"},
     ),
     "a small chunk": Case(
         public(R1), "--tp 8 --chunked-prefill-size 1024", does_nothing("moe-workspace", "too small to cut")
+    ),
+    # Its memory is the host's, too: what is free there is not the server's alone.
+    "a GPU that shares its memory": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"),
+        "--tp 1",
+        all_of(is_not_sized_because("the GPU shares its memory with the host"), tokens_of(48 * 2 * 4 * 128 * 2)),
+        gpu="gb10",
+    ),
+    "graphs of prefills": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"), "--tp 1 --chunked-prefill-size 8192", names_prefill_graphs(True)
+    ),
+    "no graphs of prefills": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"), "--tp 1 --disable-cuda-graph", names_prefill_graphs(False)
+    ),
+    "a chunk that is larger than the graphs of prefills": Case(
+        public(R1), "--tp 8 --chunked-prefill-size 16384", names_prefill_graphs(False)
+    ),
+    # From 0.5.16 on the engine sizes by itself where it is asked to; not with latent attention, where that is in vain.
+    "the engine sizes by itself": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"),
+        "--tp 1",
+        is_not_sized_because("the engine sizes its KV cache after its graphs by itself"),
+        since="0.5.17",
+        env=POST_CAPTURE,
+    ),
+    "the engine's own sizing, set in vain": Case(
+        public(R1), "--tp 8", does("kv-sizing", "measures what forwards need"), since="0.5.17", env=POST_CAPTURE
     ),
     "prefill alone": Case(
         public(R1),
@@ -310,7 +374,7 @@ def parameters() -> list[Any]:
 def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
     """Of the cases that are run."""
     mine = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
-    wanted = {item.callspec.params["name"] for item in mine}
+    wanted = {item.callspec.params["name"] for item in mine if isinstance(item, pytest.Function)}
     servers = [
         {"model": name, "config": case.model, "gpu": case.gpu, "flags": case.flags.split(), "env": case.env}
         for name, case in CASES.items()

@@ -167,15 +167,17 @@ def _configurator(runner: Any) -> Any:
 
 @contextmanager
 def _free_memory(size: int) -> Iterator[None]:
-    """Have PyTorch say that so much of the GPU is free."""
+    """Have PyTorch say that so much of the GPU is free, and psutil, whom the engine asks of an integrated one."""
+    import psutil
     import torch
 
-    answer = torch.cuda.mem_get_info
-    torch.cuda.mem_get_info = lambda *args, **kwargs: (size, answer()[1])
+    of_gpu, of_host = torch.cuda.mem_get_info, psutil.virtual_memory
+    torch.cuda.mem_get_info = lambda *args, **kwargs: (size, of_gpu()[1])
+    vars(psutil)["virtual_memory"] = lambda: SimpleNamespace(available=size)
     try:
         yield
     finally:
-        torch.cuda.mem_get_info = answer
+        torch.cuda.mem_get_info, vars(psutil)["virtual_memory"] = of_gpu, of_host
 
 
 class _Table:

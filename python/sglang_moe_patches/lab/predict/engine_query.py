@@ -64,9 +64,10 @@ GPUS = {
     "b300": Gpu("NVIDIA B300 SXM6 AC", (10, 3), 275_040 * 2**20, 148),
     "gb200": Gpu("NVIDIA GB200", (10, 0), 189_471 * 2**20, 152),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81_920 * 2**20, 108),
+    "gb10": Gpu("NVIDIA GB10", (12, 1), 119 * 2**30, 48, integrated=True),
     "rtx-pro-6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 97_887 * 2**20, 188),
 }
-"""By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it."""
+"""By their names for ``doctor --gpu``; memory as ``nvidia-smi`` says it, of GB10 (DGX Spark) as its host does."""
 
 
 QUERY_TIMEOUT_S = 600
@@ -278,7 +279,20 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
         "engine_drops": probe.engine_offers(),
         "float_logits": _has_float_logits(),
+        "prefill_graphs": _prefill_graphs(resolved),
     }
+
+
+def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The kind of a server's prefill graphs, and the tokens of the largest; ``None``: there are none."""
+    graphs = resolved.get("cuda_graph_config")
+    if graphs is None:  # up to 0.5.13
+        off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
+        return None if off else ("piecewise", resolved["piecewise_cuda_graph_max_tokens"] or 0)
+    prefill = graphs["prefill"] if isinstance(graphs, Mapping) else graphs.prefill
+    settings = prefill if isinstance(prefill, Mapping) else vars(prefill)
+    off = settings["backend"] == "disabled"
+    return None if off else (settings["backend"], settings["max_bs"] or max(settings["bs"] or [0]))
 
 
 def chunk_tokens(resolved: Mapping[str, Any]) -> int:

@@ -365,6 +365,13 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
         acts = derive_acting(server, bool(model.shared_experts), decided)
         width = decided["moe-workspace"].width if "moe-workspace" in decided else None
         both, why = predict(sizes, server, acts, width)
+    graphs = (asked or {}).get("prefill_graphs")
+    if both and graphs and server.tokens <= graphs[1]:
+        kind, tokens = graphs
+        why.append(
+            f"what {kind} graphs of prefills hold, in which those of up to {tokens:,} tokens run: the peak is that of "
+            "an eager one"
+        )
     sizing = (asked or {}).get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
     return {
