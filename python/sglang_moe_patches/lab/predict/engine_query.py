@@ -408,12 +408,35 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> Built:
         before = torch.get_default_dtype()
         torch.set_default_dtype(config.dtype)
         try:
-            with torch.device("cpu"):
+            with torch.device("cpu"), _parameters_of_fake_tensors():
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
     config.hf_text_config.num_hidden_layers = layers
     return Built(model, config, _count_weight_bytes(model, engine_pools.stage_layers(resolved, layers)))
+
+
+@contextmanager
+def _parameters_of_fake_tensors() -> Iterator[None]:
+    """Give the engine's parameters what they are made with, which its models read.
+
+    PyTorch makes a plain parameter of a fake tensor, whatever its class is to be, so the class initializes none.
+    """
+    from sglang.srt.layers.parameter import BasevLLMParameter
+
+    make = BasevLLMParameter.__new__
+
+    def make_with_attributes(cls: Any, data: Any, **given: Any) -> Any:
+        made = make(cls, data, **given)
+        if type(made) is not cls:
+            vars(made).update(given)
+        return made
+
+    BasevLLMParameter.__new__ = make_with_attributes
+    try:
+        yield
+    finally:
+        BasevLLMParameter.__new__ = make
 
 
 def _count_weight_bytes(model: Any, layers: int) -> int:
