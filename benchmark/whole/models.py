@@ -30,6 +30,7 @@ BRIEF = {
     "a scale a row": "scales of rows not measured",
     "linear attention": "linear attention",
     "an indexer chooses": "sparse attention",
+    "graphs of prefills": "graphs of prefills",
     "not predicted": "not predicted",
 }
 #: Of the resolved server arguments, what the formulas read.

@@ -20,16 +20,19 @@ from common.shapes import MODELS, Layout
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.lab.predict import model_report
 from sglang_moe_patches.lab.predict.forward import BLOCKS
+from sglang_moe_patches.memory.kv_sizing import eligibility
 
 from whole import models
 
 PUBLISHED = Path(__file__).with_name("recipes.json")
 PAGES = "../benchmarks"
 NO_CONFIG = "config.json not at hand"
-SIZED, BESIDE, REASON = "sized", "measured beside the given fraction", "a reason"
+SIZED, LEFT_ALONE, REASON = "sized", "given fraction left alone", "a reason"
 DOES_NOT_START = "does not start: its weights leave no memory"
-#: What the pages say for an outcome that results have stored in other words.
-LABELS = {BESIDE: "given fraction left alone"}
+HOPPER = ("H100", "H200", "H20")
+IN_LAYERS = {"output-buffer", "deferred-shared-experts", "moe-workspace", "cutedsl-sizing", "mori-input-truncation"}
+LITTLE = 0.05
+"""Of a peak: what a change saves less than this of is as good as nothing to whoever looks for memory."""
 Key = tuple[models.Sizes, int]
 
 
@@ -49,19 +52,19 @@ def servers_with_config() -> list[dict[str, Any]]:
     ]
 
 
-def summarize(found: dict[str, Any], flags: list[str]) -> dict[str, Any]:
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
     """Of what ``doctor --model`` says, what the page shows."""
     if "refused" in found:
         return found
     sizing = next(change for change in found["changes"] if change["name"] == "kv-sizing")
-    given = any(flag.split("=")[0] == "--mem-fraction-static" for flag in flags)
+    is_left_alone = sizing["reason"].endswith(eligibility.given_reason("auto"))
     return {
         "server": found["server"],
-        "sizes": found["sizes"],
+        "sizes": {name: size for name, size in found["sizes"].items() if name != "source"},  # a folder of that moment
         "peaks": [found["stock"]["peak"], found["patched"]["peak"]] if found["stock"] else None,
         "at_least": models.at_least(found),
         "acts": [change["name"] for change in found["changes"] if change["acts"] and change is not sizing],
-        "kv_sizing": REASON if not sizing["acts"] else BESIDE if given else SIZED,
+        "kv_sizing": SIZED if sizing["acts"] else LEFT_ALONE if is_left_alone else REASON,
         "not_known": [change["name"] for change in found["changes"] if change["acts"] is None],
         "reason": sizing["reason"],
         "fit": found["fit"] and model_report.describe_fit(found["fit"]),
@@ -86,14 +89,42 @@ def reason(answer: dict[str, Any]) -> str:
 
 def counts(results: list[output.Result]) -> str:
     """How many recipes are sized, measured, or neither and why, on each release."""
-    rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, DOES_NOT_START)}
+    rows: dict[str, list[int]] = {what: [0] * len(results) for what in (SIZED, LEFT_ALONE, DOES_NOT_START)}
     for at, result in enumerate(results):
         for each in result["figures"]["recipes"]:
             found = outcome(each["found"])
             what = found if found in rows else f"neither: {reason(each['found'])}"
             rows.setdefault(what, [0] * len(results))[at] += 1
     header = ("kv-sizing", *(result["conditions"]["engine"] for result in results))
-    return output.table(header, [(LABELS.get(what, what), *map(str, numbers)) for what, numbers in rows.items()])
+    return output.table(header, [(what, *map(str, numbers)) for what, numbers in rows.items()])
+
+
+def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
+    """Of the first release that would start a recipe, with its place; of the first of all where none would."""
+    found = ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"])
+    return next(found, (0, answers[0]["found"]))
+
+
+def on_hopper(results: list[output.Result]) -> str:
+    """For how many recipes nothing is saved in a forward by default, and what they gain instead: for the README."""
+    found = []
+    for answers in zip(*(result["figures"]["recipes"] for result in results), strict=True):
+        _, answer = first_answer(answers)
+        if answers[0]["recipe"]["gpu"] in HOPPER and "refused" not in answer:
+            found.append(answer)
+    idle = sum(not IN_LAYERS & {*answer["acts"]} for answer in found)
+    predicted = [answer["peaks"] for answer in found if answer["peaks"]]
+    little = sum(patched >= stock * (1 - LITTLE) for stock, patched in predicted)
+    outcomes = [outcome(answer) for answer in found]
+    packed = sum("fp4-weights" in answer["acts"] for answer in found)
+    sized, left_alone = outcomes.count(SIZED), outcomes.count(LEFT_ALONE)
+    return (
+        f"- you set no variable and serve on Hopper: of {len(found)} [published recipes](docs/commands/models.md) no "
+        f"change acts inside the MoE layers of {idle}, and of {len(predicted)} predicted ones {little} save at most "
+        f"{LITTLE:.0%} of a prefill's memory. They gain elsewhere: `SGLANG_MOE_PATCHES_KV_SIZING=auto` sizes the KV "
+        f"cache of {sized}, `always` that of {left_alone} more, which give a fraction; `fp4-weights` makes the weights "
+        f"of {packed} smaller;"
+    )
 
 
 def tables(results: list[output.Result]) -> str:
@@ -105,10 +136,7 @@ def tables(results: list[output.Result]) -> str:
         if outcome(answers[0]["found"]) == NO_CONFIG:
             absent.add(recipe["model"])
             continue
-        at, answer = next(
-            ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"]),
-            (0, answers[0]["found"]),
-        )
+        at, answer = first_answer(answers)
         cells = [recipe["model"].split("/")[1], f"{_ranks(recipe['flags'])} x {recipe['gpu']}", recipe["name"]]
         if at:
             cells[2] += f" ({results[at]['conditions']['engine']})"
@@ -119,7 +147,7 @@ def tables(results: list[output.Result]) -> str:
         key = (models.sizes_of_a_rank(answer), server["tokens"])
         peaks = models.in_mb(*answer["peaks"]) + " +" * answer["at_least"] if answer["peaks"] else "-"
         found = outcome(answer)
-        says = reason(answer) if found == REASON else LABELS.get(found, found)
+        says = reason(answer) if found == REASON else found
         run = wholes.get(key) or alone.get(key) or ""
         acts = ", ".join(answer["acts"]) or "-"
         runner = f"{server['runner'] or 'not known'}, {server['format']}"
@@ -153,7 +181,7 @@ def answer_recipes() -> Iterator[dict[str, Any]]:
     """Each recipe as it was published, with what doctor says of it."""
     answers = {}
     for server, found in doctor_answers.ask_each(servers_with_config()):
-        answers[_name(server)] = summarize(found, server["flags"])
+        answers[_name(server)] = summarize(found)
         print(f"{len(answers)}: {' '.join(map(str, _name(server)))}", flush=True)
     for recipe in read_recipes()["recipes"]:
         yield {"recipe": recipe, "found": answers.get(_name(recipe), {"refused": NO_CONFIG})}
