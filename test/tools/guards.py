@@ -147,6 +147,28 @@ MUTATIONS = tuple(
         (QUERY, "attention_ranks(resolved)\n", "1\n", SAID.format("gathered from four ranks, 4,096 tokens each")),
         (QUERY, "parsed.mem_fraction_static is not None", "False", SAID.format("a given fraction below the weights")),
         (QUERY, "engine_pools.stage_layers(resolved, layers)", "layers", SAID.format("the first of two stages")),
+        (QUERY, "stages * (dense_layers", "(dense_layers", SAID.format("the first of two stages")),
+        (QUERY, "vars(made).update(given)", "pass", SAID.format("linear attention in FP8")),
+        (QUERY, ", 48, integrated=True", ", 48", SAID.format("a GPU that shares its memory")),
+        (
+            QUERY,
+            'resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]',
+            "False",
+            SAID.format("no graphs of prefills"),
+        ),
+        (QUERY, 'settings["backend"] == "disabled"', "False", SAID.format("no graphs of prefills")),
+        (
+            REPORT,
+            "and server.tokens <= graphs[1]",
+            "",
+            SAID.format("a chunk that is larger than the graphs of prefills"),
+        ),
+        (
+            POOLS,
+            'vars(psutil)["virtual_memory"] = lambda: SimpleNamespace(available=size)',
+            "pass",
+            SAID.format("a GPU that shares its memory"),
+        ),
         (QUERY, 'name.endswith("_blockscale_swizzled")', "False", SAID.format("NVFP4 on TRT-LLM")),
         (QUERY, '["skip_reason"] or skip_reason', '["skip_reason"]', SAID.format("a KV cache of another kind")),
         (
