@@ -156,7 +156,12 @@ MUTATIONS = tuple(
             "False",
             SAID.format("no graphs of prefills"),
         ),
-        (QUERY, 'settings["backend"] == "disabled"', "False", SAID.format("no graphs of prefills")),
+        (
+            QUERY,
+            'settings["backend"] == "disabled"',
+            "False",
+            SAID.format("graphs of prefills that are off by themselves"),
+        ),
         (
             REPORT,
             "and server.tokens <= graphs[1]",

@@ -354,6 +354,12 @@ CASES = {
     "no graphs of prefills": Case(
         public("Qwen/Qwen3-30B-A3B-FP8"), "--tp 1 --disable-cuda-graph", names_prefill_graphs(False)
     ),
+    "graphs of prefills that are off by themselves": Case(
+        public("Qwen/Qwen3-30B-A3B-FP8"),
+        "--tp 1 --cuda-graph-backend-prefill disabled",
+        names_prefill_graphs(False),
+        since="0.5.17",
+    ),
     "a chunk that is larger than the graphs of prefills": Case(
         public(R1), "--tp 8 --chunked-prefill-size 16384", names_prefill_graphs(False)
     ),
