@@ -121,9 +121,9 @@ def on_hopper(results: list[output.Result]) -> str:
     return (
         f"- you set no variable and serve on Hopper: of {len(found)} [published recipes](docs/commands/models.md) no "
         f"change acts inside the MoE layers of {idle}, and of {len(predicted)} predicted ones {little} save at most "
-        f"{LITTLE:.0%} of a prefill's memory. They gain elsewhere: `SGLANG_MOE_PATCHES_KV_SIZING=auto` sizes the KV "
-        f"cache of {sized}, `always` that of {left_alone} more, which give a fraction; `fp4-weights` makes the weights "
-        f"of {packed} smaller;"
+        f"{100 * LITTLE:.0f} % of a prefill's memory. They gain elsewhere: `SGLANG_MOE_PATCHES_KV_SIZING=auto` sizes "
+        f"the KV cache of {sized}, `always` that of {left_alone} more, which give a fraction; `fp4-weights` makes the "
+        f"weights of {packed} smaller;"
     )
 
 
