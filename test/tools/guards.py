@@ -50,6 +50,11 @@ FORKS = "test/standins/preloaded/sitecustomize.py"
 FORKED = UNIT + "test_preloaded.py::test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails"
 FP4, UNREAD = OURS + "changes/fp4_weights/__init__.py", OURS + "changes/fp4_weights/unread.py"
 SCALES = ENGINE + "changes/test_fp4_unread_scales.py::test_"
+REPACK, REPACKED = OURS + "changes/fp4_weights/repack.py", ENGINE + "changes/test_fp4_repack.py::test_"
+IN_PLACE = REPACKED + "experts_are_repacked_where_they_were_with_the_same_bits"
+HELD = REPACKED + "weights_that_somebody_holds_are_not_written_over"
+OTHER_ORDER = REPACKED + "in_another_order_they_are_stacked_by_the_engine_with_the_same_bits"
+READ_AGAIN = REPACKED + "where_a_newer_release_reads_loaded_weights_again_they_are_left_alone"
 NEWER = SCALES + "where_a_newer_release_may_read_them_they_stay"
 QUERY, POOLS, REPORT = (OURS + f"lab/predict/{name}.py" for name in ("engine_query", "engine_pools", "model_report"))
 DECISION = OURS + "changes/moe_workspace/decision.py"
@@ -136,6 +141,42 @@ MUTATIONS = tuple(
         (UNREAD, "self.attributes |= _Reader(function, known, subjects[0], self.callers).read()", "", NEWER),
         (UNREAD, "engine.require(isinstance(name, ast.Constant), ", "engine.require(True, ", NEWER),
         (UNREAD, "                self.known[node.id] = _UNKNOWN", "                pass", NEWER),
+        (REPACK, "if function is torch.stack:", "if False:", IN_PLACE),
+        (
+            REPACK,
+            "self._written.append(memory.view(result.shape).copy_(result))",
+            "self._written.append(result)",
+            IN_PLACE,
+        ),
+        (REPACK, " if _references(layer._parameters, name) != alone", " if False", HELD),
+        (REPACK, "sys.getrefcount(parameters[name])", "0", HELD),
+        (REPACK, "torch._C._storage_Use_Count(memory._cdata)", "0", HELD),
+        (REPACK, ", *self._kept)", ",)", HELD),
+        (REPACK, " and _lie_in_order(written)", "", OTHER_ORDER),
+        (REPACK, "_are_the_same(args[0], written)", "written", OTHER_ORDER),
+        (REPACK, "engine.require(given == [*_LOCALS],", "engine.require(True,", READ_AGAIN),
+        (REPACK, "node in inside or ", "", READ_AGAIN),
+        (REPACK, "or node.lineno >= calls[0].lineno", "", READ_AGAIN),
+        (REPACK, "*_LOCALS, *WEIGHTS", "*_LOCALS,", READ_AGAIN),
+        (REPACK, 'and "layer" in map(_said, arguments)', "and False", READ_AGAIN),
+        (
+            REPACK,
+            "engine.require(sorted(read) ==",
+            "engine.require(True or sorted(read) ==",
+            REPACKED + "where_a_newer_release_reads_an_expert_twice_it_is_left_alone",
+        ),
+        (
+            FP4,
+            "    engine.own(utils, _REPACK)\n",
+            "",
+            REPACKED + "where_a_hook_point_is_somebody_elses_it_does_nothing",
+        ),
+        (
+            FP4,
+            'if engine.mentions(helper or prepare, _REPACK, "stack"):',
+            "if True:",
+            REPACKED + "a_release_that_stacks_no_list_is_left_alone",
+        ),
         (LIMIT, "taken_s > (limit_s := LIMIT_S * how_slow())", "False", LIMITED),
         (LIMIT, "this.children(recursive=True)", "this.children()", LIMITED),
         (LIMIT, 'fixturedef.scope == "session"', "False", LIMITED),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import marlin_repack
 import pytest
 import torch
 from architectures import CONFIGS
@@ -43,6 +44,8 @@ class Config:
     def __init__(self, method):
         self.method = method
 
+    group_size = 16
+
     def get_quant_method(self, layer, prefix):
         return self.method()
 
@@ -53,8 +56,16 @@ class Config:
         return True
 
 
-@pytest.fixture(params=["triton_kernels", "gpt_oss_on_marlin", "deepseek_v4_on_marlin"])
+MXFP4 = ("triton_kernels", "gpt_oss_on_marlin", "deepseek_v4_on_marlin")
+
+
+@pytest.fixture(params=MXFP4)
 def kind(request, engine, monkeypatch):
+    return made_kind(request.param, engine, monkeypatch)
+
+
+@pytest.fixture(params=[*MXFP4, "nvfp4_on_marlin", "nvfp4_on_trtllm"])
+def any_kind(request, engine, monkeypatch):
     return made_kind(request.param, engine, monkeypatch)
 
 
@@ -70,6 +81,8 @@ def made_kind(name, engine, monkeypatch):
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import marlin_utils, mxfp4
 
+    if name.startswith("nvfp4"):
+        return made_nvfp4(name, engine, monkeypatch)
     names: tuple[str, ...] = ("w13_weight_scale", "w2_weight_scale")
     backend, runs_on = "triton_kernel", MoeRunnerBackend.TRITON_KERNELS
     method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
@@ -80,14 +93,8 @@ def made_kind(name, engine, monkeypatch):
     )
     if name != "triton_kernels":
         reason = "this release runs no MXFP4 experts by Marlin"
-        utils = pytest.importorskip("sglang.srt.layers.quantization.marlin_utils_fp4", reason=reason)
         module = pytest.importorskip("sglang.srt.layers.quantization.mxfp4_marlin_moe", reason=reason)
-
-        def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
-            return b_q_weight.reshape(size_k // 16, size_n * 2).clone()
-
-        monkeypatch.setattr(utils, "gptq_marlin_repack", repack, raising=False)
-        monkeypatch.setattr(utils, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+        marlin_repack.on_cpu(monkeypatch)
         monkeypatch.setattr(marlin_utils, "check_moe_marlin_supports_layer", lambda *args, **kwargs: True)
         for user in (module, mxfp4):
             monkeypatch.setattr(user, "is_sm90_supported", lambda: True, raising=False)
@@ -108,22 +115,42 @@ def made_kind(name, engine, monkeypatch):
                 else ("w13_weight_scale_inv", "w2_weight_scale_inv")
             )
 
-    def make():
-        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)
 
-        with engine.arguments(moe_runner_backend=backend):
-            layer = FusedMoE(
-                EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
-            )
-        layer.quant_method.runner = SimpleNamespace(
-            runner_backend=runs_on, run=run_experts, config=layer.moe_runner_config
+
+def made_nvfp4(name, engine, monkeypatch):
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    config = modelopt_quant.ModelOptFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16, exclude_modules=[])
+    backend, runs_on = "flashinfer_trtllm", MoeRunnerBackend.FLASHINFER_TRTLLM
+    names: tuple[str, ...] = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+    if name == "nvfp4_on_trtllm":
+        # From 0.5.12 on the engine frees them itself.
+        names = () if hasattr(modelopt_quant, "alias_or_bind_derived_param") else names
+    elif not hasattr(modelopt_quant, "prepare_moe_nvfp4_layer_for_marlin"):
+        pytest.skip("this release runs no NVFP4 experts by Marlin")
+    else:
+        marlin_repack.on_cpu(monkeypatch)
+        monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
+        monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+        backend, runs_on = "marlin", MoeRunnerBackend.MARLIN
+    method = lambda: modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)  # noqa: E731
+    return SimpleNamespace(make=lambda: made_layer(engine, method, backend, runs_on), names=names)
+
+
+def made_layer(engine, method, backend, runs_on):
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    with engine.arguments(moe_runner_backend=backend):
+        layer = FusedMoE(
+            EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
         )
-        generator = torch.Generator().manual_seed(1)
-        for parameter in layer.parameters():
-            parameter.data.copy_(torch.randint(1, 100, parameter.shape, generator=generator))
-        return layer
-
-    return SimpleNamespace(make=make, names=names)
+    layer.quant_method.runner = SimpleNamespace(runner_backend=runs_on, run=run_experts, config=layer.moe_runner_config)
+    for place, parameter in enumerate(layer.parameters()):  # each as if there were no other, of whatever size
+        generator = torch.Generator().manual_seed(place)
+        parameter.data.copy_(torch.randint(1, 100, parameter.shape, generator=generator))
+    return layer
 
 
 def processed(kind):
@@ -159,30 +186,42 @@ def parameters_read(layer):
 def poison(layer, names):
     for name in names:
         value = getattr(layer, name).data
-        value.view(torch.uint8).fill_(NAN_E8M0)  # of float32, too, a NaN
+        value.reshape(-1).view(torch.uint8).fill_(NAN_E8M0)  # of float32, too, a NaN
 
 
-def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(kind):
-    stock = processed(kind)
+def test_what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same(any_kind):
+    stock = processed(any_kind)
     expected = answer(stock)
     with installed(fp4_weights.CHANGE):
-        ours = processed(kind)
+        ours = processed(any_kind)
     assert torch.equal(answer(ours), expected)
     read = parameters_read(ours)
-    assert not read & {*kind.names}
-    left = {name for name, value in ours.named_parameters() if "bias" not in name and value.nbytes > EXPERTS * 4}
+    assert not read & {*any_kind.names}
+    left = {name for name, value in ours.named_parameters() if "bias" not in name and value.nbytes > EXPERTS * 8}
     assert left <= read
     assert {name for name, value in stock.named_parameters() if value.shape != getattr(ours, name).shape} == {
-        *kind.names
+        *any_kind.names
     }
-    assert [getattr(ours, name).shape for name in kind.names] == [(EXPERTS, 1, 1)] * len(kind.names)
+    assert [getattr(ours, name).shape for name in any_kind.names] == [(EXPERTS, 1, 1)] * len(any_kind.names)
     for layer in (stock, ours):
-        poison(layer, kind.names)
+        poison(layer, any_kind.names)
         assert torch.equal(answer(layer), expected)
     for name in sorted(read):  # of what is read, every parameter counts
-        layer = processed(kind)
+        layer = processed(any_kind)
         poison(layer, [name])
         assert not torch.equal(answer(layer), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_on_marlin", "deepseek_v4_on_marlin", "nvfp4_on_marlin"])
+def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypatch, name):
+    """Nothing in the engine but the layer holds what it loaded."""
+    any_kind = made_kind(name, engine, monkeypatch)
+    with installed(fp4_weights.CHANGE):
+        layer = any_kind.make()
+        places = [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()]
+        layer.quant_method.process_weights_after_loading(layer)
+    assert [layer.w13_weight.dtype, layer.w2_weight.dtype] == [torch.int32] * 2
+    assert [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()] == places
 
 
 def test_it_says_which_scales_go_and_why_not(kind):
@@ -271,11 +310,11 @@ def test_a_scale_whose_memory_is_read_is_not_counted(giving):
     assert alias.view(torch.uint8).sum() > 0
 
 
-def test_an_update_ends_as_on_the_stock_server(kind):
+def test_an_update_ends_as_on_the_stock_server(any_kind):
     def update(layer):
         outcomes = []
         shapes = ((EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32), (EXPERTS, HIDDEN, INTERMEDIATE // 32), (5, 5))
-        for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", *kind.names):
+        for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", *any_kind.names):
             for shape in shapes:
                 try:
                     parameter = dict(layer.named_parameters())[name]
@@ -290,12 +329,12 @@ def test_an_update_ends_as_on_the_stock_server(kind):
             outcomes.append(f"{type(error).__name__}: {error}")
         return outcomes, answer(layer)
 
-    stock, expected = update(processed(kind))
+    stock, expected = update(processed(any_kind))
     with installed(fp4_weights.CHANGE):
-        ours, given = update(processed(kind))
+        ours, given = update(processed(any_kind))
     assert stock == ours
     assert torch.equal(given, expected)
-    assert not kind.names or "loaded" in stock
+    assert "loaded" in stock or not any(name.endswith(("_scale", "_inv")) for name in any_kind.names)
 
 
 @pytest.fixture

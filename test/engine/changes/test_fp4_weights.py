@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import marlin_repack
 import pytest
 import torch
 from conftest import installed
@@ -105,27 +106,21 @@ def test_placeholders_are_not_allocated(engine, checkpoint):
 
 @pytest.fixture
 def marlin(engine, monkeypatch):
-    """The engine builds and loads as on Hopper; its repacking kernel, which needs a GPU, only reshapes."""
+    """The engine builds and loads as on Hopper, but for its repacking kernel, which needs a GPU."""
     from sglang.srt.layers.quantization import modelopt_quant
 
     reason = "this release runs no NVFP4 experts by Marlin"
     marlin_utils_fp4 = pytest.importorskip("sglang.srt.layers.quantization.marlin_utils_fp4", reason=reason)
     if not hasattr(marlin_utils_fp4, "prepare_moe_nvfp4_layer_for_marlin"):
         pytest.skip(reason)
-
-    def repack(b_q_weight, perm, size_k, size_n, num_bits, **kwargs):
-        assert b_q_weight.shape == (size_k // 8, size_n)
-        return b_q_weight.reshape(size_k // 16, size_n * 2)
-
-    monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", repack, raising=False)
-    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+    alive = marlin_repack.on_cpu(monkeypatch)
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
     monkeypatch.setattr(modelopt_quant, "get_device_capability", lambda *args: (9, 0))
+    return alive
 
 
-@pytest.mark.usefixtures("marlin")
 @pytest.mark.parametrize("backend", ["auto", "marlin"])
-def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, backend):
+def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engine, checkpoint, marlin, backend):
     def load_then_update():
         with engine.arguments(moe_runner_backend=backend):
             model = engine.load(checkpoint())
@@ -143,8 +138,11 @@ def test_marlin_keeps_no_scales_that_it_never_reads(engine, checkpoint, backend)
 
     stock = load_then_update()
     assert stock[1] == [SCALES] * 3  # kept for good
+    assert max(marlin) >= 7  # of 8 experts
+    marlin.clear()
     with installed(fp4_weights.CHANGE):
         patched = load_then_update()
+    assert {*marlin} == {0}
     assert patched[1] == [2 * 8] * 3
     assert_same(stock[0], patched[0])
     assert stock[2] == patched[2]

@@ -1,9 +1,10 @@
-"""fp4-weights: NVFP4 experts are shuffled for the TRT-LLM kernels in place, and no layer keeps scales nobody reads.
+"""fp4-weights: FP4 experts are laid out for their kernels in place, and no layer keeps scales nobody reads.
 
 Why
     The engine shuffles through thousands of allocations and more than a second copy of the layer. ``create_weights``
     allocates swizzled block scales that neither TRT-LLM nor Marlin ever reads; with Marlin they stay for good. So do
-    MXFP4's scales behind ``triton_kernels`` (gpt-oss), and the unpacked ones behind Marlin (DeepSeek-V4).
+    MXFP4's scales behind ``triton_kernels`` (gpt-oss), and the unpacked ones behind Marlin (DeepSeek-V4). For Marlin
+    the engine repacks a layer's experts into a list and a stack, beside the loaded ones.
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and where it was imported by name.
@@ -17,6 +18,8 @@ Hook points
       such a placeholder replaces its scales.
     * ``process_weights_after_loading`` of MXFP4's methods: after it, what :mod:`.unread` proves that the method's
       ``apply`` never reads is replaced by such a placeholder, which takes a weight update as stock's parameter does.
+    * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
+      :mod:`.repack` writes each expert over the one that it was made from.
 
 Skipped
     with runners other than TRT-LLM's, Marlin's and ``triton_kernel``; the NVFP4 part where FlashInfer is not installed.
@@ -28,11 +31,11 @@ Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
     the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
     Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales behind Marlin are deleted after the repack
-    in 0.5.17, not yet in 0.5.13.
+    in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones.
 
 Remove when
     the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
-    keeps them for Marlin, and deletes MXFP4's scales behind ``triton_kernels``.
+    keeps them for Marlin, deletes MXFP4's scales behind ``triton_kernels``, and repacks for Marlin without a list.
 """
 
 from __future__ import annotations
@@ -55,6 +58,9 @@ _FUNCTION = "prepare_static_weights_for_trtllm_fp4_moe"
 _METHOD = "ModelOptNvFp4FusedMoEMethod"
 _MARLIN_UTILS = "sglang.srt.layers.quantization.marlin_utils_fp4"
 _PREPARE_FOR_MARLIN = "prepare_moe_nvfp4_layer_for_marlin"
+_PREPARE_MXFP4_FOR_MARLIN = "prepare_moe_mxfp4_layer_for_marlin"
+_REPACK = "gptq_marlin_repack"
+_REPACK_EXPERTS = "_repack_moe_fp4_weight_for_marlin"
 _SWIZZLE = "swizzle_blockscale"
 _SWIZZLED = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
 _MARLIN = ("marlin", "lora_marlin")
@@ -312,11 +318,41 @@ def _probe_unread() -> Install | None:
     return install if methods else None
 
 
+def _probe_repack() -> Install | None:
+    """:returns: ``None`` where the engine repacks no FP4 experts for Marlin, or does it without a list of all of them.
+
+    :raises engine.Unsupported: who reads the weights that are repacked is not known.
+    """
+    from sglang_moe_patches.changes.fp4_weights import repack
+
+    utils = engine.module(_MARLIN_UTILS) if engine.has_module(_MARLIN_UTILS) else None
+    if utils is None or not hasattr(utils, _REPACK):  # without CUDA
+        return None
+    engine.own(utils, _REPACK)
+    helper = engine.own(utils, _REPACK_EXPERTS) if hasattr(utils, _REPACK_EXPERTS) else None
+    hook_points: list[tuple[Any, str]] = []
+    for name in (_PREPARE_FOR_MARLIN, _PREPARE_MXFP4_FOR_MARLIN):
+        if not hasattr(utils, name):
+            continue
+        prepare = engine.own(utils, name)
+        if engine.mentions(helper or prepare, _REPACK, "stack"):
+            repack.require_last_use(prepare, helper)
+            importers = (utils, sys.modules.get(_MODELOPT))
+            hook_points += [(owner, name) for owner in importers if hasattr(owner, name) and engine.own(owner, name)]
+
+    def install(patcher: Patcher) -> None:
+        patcher.wrap(utils, _REPACK, repack.wrap_kernel)
+        for owner, name in hook_points:
+            patcher.wrap(owner, name, repack.wrap_prepare)
+
+    return install if hook_points else None
+
+
 def _plan() -> Plan:
-    unread, nvfp4 = _probe_unread(), _plan_nvfp4()
-    if unread is None:
+    unread, repack, nvfp4 = _probe_unread(), _probe_repack(), _plan_nvfp4()
+    if unread is None and repack is None:
         return nvfp4
-    installs = [unread, *([nvfp4.install] if nvfp4.install else [])]
+    installs = [install for install in (unread, repack, nvfp4.install) if install]
 
     def install(patcher: Patcher) -> None:
         for one in installs:
@@ -344,7 +380,7 @@ def _plan_nvfp4() -> Plan:
 
 CHANGE = Change(
     name="fp4-weights",
-    summary="NVFP4 expert weights are shuffled in place, and FP4 experts keep no scales that nobody reads",
+    summary="FP4 expert weights are laid out in place, and keep no scales that nobody reads",
     plan=_plan,
     skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
     counts=(

@@ -1,0 +1,171 @@
+"""Marlin's repack of FP4 experts, each into the memory of the expert that it was made from.
+
+The engine repacks expert by expert into a list and stacks the list, while it still holds the weights that were loaded.
+A repacked expert has as many bytes as before. Here it is written there as soon as its kernel is through, and the stack
+of all of them is the memory of the loaded weights.
+
+That memory must be nobody else's, and nobody may read the loaded weights any more. The first is asked of the reference
+counts of each layer, the second of the engine's source (:func:`require_last_use`). Where either does not hold, the
+engine's own list and stack remain.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from sglang_moe_patches.core import engine
+
+WEIGHTS = ("w13_weight", "w2_weight")
+_LOCALS = ("w13", "w2")
+"""The engine's names for their tensors in the functions that prepare a layer."""
+_HARMLESS = ("hasattr", "delattr")
+
+
+def _references(parameters: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """How many hold a parameter, and how many tensors its memory has."""
+    memory = parameters[name].untyped_storage()
+    return sys.getrefcount(parameters[name]), torch._C._storage_Use_Count(memory._cdata)
+
+
+def _held_elsewhere(layer: Any) -> list[int]:
+    """Addresses of weights that something besides the layer holds, judged by a parameter that nothing else does."""
+    alone = _references({"": torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}, "")
+    held = (name for name in WEIGHTS if _references(layer._parameters, name) != alone)
+    return [layer._parameters[name].untyped_storage().data_ptr() for name in held]
+
+
+class _Repack(TorchFunctionMode):
+    """Sees of what an expert's copy is made, which the kernel is given, and what is stacked.
+
+    :param kept: addresses of memory that is not written over.
+    """
+
+    def __init__(self, kept: list[int]) -> None:
+        super().__init__()
+        self._kept = kept
+        self._copied: tuple[Any, Any] = None, None
+        self._written: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.stack:
+            written, self._written = self._written, []
+            if not kwargs and len(args) == 1 and _are_the_same(args[0], written) and _lie_in_order(written):
+                first = written[0]
+                return first.as_strided((len(written), *first.shape), (first.numel(), *first.stride()))
+        result = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.contiguous:
+            self._copied = result, args[0]
+        return result
+
+    def memory_of(self, copy: Any) -> Any:
+        """What a transposed ``copy`` of an expert's weights was made from; ``None``: it may not be written over."""
+        (copied, source), self._copied = self._copied, (None, None)
+        if copied is not copy or copy is None:
+            return None
+        address = source.untyped_storage().data_ptr()
+        return None if address in (copy.untyped_storage().data_ptr(), *self._kept) else source.mT
+
+    def put(self, result: Any, memory: Any) -> Any:
+        """An expert's result, written over ``memory`` where it fits."""
+        if not memory.is_contiguous() or (memory.dtype, memory.numel()) != (result.dtype, result.numel()):
+            return result
+        self._written.append(memory.view(result.shape).copy_(result))
+        return self._written[-1]
+
+
+def _are_the_same(tensors: Any, others: list[Any]) -> bool:
+    return 0 < len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+def _lie_in_order(tensors: list[Any]) -> bool:
+    """Whether each begins in memory where the one before it ends."""
+    return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(tensors))
+
+
+_current: ContextVar[_Repack | None] = ContextVar("sglang_moe_patches_repack", default=None)
+
+
+def wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``, run for each loaded layer."""
+
+    @functools.wraps(original)
+    def prepare(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Repack(_held_elsewhere(layer)) as mode:
+            token = _current.set(mode)
+            try:
+                return original(layer, *args, **kwargs)
+            finally:
+                _current.reset(token)
+
+    return prepare
+
+
+def wrap_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``gptq_marlin_repack`` of one expert's weights."""
+
+    @functools.wraps(original)
+    def gptq_marlin_repack(b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = _current.get()
+        memory = mode and mode.memory_of(b_q_weight)
+        result = original(b_q_weight, *args, **kwargs)
+        return result if memory is None else mode.put(result, memory)  # type: ignore[union-attr]
+
+    return gptq_marlin_repack
+
+
+# --- Who reads the loaded weights ------------------------------------------------------------------------------------
+
+
+def require_last_use(prepare: Any, helper: Any | None) -> None:
+    """:raises engine.Unsupported: from the first repack on, something else may read the weights as they were loaded.
+
+    :param prepare: one of the engine's functions that prepare a layer.
+    :param helper: the function that repacks a layer's experts; ``None``: it is one inside ``prepare``.
+    """
+    whole = _definition(prepare)
+    inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]
+    repackers = [_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
+    engine.require(len(repackers) == 1, f"{prepare.__name__} has not one function that repacks")
+    (repacker,), weight = repackers, repackers[0].args.args[0].arg
+    calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and _said(node.func) == repacker.name]
+    calls.sort(key=lambda call: call.lineno)
+    given = [_said(call.args[0]) for call in calls if call.args]
+    engine.require(given == [*_LOCALS], f"{prepare.__name__} repacks {', '.join(given) or 'nothing'}")
+    inside = {node for function in inner for node in ast.walk(function)}
+    for node in ast.walk(whole):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
+                reads = name in (*_LOCALS, *WEIGHTS) and not any(node is call.args[0] for call in calls)
+            case ast.Call(func=function, args=arguments):
+                name = f"the layer by {_said(function)}"
+                reads = name.rpartition(" ")[2] not in _HARMLESS and "layer" in map(_said, arguments)
+            case _:
+                continue
+        late = node in inside or node.lineno >= calls[0].lineno
+        engine.require(not (reads and late), f"{prepare.__name__} reads {name} again")
+    read = [
+        _said(parent)
+        for parent in ast.walk(repacker)
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Name) and child.id == weight
+    ]
+    engine.require(sorted(read) == [f"{weight}.shape", f"{weight}[i]"], f"{repacker.name} reads {weight} otherwise")
+
+
+def _definition(function: Any) -> ast.FunctionDef:
+    (definition,) = ast.parse(engine.source(function)).body
+    engine.require(isinstance(definition, ast.FunctionDef), f"{function.__name__} is no plain function")
+    return definition  # type: ignore[return-value]
+
+
+def _said(node: ast.AST) -> str:
+    return ast.unparse(node)

@@ -1,0 +1,240 @@
+"""fp4-weights on the engine's own functions that prepare FP4 experts for Marlin: the same bits, in the same memory."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from types import FunctionType, SimpleNamespace
+
+import marlin_repack
+import pytest
+import torch
+from conftest import installed
+from sglang_moe_patches.changes import fp4_weights
+from sglang_moe_patches.changes.fp4_weights import repack
+from sglang_moe_patches.core import engine as engine_code
+from sglang_moe_patches.core.patch import Status, probe
+
+pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
+
+MXFP4, NVFP4 = "prepare_moe_mxfp4_layer_for_marlin", "prepare_moe_nvfp4_layer_for_marlin"
+#: Experts of this rank, hidden size, intermediate size of this rank, whether gated, whether there are biases.
+SHAPES = {
+    "all experts": (8, 128, 64, True, False),
+    "biases": (8, 128, 64, True, True),
+    "an uneven share of experts": (3, 256, 128, True, True),
+    "one expert": (1, 128, 64, True, False),
+    "a share of each expert that the engine pads": (4, 128, 96, True, True),
+    "not gated": (4, 128, 128, False, False),
+    "not gated, biases, padded": (4, 128, 96, False, True),
+}
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    pytest.importorskip(fp4_weights._MARLIN_UTILS, reason="this release runs no FP4 experts by Marlin")
+    return marlin_repack.on_cpu(monkeypatch)
+
+
+@pytest.fixture(params=[MXFP4, NVFP4])
+def name(request, alive):
+    if not hasattr(engine_code.module(fp4_weights._MARLIN_UTILS), request.param):
+        pytest.skip("this release runs no NVFP4 experts by Marlin")
+    return request.param
+
+
+def loaded(name, shape):
+    """A layer of routed experts as it is after loading."""
+    experts, hidden, inner, gated, biased = shape
+    rows = inner * (2 if gated else 1)
+    group, scale = (32, torch.uint8) if name == MXFP4 else (16, torch.float8_e4m3fn)
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*size):
+        return torch.randint(0, 127, (experts, *size), generator=generator, dtype=torch.uint8)
+
+    weights = {
+        "w13_weight": some(rows, hidden // 2),
+        "w2_weight": some(hidden, inner // 2),
+        "w13_weight_scale": some(rows, hidden // group).view(scale),
+        "w2_weight_scale": some(hidden, inner // group).view(scale),
+    }
+    if name == NVFP4:
+        weights |= {f"{each}_weight_scale_2": some().float() for each in ("w13", "w2")}
+    if biased:
+        word = "bias" if name == NVFP4 else "weight_bias"
+        weights |= {f"w13_{word}": some(rows).bfloat16(), f"w2_{word}": some(hidden).bfloat16()}
+    layer = torch.nn.Module()
+    for each, value in weights.items():
+        layer.register_parameter(each, torch.nn.Parameter(value, requires_grad=False))
+    layer.quant_config = SimpleNamespace(group_size=16)
+    layer.moe_runner_config = SimpleNamespace(is_gated=gated)
+    layer.intermediate_size_per_partition, layer.params_dtype = inner, torch.bfloat16
+    return layer
+
+
+def prepare(name, layer):
+    """What the engine makes of the layer, or why it does not."""
+    try:
+        getattr(engine_code.module(fp4_weights._MARLIN_UTILS), name)(layer)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return {each: value.data for each, value in layer.named_parameters()}
+
+
+def assert_same(stock, ours):
+    assert stock.keys() == ours.keys()
+    for each, value in stock.items():
+        assert (value.dtype, value.shape) == (ours[each].dtype, ours[each].shape)
+        assert torch.equal(value.contiguous().view(torch.uint8), ours[each].contiguous().view(torch.uint8)), each
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_experts_are_repacked_where_they_were_with_the_same_bits(name, alive, shape):
+    """Of all results so far none is in memory of its own when the kernel runs for the next expert."""
+    stock = prepare(name, loaded(name, shape))
+    assert max(alive, default=0) >= shape[0] - 1 or isinstance(stock, str)
+    alive.clear()
+    layer = loaded(name, shape)
+    sizes = [getattr(layer, each).nbytes for each in repack.WEIGHTS]
+    places = [getattr(layer, each).data_ptr() for each in repack.WEIGHTS]
+    with installed(fp4_weights.CHANGE):
+        ours = prepare(name, layer)
+    if isinstance(stock, str):  # this release refuses such a share
+        assert ours == stock
+        return
+    assert_same(stock, ours)
+    assert alive == [0] * 2 * shape[0]
+    made = [ours[each] for each in repack.WEIGHTS]
+    padded = sizes != [value.nbytes for value in made]
+    assert padded or places == [value.data_ptr() for value in made]
+    for value in made:
+        assert type(value) is torch.Tensor
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+HOLDERS = {
+    "the parameter": lambda weight: weight,
+    "its memory": lambda weight: weight.data,
+    "one expert": lambda weight: weight[1],
+    "a list": lambda weight: [weight],
+}
+
+
+@pytest.mark.parametrize("which", repack.WEIGHTS)
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_weights_that_somebody_holds_are_not_written_over(name, hold, which):
+    shape = SHAPES["biases"] if name == MXFP4 else SHAPES["not gated"]
+    stock = prepare(name, loaded(name, shape))
+    layer = loaded(name, shape)
+    before = getattr(layer, which).detach().clone()
+    held = hold(getattr(layer, which))
+    with installed(fp4_weights.CHANGE):
+        ours = prepare(name, layer)
+    assert_same(stock, ours)
+    (held,) = held if isinstance(held, list) else (held,)
+    assert torch.equal(held, before[1] if held.ndim < before.ndim else before)
+
+
+def test_a_layer_that_is_refused_ends_as_on_the_stock_server(name):
+    def refused():
+        layer = loaded(name, SHAPES["biases"])
+        layer.w2_weight = torch.nn.Parameter(layer.w2_weight[:, :-1].clone(), requires_grad=False)
+        return prepare(name, layer)
+
+    stock = refused()
+    with installed(fp4_weights.CHANGE):
+        assert isinstance(stock, str)
+        assert refused() == stock
+
+
+def test_where_a_hook_point_is_somebody_elses_it_does_nothing(name, monkeypatch):
+    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    places = [(utils, name), (utils, "gptq_marlin_repack")]
+    places += [(module, name) for module in [engine_code.module(fp4_weights._MODELOPT)] if hasattr(module, name)]
+    for owner, attribute in places:
+        original = getattr(owner, attribute)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, lambda *args, original=original, **kwargs: original(*args, **kwargs))
+            plan = probe(fp4_weights.CHANGE)
+        assert (plan.status, plan.install) == (Status.UNSUPPORTED, None), attribute
+        assert f"{attribute} is wrapped or replaced by" in plan.reason
+    assert probe(fp4_weights.CHANGE).install is not None
+
+
+def newer(function, tmp_path, source):
+    """The engine's function with another source."""
+    path = tmp_path / f"{function.__name__}.py"
+    path.write_text(source)
+    linecache.checkcache(str(path))
+    found: dict[str, FunctionType] = {}
+    exec(compile(source, str(path), "exec"), function.__globals__, found)
+    return found[function.__name__]
+
+
+def repacking():
+    """The release's functions that prepare or repack a layer's experts, by their names."""
+    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    names = (MXFP4, NVFP4, fp4_weights._REPACK_EXPERTS)
+    return {each: getattr(utils, each) for each in names if hasattr(utils, each)}
+
+
+def changed(monkeypatch, tmp_path, old, new):
+    """The release, where these functions have another text."""
+    utils = engine_code.module(fp4_weights._MARLIN_UTILS)
+    for each, function in repacking().items():
+        source = inspect.getsource(function)
+        if old in source:
+            monkeypatch.setattr(utils, each, newer(function, tmp_path, source.replace(old, new)))
+
+
+ORDERS = {
+    "the last expert first": ("in range(num_experts)", "in reversed(range(num_experts))"),
+    "a list that is turned round": ("torch.stack(tensor_list)", "torch.stack(tensor_list[::-1])"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_in_another_order_they_are_stacked_by_the_engine_with_the_same_bits(name, monkeypatch, tmp_path, order):
+    changed(monkeypatch, tmp_path, *order)
+    stock = prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"]))
+    assert isinstance(stock, dict)
+    with installed(fp4_weights.CHANGE):
+        assert_same(stock, prepare(name, loaded(name, SHAPES["not gated" if name == NVFP4 else "biases"])))
+
+
+#: What a newer release does at its end, or somewhere else, and the reason.
+NEWER = {
+    "layer.workspace = w13[0]\n": "reads w13 again",
+    "layer.workspace = layer.w2_weight[0]\n": "reads w2_weight again",
+    "remember(layer)\n": "reads the layer by remember again",
+    "_repack_weight(w2_bias, False)\n_repack_moe_fp4_weight_for_marlin(w2_bias, perm)\n": "repacks w13, w2, w2_bias",
+    ("if bias is None:", "if w13 is None:"): "reads w13 again",
+}
+
+
+@pytest.mark.parametrize("change", NEWER, ids=NEWER.values())
+def test_where_a_newer_release_reads_loaded_weights_again_they_are_left_alone(name, tmp_path, change):
+    function, helper = repacking()[name], repacking().get(fp4_weights._REPACK_EXPERTS)
+    source = inspect.getsource(function)
+    if isinstance(change, tuple):
+        source = source.replace(*change)
+    else:
+        source += "".join(f"    {line}\n" for line in change.splitlines())
+    repack.require_last_use(function, helper)
+    with pytest.raises(engine_code.Unsupported, match=NEWER[change]):
+        repack.require_last_use(newer(function, tmp_path, source), helper)
+
+
+def test_where_a_newer_release_reads_an_expert_twice_it_is_left_alone(monkeypatch, tmp_path, name):
+    changed(monkeypatch, tmp_path, "tensor_list.append(marlin_qweight)", "tensor_list.append(weight[i])")
+    plan = probe(fp4_weights.CHANGE)
+    assert (plan.status, plan.install) == (Status.UNSUPPORTED, None)
+    assert "reads weight otherwise" in plan.reason
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_release_that_stacks_no_list_is_left_alone(monkeypatch, tmp_path):
+    assert fp4_weights._probe_repack() is not None
+    changed(monkeypatch, tmp_path, "torch.stack(", "torch.cat(")
+    assert fp4_weights._probe_repack() is None

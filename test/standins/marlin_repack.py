@@ -1,0 +1,39 @@
+"""In the place of the compiled kernel behind the engine's ``gptq_marlin_repack``, which needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def on_cpu(monkeypatch):
+    """The engine's own function with a kernel that orders weights otherwise.
+
+    :returns: for each run of the kernel, how many results of earlier ones were still in memory of their own.
+    """
+    from sglang.srt.layers.quantization import marlin_utils_fp4
+
+    try:
+        from sglang.jit_kernel.gptq_marlin_repack import gptq_marlin_repack
+    except ImportError:
+        from sglang.kernels.ops.quantization.gptq_marlin_repack import gptq_marlin_repack
+
+    results: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def kernel(b_q_weight, perm, out, size_k, size_n, num_bits):
+        assert b_q_weight.shape == (size_k * num_bits // 32, size_n)
+        assert b_q_weight.is_contiguous()
+        alive.append(sum(not result.expired() for result in results))
+        results.append(StorageWeakRef(out.untyped_storage()))
+        out.copy_(b_q_weight.flip(1).reshape(out.shape))
+
+    home = sys.modules[gptq_marlin_repack.__module__]
+    compiled = SimpleNamespace(gptq_marlin_repack=kernel)
+    monkeypatch.setattr(home, "_jit_gptq_marlin_repack_module", lambda: compiled)
+    monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", gptq_marlin_repack, raising=False)
+    monkeypatch.setattr(marlin_utils_fp4, "marlin_make_workspace", lambda *args: torch.zeros(1, dtype=torch.int))
+    return alive
