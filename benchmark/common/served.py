@@ -77,6 +77,8 @@ def run_label(result: dict[str, Any]) -> str:
         parts.append(f"{stages} pipeline stages")
     if (attention := given.get("--attention-backend", "triton")) != "triton":
         parts.append(f"attention by {attention}")
+    if (sampling := given.get("--sampling-backend", "pytorch")) != "pytorch":
+        parts.append(f"sampling by {sampling}")
     if algorithm := given.get("--speculative-algorithm"):
         parts.append(algorithm)
     return ", ".join([*parts, result["conditions"]["engine"]])

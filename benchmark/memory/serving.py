@@ -100,6 +100,8 @@ ANSWER_TOKENS = 32
 """New tokens of each answer to a question, at the most."""
 WARM_UP_TOKENS = 8
 """New tokens of each request before the load."""
+STARTUP_S = 900
+"""Seconds until a server must be ready: four GPUs compile for minutes."""
 STREAMED = 16
 """Tokens between two messages of a stream: one for each token, with the whole text so far, is work for HTTP alone."""
 IMAGE_SIZE, IMAGE_TOKENS = "720p", 880
@@ -340,7 +342,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     home.mkdir(parents=True)
 
     log, progress = work / f"{name}.log", processes.saying(name, 20)
-    server = Server(name, server_arguments(options, model, name), own, log, timeout=560, progress=progress)
+    server = Server(name, server_arguments(options, model, name), own, log, timeout=STARTUP_S, progress=progress)
     with server:
         client = Client(server.url)
         info = client.info()

@@ -47,9 +47,9 @@ from sglang_moe_patches.core.patch import (
     Count,
     Decision,
     Install,
-    Patcher,
     Plan,
     Status,
+    together,
 )
 
 
@@ -61,11 +61,7 @@ def _plan() -> Plan:
     if engine.has_module("flashinfer"):
         installs += [takers.trtllm(), offers.install]
 
-    def install(patcher: Patcher) -> None:
-        for part in installs:
-            part(patcher)
-
-    return Plan(Status.APPLIED, offers.note, install)
+    return Plan(Status.APPLIED, offers.note, together(installs))
 
 
 def _probe_attention_inputs() -> Install:

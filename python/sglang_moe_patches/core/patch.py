@@ -111,6 +111,17 @@ class Built:
     tiles: Callable[[Any], Mapping[str, int] | None] = lambda experts: None
 
 
+def together(parts: Iterable[Install]) -> Install:
+    """What installs all of these, in this order."""
+    all_parts = tuple(parts)
+
+    def install(patcher: Patcher) -> None:
+        for part in all_parts:
+            part(patcher)
+
+    return install
+
+
 INPUTS_DROPPED = "attention inputs dropped"
 SHARED_LAST = "shared experts last"
 OUTPUT_IN_DEAD_INPUT = "output in the dead input"

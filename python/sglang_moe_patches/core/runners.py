@@ -69,8 +69,12 @@ def may_take_dead_input(experts: Any, runner: str | None) -> bool:
 
 def is_nvfp4(experts: Any) -> bool:
     """Whether the weights of a ``FusedMoE`` layer are NVFP4, by the classes of its method or scheme."""
-    holder = getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
-    return any("nvfp4" in kind.__name__.lower() for kind in type(holder).__mro__)
+    return any("nvfp4" in kind.__name__.lower() for kind in type(quantization_of(experts)).__mro__)
+
+
+def quantization_of(experts: Any) -> Any:
+    """What knows the format of a ``FusedMoE`` layer's weights: the scheme of its quantization method, or the method."""
+    return getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
 
 
 def layers_of(model: Any) -> list[Any]:

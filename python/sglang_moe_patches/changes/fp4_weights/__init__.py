@@ -47,7 +47,7 @@ from typing import Any
 
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort, together
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -352,13 +352,7 @@ def _plan() -> Plan:
     unread, repack, nvfp4 = _probe_unread(), _probe_repack(), _plan_nvfp4()
     if unread is None and repack is None:
         return nvfp4
-    installs = [install for install in (unread, repack, nvfp4.install) if install]
-
-    def install(patcher: Patcher) -> None:
-        for one in installs:
-            one(patcher)
-
-    return Plan.applied(install)
+    return Plan.applied(together([install for install in (unread, repack, nvfp4.install) if install]))
 
 
 def _plan_nvfp4() -> Plan:
@@ -369,13 +363,7 @@ def _plan_nvfp4() -> Plan:
         if marlin is None:
             return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         return Plan.applied(marlin)
-    installs = [_probe_shuffle(), _probe_placeholders(), *([marlin] if marlin else [])]
-
-    def install(patcher: Patcher) -> None:
-        for one in installs:
-            one(patcher)
-
-    return Plan.applied(install)
+    return Plan.applied(together([_probe_shuffle(), _probe_placeholders(), *([marlin] if marlin else [])]))
 
 
 CHANGE = Change(

@@ -47,15 +47,12 @@ def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
     inplace = runners.is_in_place(experts)
     is_scratch = offered and inplace and rows * inner <= tokens * hidden
 
-    def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     quantized = second.dtype.itemsize == 1
     scales = [getattr(experts, name, None) for name in ("w2_weight_scale_inv", "w2_weight_scale")]
     scale = next((_without_memory(each) for each in scales if each is not None), None)
     blocks = getattr(getattr(experts.quant_method, "quant_config", None), "weight_block_size", None)
     rest = [None] * (deferred_tensor.CONFIG - deferred_tensor.REST)
-    operands = (empty(rows, inner), _without_memory(second), None, None, scale, None)
+    operands = (_empty(rows, inner), _without_memory(second), None, None, scale, None)
     how = {"use_fp8_w8a8": quantized and second.is_floating_point(), "use_int8_w8a8": False, "block_shape": blocks}
     gemm = SecondGemm(*operands, (*rest, tiles), how)
     deferred = DeferredTensor((tokens, top_k, hidden), "meta", torch.bfloat16, gemm)
@@ -70,7 +67,7 @@ def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
     )
     token = deferred_tensor.current_call.set(call)
     try:
-        slices = deferred_tensor.choose_column_slices(deferred, empty(tokens, hidden))
+        slices = deferred_tensor.choose_column_slices(deferred, _empty(tokens, hidden))
     finally:
         deferred_tensor.current_call.reset(token)
     used = SCRATCH_IN_DEAD_INPUT if is_scratch else OUTPUT_IN_DEAD_INPUT if offered and not inplace else ""
@@ -93,28 +90,25 @@ def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
     )
     local = weights.shape[0]
     bits = 8 * weights.nbytes // (local * hidden * inner)
-    scheme, quantization = getattr(experts, "scheme", None), getattr(experts.quant_method, "quant_config", None)
-    name = type(scheme or experts.quant_method).__name__.lower()
-    reordered = bool(getattr(quantization, "desc_act", False) or getattr(scheme, "actorder", None))
-
-    def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    name = type(runners.quantization_of(experts)).__name__.lower()
+    by_config = getattr(getattr(experts.quant_method, "quant_config", None), "desc_act", False)
+    reordered = bool(by_config or getattr(getattr(experts, "scheme", None), "actorder", None))
 
     def packed(rows: int, columns: int) -> tuple[Any, Any]:
-        words = empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
+        words = _empty(local, rows // 16, columns * (bits // 2), dtype=torch.int32)
         groups = max(1, scales.numel() // (local * hidden))
-        return words, empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
+        return words, _empty(local, max(1, groups * rows // inner), columns, dtype=scales.dtype)
 
     (w1, w1_scale), (w2, w2_scale) = packed(hidden, 2 * inner), packed(inner, hidden)
-    hidden_states = empty(tokens, hidden)
+    hidden_states = _empty(tokens, hidden)
     arguments = {
         **{"hidden_states": hidden_states, "w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale},
-        **{"topk_ids": empty(tokens, top_k, dtype=torch.int32), "num_bits": bits, "inplace": config.inplace},
+        **{"topk_ids": _empty(tokens, top_k, dtype=torch.int32), "num_bits": bits, "inplace": config.inplace},
         **{"g_idx2": weights if reordered else None, "sort_indices2": None},
         "w2_zeros": second.get("w2_qzeros") if "awq" in name else None,
         "expert_map": None if experts.num_experts == experts.num_local_experts else weights,
     }
-    before = channel.exchange(empty(tokens, hidden) if offered else None)
+    before = channel.exchange(_empty(tokens, hidden) if offered else None)
     try:
         reason = marlin.column_skip_reason(arguments, hidden, w2, w2_scale)
         slices = marlin.choose_column_slices(arguments, max_bytes)
@@ -139,8 +133,15 @@ def _size(tokens: int, top_k: int, hidden: int) -> str:
     return f"[tokens, top-k, hidden] is {2 * tokens * top_k * hidden / 1e6:,.0f} MB here"
 
 
+def _empty(*shape: int, dtype: Any = None) -> Any:
+    """A tensor without memory, in bfloat16 where no ``dtype`` is given."""
+    import torch
+
+    return torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta")
+
+
 def _without_memory(tensor: Any) -> Any:
-    """A tensor of the same shape, strides and dtype."""
+    """A tensor of the same shape, strides and dtype, without memory."""
     import torch
 
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -23,9 +23,10 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +263,9 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
         layer = _describe_layer(built.model, tokens)
         if layer is not None:
-            decisions = _ask_changes(plans, patch.Built(built.model, tokens, top_k, _tiles_of(tokens)))
+            decisions = _ask_changes(
+                plans, patch.Built(built.model, tokens, top_k, partial(_read_tiles, tokens=tokens))
+            )
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
@@ -341,6 +344,7 @@ def claim_gpu(gpu: Gpu) -> None:
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
+    # Where NVFP4's weights are created some releases move scales to the GPU, which is pretended.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     # Nothing is computed, and the compiler takes seconds to import.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
@@ -555,29 +559,24 @@ def _describe_layer(model: Any, tokens: int) -> dict[str, Any] | None:
         if not isinstance(experts, FusedMoE):
             continue
         block = modules[name.rpartition(".")[0]]
-        method = experts.quant_method
-        holder = getattr(experts, "scheme", None) or method
+        quantization = runners.quantization_of(experts)
         config = experts.moe_runner_config
         return {
             "runner": runners.runner_of(experts),
-            "method": type(holder).__name__,
-            "blocks": bool(getattr(holder, "block_quant", False)),
+            "method": type(quantization).__name__,
+            "blocks": bool(getattr(quantization, "block_quant", False)),
             "experts": config.num_experts,
             "top_k": config.top_k,
             "intermediate": config.intermediate_size_per_partition,
             "shared_experts": any(getattr(block, name, None) is not None for name in _SHARED_EXPERTS),
             "family": family,
             "in_place": runners.is_in_place(experts),
-            "tiles": _read_tiles(experts, holder, tokens),
+            "tiles": _read_tiles(experts, tokens),
         }
     return None
 
 
-def _tiles_of(tokens: int) -> Callable[[Any], dict[str, int] | None]:
-    return lambda experts: _read_tiles(experts, getattr(experts, "scheme", None) or experts.quant_method, tokens)
-
-
-def _read_tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None:
+def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
     """Of Triton's second GEMM, by the file that the engine would load on this GPU; ``None``: not known."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as configs
@@ -585,15 +584,16 @@ def _read_tiles(experts: Any, holder: Any, tokens: int) -> dict[str, int] | None
     first, second = (getattr(experts, name, None) for name in ("w13_weight", "w2_weight"))
     if first is None or second is None or first.dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
-    in_blocks = getattr(holder, "block_quant", False)
-    by_channel = "channel" in str(getattr(getattr(holder, "weight_quant", None), "strategy", "")).lower()
+    quantization = runners.quantization_of(experts)
+    in_blocks = getattr(quantization, "block_quant", False)
+    by_channel = "channel" in str(getattr(getattr(quantization, "weight_quant", None), "strategy", "")).lower()
     config, (down_config, _) = configs.try_get_optimal_moe_config(
         tuple(first.shape),
         tuple(second.shape),
         experts.moe_runner_config.top_k,
         configs.get_config_dtype_str(torch.bfloat16, use_fp8_w8a8=first.dtype == torch.float8_e4m3fn),
         tokens,
-        block_shape=holder.quant_config.weight_block_size if in_blocks else None,
+        block_shape=quantization.quant_config.weight_block_size if in_blocks else None,
         per_channel_quant=by_channel,
         return_down_config=True,
     )

@@ -1,33 +1,20 @@
 """How many requests run at once beside a KV cache that was sized, where nobody has said it.
 
 The engine's default allows thousands, and sampling may take eighteen numbers for each request and each token of the
-vocabulary: 22 GB for 2,048 requests and 151,936 tokens, with which a server without this package ends. What memory is
-kept for is rehearsed with as many requests as the largest decode graph has, and no batch becomes larger while one of
-its requests asks for such sampling. Requests without it run as ever, as far as there was memory for them.
+vocabulary: 22 GB for 2,048 requests and 151,936 tokens, with which a server without this package ends. Such sampling is
+rehearsed with as many requests as the largest decode graph has, and no batch becomes larger while one of its requests,
+or one that waits, asks for it. Other requests run at once as many as there was memory for.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class AtOnce:
-    """Requests in one batch.
-
-    :param requests: of any kind.
-    :param penalized: where one of them is :func:`penalized`.
-    """
-
-    requests: int
-    penalized: int
-
-
-def penalized(request: Any) -> bool:
-    """Whether the sampling of a request keeps or makes numbers for every token of the vocabulary, for its whole batch.
+def is_penalized(request: Any) -> bool:
+    """Whether a request has penalties or the like: numbers for every token of the vocabulary, for its whole batch.
 
     :param request: the engine's ``Req``.
     """
@@ -44,20 +31,24 @@ def penalized(request: Any) -> bool:
     )
 
 
-def limit(scheduler: Any, at_once: AtOnce) -> None:
-    """Have a scheduler admit no more requests; those that wait are admitted when others have ended."""
-    waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # of penalized ones that have not ended
+def limit(scheduler: Any, requests: int, penalized: int) -> None:
+    """Have a scheduler admit no more requests than these to a batch; others wait until some have ended.
+
+    :param requests: of any kind.
+    :param penalized: while one that runs or waits :func:`is_penalized`.
+    """
+    with_penalties: weakref.WeakSet[Any] = weakref.WeakSet()
     queue, allocatable = scheduler._add_request_to_queue, scheduler.get_num_allocatable_reqs
 
     @functools.wraps(queue)
     def add_request_to_queue(req: Any, *args: Any, **kwargs: Any) -> Any:
-        if penalized(req):
-            waiting.add(req)
+        if is_penalized(req):
+            with_penalties.add(req)
         return queue(req, *args, **kwargs)
 
     @functools.wraps(allocatable)
     def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
-        most = at_once.penalized if any(not req.finished() for req in waiting) else at_once.requests
+        most = penalized if any(not req.finished() for req in with_penalties) else requests
         return min(allocatable(running_bs, *args, **kwargs), most - running_bs)
 
     scheduler._add_request_to_queue = add_request_to_queue

@@ -39,7 +39,8 @@ class LoadDriver:
 
     Asked again and again for what to put; in between it is told what was seen and answered.
 
-    :param derive: what is driven, from the limits.
+    :param derive: makes what is driven from the limits.
+    :param fits: asked before a phase or a prompt that is larger than what ran.
     :param abort: makes the request that ends all others.
     :param seconds_to_deadline: seconds until no further phase begins, and so many more.
     :param grace_s: so many more, after which what still runs is left to itself.
@@ -60,8 +61,8 @@ class LoadDriver:
         self._seconds_to_deadline, self._grace_s, self._slowest_s = seconds_to_deadline, grace_s, 0.0
         self.seconds: dict[str, float] = {}
         """Of each phase that began, by its name."""
-        self.lowered = 0
-        """Requests that are to run at once, because there was no memory for more; 0: there was."""
+        self.fewer_requests = 0
+        """How many run at once from now on, because there was no memory for more; 0: there was."""
         self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = self.out_of_time = False
@@ -119,10 +120,10 @@ class LoadDriver:
         while left:
             phase = left.pop(0)
             began_kinds.add(phase.kind)
-            if phase.after and not self._fits(phase.after, phase.times, must=not phase.otherwise):
-                if phase.otherwise:
-                    self.lowered = phase.otherwise * self.limits.stages
-                    self.limits = replace(self.limits, requests=self.lowered)
+            if phase.smaller and not self._fits(phase.smaller, phase.times, must=not phase.fewer_requests):
+                if phase.fewer_requests:
+                    self.fewer_requests = phase.fewer_requests * self.limits.stages
+                    self.limits = replace(self.limits, requests=self.fewer_requests)
                     left = [later for later in self._derive(self.limits).phases if later.kind not in began_kinds]
                     continue
                 self.end()
@@ -156,13 +157,13 @@ class LoadDriver:
             while self._waiting and not (self._decoding or self._idle or self._ended):
                 yield []
         behind = set(self._waiting)
-        prompts, shorter = phase.prompts(tokens), 0
+        prompts, last_tokens = phase.prompts(tokens), 0
         for turn in [[prompt] for prompt in prompts] if phase.in_turn else [prompts]:
             # What comes behind a prefix is about as large as what came before.
-            if shorter and not (phase.growth or self._fits(phase.name, len(turn[0]) / shorter, must=True)):
+            if last_tokens and not (phase.growth or self._fits(phase.name, len(turn[0]) / last_tokens, must=True)):
                 self.end()
                 break
-            shorter = len(turn[0])
+            last_tokens = len(turn[0])
             if (left_s := self._seconds_to_deadline(self._grace_s)) < phase.growth * self._slowest_s:
                 self.out_of_time = True
                 self.end()

@@ -49,7 +49,7 @@ class UseTokens(ranks.Order):
 
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
-    :param requests: that are to run at once, where there was no memory for more; 0: there was.
+    :param requests: how many run at once from now on, because there was no memory for more; 0: there was.
     """
 
     tokens: int
@@ -453,16 +453,16 @@ class ServerStart:
         """Admit no more at once than was rehearsed, where nobody has said how many and the KV cache was sized."""
         assert self.pools is not None
         limits = self._rehearsal.limits if self._rehearsal is not None else None
-        if limits is None or not limits.unasked or self.pools.counts == self.pools.rule:
+        if limits is None or not limits.default_requests or self.pools.counts == self.pools.rule:
             return
-        limits = replace(limits, requests=min(limits.requests, self._requests or limits.requests))
-        at_once = admission.AtOnce(limits.batch, limits.penalized)
-        admission.limit(self.scheduler, at_once)
+        if self._requests:
+            limits = replace(limits, requests=min(limits.requests, self._requests))
+        admission.limit(self.scheduler, limits.batch, limits.penalized)
         self.log(
             "%s requests run at once, %s where one has penalties, min_p, a logit bias or log-probabilities; "
             "--max-running-requests sets another number for all",
-            f"{at_once.requests:,}",
-            f"{at_once.penalized:,}",
+            f"{limits.batch:,}",
+            f"{limits.penalized:,}",
         )
 
     def _tell(self, counts: TokenCounts) -> None:

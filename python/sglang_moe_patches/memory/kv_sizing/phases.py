@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
@@ -176,7 +176,7 @@ class Limits:
     """``--speculative-num-draft-tokens``: rows of a request in one verification; 0: no speculation."""
     draft_slots: int = 0
     """Tokens of the KV cache that a request's next drafts take beside its own."""
-    unasked: bool = False
+    default_requests: bool = False
     """Nobody has said how many requests run at once: the engine's default is thousands."""
 
     @property
@@ -187,17 +187,17 @@ class Limits:
     @property
     def penalized(self) -> int:
         """Requests in one forward where one of them has penalties or the like (:mod:`.admission`)."""
-        return min(self.batch, self._few) if self.unasked else self.batch
+        return min(self.batch, self._graph_requests) if self.default_requests else self.batch
 
     @property
     def short_requests(self) -> int:
         """Requests of a few tokens for which half of the KV cache has room, but no fewer than a decode graph has."""
         each = SHORT_PROMPT_TOKENS + 2 + 2 * self.page + self.draft_slots
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
-        return max(self.stages * self._few, int(0.9 * (half - 2 * self.largest)) // each)
+        return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // each)
 
     @property
-    def _few(self) -> int:
+    def _graph_requests(self) -> int:
         return self.captured or PENALIZED_WITHOUT_GRAPHS
 
     @property
@@ -275,9 +275,9 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
         images=facts.images,
         draft_tokens=draft_tokens,
         draft_slots=draft_slots,
-        unasked=info.get("max_running_requests") is None,
+        default_requests=info.get("max_running_requests") is None,
     )
-    return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.unasked else limits
+    return replace(limits, requests=min(limits.requests, limits.short_requests)) if limits.default_requests else limits
 
 
 def speculates(info: Mapping[str, Any]) -> bool:
@@ -364,8 +364,8 @@ class Phase:
     :param growth: a prompt of this phase may take so many times as long as the slowest one before it, of the phases
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
-    :param after: the phase that was as this one with fewer requests, and took at least 1 / ``times`` of its memory.
-    :param otherwise: requests that are to run at once where this phase has no memory; 0: it must have it.
+    :param smaller: the name of a phase that ran before, of at least 1 / ``times`` of this one's memory; "": none.
+    :param fewer_requests: how many run at once if there is no memory for this phase; 0: there must be.
     """
 
     kind: PhaseKind
@@ -380,9 +380,9 @@ class Phase:
     output_logprobs: bool = False
     growth: float = 0.0
     planted: int = 0
-    after: str = ""
+    smaller: str = ""
     times: float = 1.0
-    otherwise: int = 0
+    fewer_requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ def derive_phases(limits: Limits) -> Load:
         name = f"{limits.together} of the longest prompts"
         prompts, one = _several(chunk, limits.together), phases[0].name
         times = limits.packed / whole
-        phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, after=one, times=times))
+        phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, smaller=one, times=times))
 
     room = min(limits.input_tokens, limits.cache_tokens - 2 * limits.page - limits.draft_slots)  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
@@ -493,16 +493,10 @@ def derive_phases(limits: Limits) -> Load:
     if limits.batch > captured:
         first = captured if counts else FEW // RISE
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in rising_counts(first, limits.batch)]
-    counted: list[Phase] = []
-    for kind, how, count in counts:
-        phase = _decode(kind, f"{how} decode of {count} requests", count, limits)
-        if counted:
-            fewer = counted[-1]
-            optional = limits.unasked and fewer.bound.requests >= limits.penalized
-            phase = _behind_fewer(phase, fewer, otherwise=fewer.bound.requests if optional else 0)
-        counted.append(phase)
-    phases += counted
-    phases += _sampled_decodes(limits, counted)
+    named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
+    plain = _link_rising(named, limits)
+    phases += plain
+    phases += _sampled_decodes(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
     if limits.images:
@@ -535,17 +529,28 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[str] = 
 
 
 def rising_counts(fewer: int, last: int) -> list[int]:
-    """Numbers of requests up to the last, each at most :data:`RISE` times the one before; the first, of ``fewer``."""
+    """Numbers of requests up to ``last``. Each is at most :data:`RISE` times the one before, and the first at most as
+    many times ``fewer``."""
     counts = [last]
     while counts[0] > RISE * fewer:
         counts.insert(0, -(-counts[0] // RISE))
     return counts
 
 
-def _behind_fewer(phase: Phase, fewer: Phase, otherwise: int = 0) -> Phase:
-    """The same, whose memory is judged by that of a phase with fewer requests."""
-    times = max(1.0, phase.bound.requests / fewer.bound.requests)
-    return replace(phase, after=fewer.name, times=times, otherwise=otherwise)
+def _link_rising(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
+    """The same phases, the memory of each judged by the one before it, which has fewer requests."""
+    linked: list[Phase] = []
+    for phase in phases:
+        linked.append(_judge_by(linked[-1], phase, limits) if linked else phase)
+    return linked
+
+
+def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
+    """The same phase, whose memory is judged by that of one with fewer requests."""
+    fewer = smaller.bound.requests
+    may_go = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= limits.penalized
+    times = max(1.0, phase.bound.requests / fewer)
+    return replace(phase, smaller=smaller.name, times=times, fewer_requests=fewer if may_go else 0)
 
 
 def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
@@ -554,16 +559,9 @@ def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     :param decodes: those without either.
     """
     short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
-    penalties: list[Phase] = []
-    for count in rising_counts(FEW // RISE, limits.penalized):
-        phase = replace(
-            _decode(PhaseKind.PENALTIES, f"decode of {count} requests with penalties and a logit bias", count, limits),
-            bound=Bound(DECODES, requests=count),
-            sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
-            # With speculation each release computes log-probabilities in another way.
-            output_logprobs=not limits.draft_tokens,
-        )
-        penalties.append(_behind_fewer(phase, penalties[-1]) if penalties else phase)
+    penalties = _link_rising(
+        (_penalized_decode(n, limits) for n in rising_counts(FEW // RISE, limits.penalized)), limits
+    )
     new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
     if meanwhile := _decoded_meanwhile(limits.requests, limits):
         half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
@@ -583,7 +581,19 @@ def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         growth=0.0 if limits.radix_cache else 1.0,
         planted=longest if limits.plants else 0,
     )
-    return [*penalties, _behind_fewer(long, decodes[-1]) if decodes else long]
+    return [*penalties, _judge_by(decodes[-1], long, limits) if decodes else long]
+
+
+def _penalized_decode(requests: int, limits: Limits) -> Phase:
+    return replace(
+        _decode(
+            PhaseKind.PENALTIES, f"decode of {requests} requests with penalties and a logit bias", requests, limits
+        ),
+        bound=Bound(DECODES, requests=requests),
+        sampling=PENALIZED | ({"min_new_tokens": 2} if limits.stop_token else {}),
+        # With speculation each release computes log-probabilities in another way.
+        output_logprobs=not limits.draft_tokens,
+    )
 
 
 def _in_step(phase: Phase, limits: Limits) -> Phase:

@@ -80,7 +80,7 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
-    :param requests: that are to run at once, where there was no memory for more; only the first rank knows.
+    :param requests: how many run at once from now on, because there was no memory for more; only the first rank knows.
     """
 
     lowest: int = 0
@@ -123,7 +123,7 @@ def mute_metrics(patcher: Patcher) -> None:
 def limits_of(scheduler: Any, facts: ServerFacts, requests: int = 0) -> Limits:
     """What bounds a forward of this scheduler.
 
-    :param requests: that are to run at once, where an earlier rehearsal had no memory for more; 0: as many as can.
+    :param requests: how many run at once, where an earlier rehearsal had no memory for more; 0: as many as can.
     """
     told = arguments_of(scheduler.server_args) | {
         "chunked_prefill_size": scheduler.chunked_prefill_size,
@@ -414,5 +414,5 @@ class Rehearsal:
             reached=tuple(driver.reached) if driver else (),
             missed=tuple(driver.missed) if driver else (),
             skipped=driver.load.skipped if driver else (),
-            requests=driver.lowered if driver else 0,
+            requests=driver.fewer_requests if driver else 0,
         )

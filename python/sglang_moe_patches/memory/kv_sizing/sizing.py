@@ -47,7 +47,7 @@ class LaunchMemory:
 def least_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
     """The fraction with which the KV cache begins where the engine's own leaves it too little to rehearse with.
 
-    :param cache_bytes: that it is to have, on any rank.
+    :param cache_bytes: what the KV cache needs to begin with, on any rank.
     :returns: ``None``: the engine's own stays, because it leaves more, or nothing would be left for forwards.
     """
     launch = launches[0]
@@ -67,7 +67,7 @@ class RankNeed:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param missed: phases that were not reached; only the first rank has their names.
-    :param requests: that are to run at once, where there was no memory for more; 0: there was.
+    :param requests: how many run at once from now on, because there was no memory for more; 0: there was.
     """
 
     fits: int = 0

@@ -230,10 +230,10 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
 
 def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
     server = Server(
-        fits=lambda name, times, must: must or "of 512" not in name, requests=2048, captured=32, unasked=True
+        fits=lambda name, times, must: must or "of 512" not in name, requests=2048, captured=32, default_requests=True
     )
     driver = server.run()
-    assert (driver.lowered, driver.missed) == (512, [])
+    assert (driver.fewer_requests, driver.missed) == (512, [])
     decodes = ("captured decode of 32", "eager decode of 128", "eager decode of 512")
     longest = "decode of one long request among 511 short ones"
     assert [name for name in driver.reached if name.startswith(("captured", "eager"))] == [
@@ -247,13 +247,13 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
     [
         pytest.param(PhaseKind.EAGER_DECODE, {}, id="as many as were asked for"),
         pytest.param(
-            PhaseKind.PENALTIES, {"captured": 128, "unasked": True}, id="as many with penalties as a graph has"
+            PhaseKind.PENALTIES, {"captured": 128, "default_requests": True}, id="as many with penalties as a graph has"
         ),
     ],
 )
 def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
     too_large = of_kind(replace(LIMITS, **changed), kind)
-    server = Server(fits=lambda name, times, must: name != too_large.after, **changed)
+    server = Server(fits=lambda name, times, must: name != too_large.smaller, **changed)
     driver = server.run()
     assert driver.missed[0] == too_large.name
     assert "prompts of many lengths" in driver.missed

@@ -64,10 +64,10 @@ def counts_of(kind, **changed):
     ("changed", "eager", "penalized"),
     [
         ({"requests": 2048, "captured": 256}, [512, 2048], [32, 128, 512, 2048]),
-        ({"requests": 2048, "captured": 256, "unasked": True}, [512, 2048], [64, 256]),
-        ({"requests": 2048, "captured": 0, "unasked": True}, [32, 128, 512, 2048], [64, 256]),
-        ({"requests": 48, "captured": 0, "unasked": True}, [48], [48]),
-        ({"requests": 2048, "captured": 256, "unasked": True, "stages": 2}, [64, 256, 1024], [64, 256]),
+        ({"requests": 2048, "captured": 256, "default_requests": True}, [512, 2048], [64, 256]),
+        ({"requests": 2048, "captured": 0, "default_requests": True}, [32, 128, 512, 2048], [64, 256]),
+        ({"requests": 48, "captured": 0, "default_requests": True}, [48], [48]),
+        ({"requests": 2048, "captured": 256, "default_requests": True, "stages": 2}, [64, 256, 1024], [64, 256]),
     ],
     ids=str,
 )
@@ -77,12 +77,14 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
     assert counts_of(PhaseKind.EAGER_DECODE, **changed) == eager
     assert counts_of(PhaseKind.PENALTIES, **changed) == penalized
     for before, phase in pairwise(derived(**changed).phases):
-        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.after:
-            assert phase.after == before.name
+        if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.smaller:
+            assert phase.smaller == before.name
             assert phase.times == phase.bound.requests / before.bound.requests <= phases.RISE
             fewer = before.bound.requests
-            may_stop = changed.get("unasked") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
-            assert phase.otherwise == (fewer if may_stop else 0)
+            may_stop = (
+                changed.get("default_requests") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
+            )
+            assert phase.fewer_requests == (fewer if may_stop else 0)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,16 @@ def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for
 
 def test_no_decode_is_the_first_to_take_much():
     """512 requests took more than the 5.5 GB that a server had left beside its graphs."""
-    for unasked in (False, True):
-        assert counts_of(PhaseKind.CAPTURED_DECODE, requests=2048, captured=512, unasked=unasked) == [32, 128, 512]
+    for default in (False, True):
+        assert counts_of(PhaseKind.CAPTURED_DECODE, requests=2048, captured=512, default_requests=default) == [
+            32,
+            128,
+            512,
+        ]
 
 
 def test_each_batch_of_a_pipeline_has_requests_with_penalties():
-    limits = replace(LIMITS, requests=2048, captured=256, unasked=True, stages=2)
+    limits = replace(LIMITS, requests=2048, captured=256, default_requests=True, stages=2)
     assert len(prompts_of(of_kind(limits, PhaseKind.PENALTIES))) == 512
 
 

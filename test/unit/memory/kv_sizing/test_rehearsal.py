@@ -87,7 +87,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
 
 
 @pytest.mark.parametrize(
-    ("unasked", "earlier", "requests", "stopped", "lowest"),
+    ("default_requests", "earlier", "requests", "stopped", "lowest"),
     [
         pytest.param(True, {}, 75, False, 5 * GB, id="nobody asked for more: fewer run at once"),
         pytest.param(False, {}, 0, True, -1 * GB, id="asked for: it counts as if it had been taken"),
@@ -98,10 +98,10 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     ],
 )
 def test_a_decode_for_which_there_is_no_memory_does_not_run(
-    unasked, earlier, requests, stopped, lowest, scheduler, monkeypatch
+    default_requests, earlier, requests, stopped, lowest, scheduler, monkeypatch
 ):
     """To sample for a request takes 20 MB here, after its forward; 5 GB are free, of which one is to stay."""
-    limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, unasked=unasked)
+    limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, default_requests=default_requests)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
     made = scheduler()
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
