@@ -86,26 +86,36 @@ def register() -> None:
     import wrapt
 
     wrapt.register_post_import_hook(_wrap, "sglang.srt.model_loader.loader")
+    wrapt.register_post_import_hook(_wrap_mxfp4, "sglang.srt.layers.quantization.mxfp4")
+
+
+def _wrap_mxfp4(mxfp4: Any) -> None:
+    """Draw MXFP4 experts as soon as they are made: up to 0.5.13 they are processed before dummy weights are drawn."""
+    import torch
+
+    create = mxfp4.Mxfp4MoEMethod.create_weights
+
+    @functools.wraps(create)
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, layer, *args, **kwargs)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if parameter.dtype == torch.uint8:
+                draw_mxfp4(f"{layer.layer_id}.{name}", parameter.data)
+
+    mxfp4.Mxfp4MoEMethod.create_weights = create_weights
 
 
 def _wrap(loader: Any) -> None:
+    """Hook points of no change: these do nothing where one of theirs is somebody else's."""
     import torch
 
-    draw, make, load = loader.initialize_dummy_weights, loader._initialize_model, loader.DummyModelLoader.load_model
+    draw, load = loader.initialize_dummy_weights, loader.DummyModelLoader.load_model
 
     @functools.wraps(draw)
     def initialize_dummy_weights(model: Any, *args: Any, **kwargs: Any) -> None:
         draw(model, *args, **kwargs)
         for name, parameter in model.state_dict().items():
             redraw(name, parameter.data)
-
-    @functools.wraps(make)
-    def initialize_model(*args: Any, **kwargs: Any) -> Any:
-        model = make(*args, **kwargs)
-        for name, parameter in model.named_parameters():
-            if parameter.dtype == torch.uint8:  # up to 0.5.13 they are processed before dummy weights are drawn
-                draw_mxfp4(name, parameter.data)
-        return model
 
     @functools.wraps(load)
     def load_model(*args: Any, **kwargs: Any) -> Any:
@@ -115,5 +125,4 @@ def _wrap(loader: Any) -> None:
         return model
 
     loader.initialize_dummy_weights = initialize_dummy_weights
-    loader._initialize_model = initialize_model
     loader.DummyModelLoader.load_model = load_model

@@ -78,28 +78,24 @@ def test_a_model_that_takes_images_is_divided_but_for_its_vision_model():
 
 def test_mxfp4_weights_are_drawn_before_they_are_processed_and_keep_the_size_of_activations():
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of the E2M1 codes
-    model = torch.nn.Module()
-    for name, columns in (("w13_weight", 1440), ("w13_weight_scale", 90)):
-        made = torch.zeros(2, 64, columns, dtype=torch.uint8)
-        model.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
 
-    class Loader:
-        def load_model(self):  # as up to 0.5.13
-            made = engine._initialize_model()
-            packed, scales = made.w13_weight, made.w13_weight_scale
-            processed.append(torch.stack((values[packed.long() & 15], values[packed.long() >> 4]), -1).flatten(-2))
-            processed[0] *= torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
-            engine.initialize_dummy_weights(made)
-            return made
+    class Method:
+        def create_weights(self, layer, columns):
+            for name, each in (("w13_weight", columns), ("w13_weight_scale", columns // 16)):
+                made = torch.zeros(2, 64, each, dtype=torch.uint8)
+                layer.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
 
-    engine = SimpleNamespace(
-        initialize_dummy_weights=lambda model: None, _initialize_model=lambda: model, DummyModelLoader=Loader
-    )
-    processed: list[torch.Tensor] = []
-    dummy_weights._wrap(engine)
-    Loader().load_model()
-    assert 2**-0.5 < float(processed[0].std()) * 2880**0.5 < 2**0.5
-    assert abs(float(processed[0].mean())) < 1e-3
+    dummy_weights._wrap_mxfp4(SimpleNamespace(Mxfp4MoEMethod=Method))
+    layers = [torch.nn.Module() for _ in range(2)]
+    for number, layer in enumerate(layers):
+        layer.layer_id = number
+        Method().create_weights(layer=layer, columns=1440)
+    packed, scales = layers[0].w13_weight, layers[0].w13_weight_scale
+    drawn = torch.stack((values[packed.long() & 15], values[packed.long() >> 4]), -1).flatten(-2)
+    drawn *= torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    assert 2**-0.5 < float(drawn.std()) * 2880**0.5 < 2**0.5
+    assert abs(float(drawn.mean())) < 1e-3
+    assert not torch.equal(packed, layers[1].w13_weight)
 
 
 def test_of_several_ranks_the_one_that_loaded_most_counts():

@@ -29,7 +29,11 @@ Make = Callable[[str, Sequence[int], int, Phase], Any]
 
 
 class Fits(Protocol):
-    """Whether there is memory for ``times`` of what the phase of a name took. What ``must`` be counts as taken."""
+    """Whether there is memory for ``times`` of what the phase of a name took.
+
+    What ``must`` be counts as taken. What needs not be has to take no more than the largest phase until then: the
+    memory is worth more as KV cache.
+    """
 
     def __call__(self, name: str, times: float, *, must: bool) -> bool: ...
 
@@ -62,7 +66,7 @@ class LoadDriver:
         self.seconds: dict[str, float] = {}
         """Of each phase that began, by its name."""
         self.fewer_requests = 0
-        """How many run at once from now on, because there was no memory for more; 0: there was."""
+        """How many run at once from now on, because more would have taken too much memory; 0: as many as can."""
         self.reached: list[str] = []
         self.missed: list[str] = []
         self.over = self.out_of_time = False

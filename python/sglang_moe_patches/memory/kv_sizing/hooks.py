@@ -49,7 +49,8 @@ class UseTokens(ranks.Order):
 
     :param reason: why it is not what fits; "" where it is.
     :param again: rehearse once more before that, what is larger with another number of tokens, and what was ``missed``.
-    :param requests: how many run at once from now on, because there was no memory for more; 0: there was.
+    :param requests: how many run at once from now on, because more would have taken too much memory; 0: as many as
+        can.
     """
 
     tokens: int

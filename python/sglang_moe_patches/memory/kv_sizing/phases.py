@@ -365,7 +365,8 @@ class Phase:
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
     :param smaller: the name of a phase that ran before, of at least 1 / ``times`` of this one's memory; "": none.
-    :param fewer_requests: how many run at once if there is no memory for this phase; 0: there must be.
+    :param fewer_requests: how many run at once if this phase would take more memory than there is, or than any phase
+        until then; 0: it must be.
     """
 
     kind: PhaseKind
@@ -495,8 +496,12 @@ def derive_phases(limits: Limits) -> Load:
         counts += [(PhaseKind.EAGER_DECODE, "eager", count) for count in rising_counts(first, limits.batch)]
     named = (_decode(kind, f"{how} decode of {count} requests", count, limits) for kind, how, count in counts)
     plain = _link_rising(named, limits)
-    phases += plain
-    phases += _sampled_decodes(limits, plain)
+    phases += [phase for phase in plain if not phase.fewer_requests]
+    penalized = rising_counts(FEW // RISE, limits.penalized)
+    phases += _link_rising((_penalized_decode(count, limits) for count in penalized), limits)
+    # Behind all that must be, whose memory they may have.
+    phases += [phase for phase in plain if phase.fewer_requests]
+    phases += _long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
     phases.append(Phase(PhaseKind.VARIED, name, prefill, prompts, new_tokens=4, to_the_end=True))
     if limits.images:
@@ -553,22 +558,20 @@ def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     return replace(phase, smaller=smaller.name, times=times, fewer_requests=fewer if may_go else 0)
 
 
-def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
-    """Decodes with all that sampling may ask for, and the largest with one request that is long.
+def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
+    """The largest decode with one request that is long; none where there is no room for both.
 
-    :param decodes: those without either.
+    :param decodes: those without.
     """
     short = _decode(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
-    penalties = _link_rising(
-        (_penalized_decode(n, limits) for n in rising_counts(FEW // RISE, limits.penalized)), limits
-    )
-    new = min(short.new_tokens, LONG_PROMPT_NEW_TOKENS)
-    if meanwhile := _decoded_meanwhile(limits.requests, limits):
-        half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
-        new = max_new_tokens(limits.requests, half, new + meanwhile)
-    longest = min(limits.input_tokens, limits.cache_tokens // 2) - new - 2 * limits.page - limits.draft_slots
+    half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
+    wanted = LONG_PROMPT_NEW_TOKENS + _decoded_meanwhile(limits.requests, limits)
+    new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
+    each = SHORT_PROMPT_TOKENS + new + 2 * limits.page + limits.draft_slots
+    left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * each
+    longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - new - 2 * limits.page - limits.draft_slots
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
-        return penalties
+        return []
     long = replace(
         short,
         kind=PhaseKind.LONG_AMONG_SHORT,
@@ -581,7 +584,7 @@ def _sampled_decodes(limits: Limits, decodes: list[Phase]) -> list[Phase]:
         growth=0.0 if limits.radix_cache else 1.0,
         planted=longest if limits.plants else 0,
     )
-    return [*penalties, _judge_by(decodes[-1], long, limits) if decodes else long]
+    return [_judge_by(decodes[-1], long, limits) if decodes else long]
 
 
 def _penalized_decode(requests: int, limits: Limits) -> Phase:

@@ -80,7 +80,8 @@ class Measured:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param out_of_time: it ended because its time was over, or would have been before the next prompt was computed.
-    :param requests: how many run at once from now on, because there was no memory for more; only the first rank knows.
+    :param requests: how many run at once from now on, because more would have taken too much memory; only the first
+        rank knows.
     """
 
     lowest: int = 0
@@ -123,7 +124,7 @@ def mute_metrics(patcher: Patcher) -> None:
 def limits_of(scheduler: Any, facts: ServerFacts, requests: int = 0) -> Limits:
     """What bounds a forward of this scheduler.
 
-    :param requests: how many run at once, where an earlier rehearsal had no memory for more; 0: as many as can.
+    :param requests: how many run at once, where an earlier rehearsal has lowered it; 0: as many as can.
     """
     told = arguments_of(scheduler.server_args) | {
         "chunked_prefill_size": scheduler.chunked_prefill_size,
@@ -349,7 +350,8 @@ class Rehearsal:
             return True
         now = gpu_memory.read(self.gpu)
         left = int(now.free + now.reserved - self._first.allocated - times * taken)
-        if left >= MIN_FREE_BYTES:
+        largest = max([*self._phases.values(), *self._peaks.values()])
+        if left >= MIN_FREE_BYTES and (must or times * taken <= largest):
             return True
         if must:
             self._stopped, self._lowest = True, min(self._lowest, left)

@@ -67,7 +67,8 @@ class RankNeed:
     :param failure: why it is not known; "" where it is.
     :param stopped: the rehearsal ended early, before memory ran out.
     :param missed: phases that were not reached; only the first rank has their names.
-    :param requests: how many run at once from now on, because there was no memory for more; 0: there was.
+    :param requests: how many run at once from now on, because more would have taken too much memory; 0: as many as
+        can.
     """
 
     fits: int = 0

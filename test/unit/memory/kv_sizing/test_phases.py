@@ -76,15 +76,33 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
 ):
     assert counts_of(PhaseKind.EAGER_DECODE, **changed) == eager
     assert counts_of(PhaseKind.PENALTIES, **changed) == penalized
-    for before, phase in pairwise(derived(**changed).phases):
+    ran = {}
+    for phase in derived(**changed).phases:
+        ran[phase.name] = phase
         if phase.kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES) and phase.smaller:
-            assert phase.smaller == before.name
+            before = ran[phase.smaller]
             assert phase.times == phase.bound.requests / before.bound.requests <= phases.RISE
             fewer = before.bound.requests
             may_stop = (
                 changed.get("default_requests") and phase.kind is PhaseKind.EAGER_DECODE and fewer >= penalized[-1]
             )
             assert phase.fewer_requests == (fewer if may_stop else 0)
+            if may_stop:  # judged by what the others took
+                assert any(each.kind is PhaseKind.PENALTIES for each in ran.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "default"),
+    # Qwen3-30B on an H100 by the engine's defaults, which admit 2,048; and as many asked for.
+    [(89_915, 2048, True), (89_915, 2048, False), (40_000, 512, False), (20_000, 300, False)],
+)
+def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, requests, default):
+    many = {"internal_states": [{"effective_max_running_requests_per_dp": requests}]}
+    info = {"max_total_num_tokens": tokens, "chunked_prefill_size": 8192 if tokens > 80_000 else 1024} | many
+    facts = replace(FACTS, context=40_960, captured=256, kv_tokens=tokens)
+    limits = phases.derive_limits(info | ({} if default else {"max_running_requests": requests}), facts)
+    long = of_kind(limits, PhaseKind.LONG_AMONG_SHORT)
+    assert sum(lengths(long)) + len(lengths(long)) * (long.new_tokens + 2 * limits.page) <= 0.9 * tokens
 
 
 @pytest.mark.parametrize(
@@ -221,7 +239,7 @@ GROWS = {PhaseKind.BEHIND_PREFIX, PhaseKind.SHARED_PREFIX, PhaseKind.LONG_AMONG_
         pytest.param(
             {"input_tokens": 250, "cache_tokens": 800},
             {"input_tokens": 250},
-            {PhaseKind.TOGETHER},
+            {PhaseKind.TOGETHER, PhaseKind.LONG_AMONG_SHORT},
             id="nor the prompts of one forward",
         ),
     ],
