@@ -3,7 +3,8 @@
 The engine's default allows thousands, and sampling may take eighteen numbers for each request and each token of the
 vocabulary: 22 GB for 2,048 requests and 151,936 tokens, with which a server without this package ends. Such sampling is
 rehearsed with as many requests as the largest decode graph has, and no batch becomes larger while one of its requests,
-or one that waits, asks for it. Of others as many run at once as need no more memory than the other forwards: more would take it from the KV cache.
+or one that waits, asks for it. Of other requests as many run at once as need no more memory than the other forwards:
+more would take it from the KV cache.
 """
 
 from __future__ import annotations
