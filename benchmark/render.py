@@ -86,7 +86,7 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 # Of servers whose KV cache grew in their start.
-SERVING: tuple[str, ...] = under("serving", "qwen3-30b-h100")
+SERVING: tuple[str, ...] = under("serving", "qwen3-30b-default", "qwen3-235b-fp8", "qwen3-30b-h100")
 SERVING_RECIPES: tuple[str, ...] = under("serving")
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")

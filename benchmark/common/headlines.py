@@ -19,7 +19,8 @@ PEAKS = {
 }
 #: result: (SGLANG_MOE_PATCHES_KV_SIZING, what was served)
 LAUNCHED = {
-    "qwen3-30b-h100": ("auto", "Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once"),
+    "qwen3-30b-default": ("auto", "Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once"),
+    "qwen3-235b-fp8": ("auto", "Qwen3-235B-A22B-FP8, whole, four H200s, `--tp 4`; 200 requests at once"),
     "qwen3-vl-30b": ("auto", "Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests with two images each at once"),
     "kimi-k2.5-8192": ("auto", "Kimi-K2.5's layers in BF16, sizes of TP=4, 14 of 61, one H200; 200 requests at once"),
     "deepseek-r1-recipe": (
@@ -101,7 +102,7 @@ def index(load: Load) -> str:
     shuffled = find(figures("weight-shuffle/h200")["cases"], model="kimi-k2.5", shard="tp4")
     buffers = find(figures("cutedsl-memory/layouts")["rows"], model="kimi-k2.5", tp=4, dp=1)
     before, after = buffers["stock"]["total"] * buffers["moe_layers"] / 1e9, buffers["ours"]["total"] / 1e6
-    served = figures("serving/qwen3-30b-h100")["servers"]
+    served = figures("serving/qwen3-30b-default")["servers"]
     case = find(figures("mori-rows/rows")["cases"], ep=8, batch=32, routing="skewed")
     host = [figures(f"overhead/host-{name}")["added_us"] for name in ("h200", "triton-h200")]
     launch = figures("launcher-cost/cpu")["medians"]["load_plugins_ms"]

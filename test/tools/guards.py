@@ -61,6 +61,13 @@ DECISION = OURS + "changes/moe_workspace/decision.py"
 BUFFER = OURS + "changes/output_buffer.py"
 SAID = ENGINE + "lab/test_doctor_cases.py::test_doctor_says_of_a_server_what_the_engine_would_do[{}]"
 REPORTED = UNIT + "lab/predict/test_model_report.py::test_"
+KV, KV_UNIT = OURS + "memory/kv_sizing/", UNIT + "memory/kv_sizing/test_"
+ALIKE = KV_UNIT + "growth.py::test_all_ranks_grow_alike_or_none_does"
+AGAIN = KV_UNIT + "growth.py::test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it"
+ZERO = KV_UNIT + "address_space.py::test_new_memory_is_zero_whatever_was_there_before"
+LEAST = KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least"
+TAIL = KV_UNIT + "retirement.py::test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes"
+JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_there_is_memory_and_where_nobody_asked_for_it_if_others_need_as_much"
 MUTATIONS = tuple(
     Mutation(*parts)
     for parts in (
@@ -286,6 +293,33 @@ MUTATIONS = tuple(
             "((OUTPUT_IN_DEAD_INPUT,) if takes else ())",
             "()",
             SAID.format("NVFP4 on CuteDSL"),
+        ),
+        (KV + "hooks.py", "self._counts_before if mapped else self.pools.counts", "self.pools.counts", ALIKE),
+        (KV + "hooks.py", "self.pools.unmap_from(counts)\n        self._requests", "self._requests", ALIKE),
+        (KV + "hooks.py", "problem = str(error)\n        self._publish", "pass\n        self._publish", ALIKE),
+        (KV + "hooks.py", "again = self._pass < sizing.MAX_PASSES", "again = False", AGAIN),
+        (KV + "sizing.py", "min(need.fits for need in needs)", "max(need.fits for need in needs)", LEAST),
+        (KV + "sizing.py", "if fits > now and needs[0].missed:", "if False:", LEAST),
+        (KV + "retirement.py", "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
+        (KV + "rehearsal.py", "(must or times * taken <= largest)", "True", JUDGED),
+        (KV + "rehearsal.py", "if left >= MIN_FREE_BYTES and", "if left >= 0 and", JUDGED),
+        (
+            KV + "phases.py",
+            "min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))",
+            "min(short.new_tokens, wanted)",
+            KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once",
+        ),
+        (
+            KV + "phases.py",
+            "limits.cache_tokens // 2, left)",
+            "limits.cache_tokens // 2)",
+            KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once",
+        ),
+        (
+            KV + "facts.py",
+            'getattr(runner, "token_to_kv_pool_allocator", None)',
+            "pool",
+            KV_UNIT + "facts.py::test_pools_are_told_by_their_kind",
         ),
     )
 )

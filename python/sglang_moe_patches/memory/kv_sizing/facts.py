@@ -35,7 +35,8 @@ def server_facts(runner: Any) -> ServerFacts:
     pool, table = pools(runner)
     config = runner.model_config
     rows = getattr(table, "req_to_token", None)
-    window_tokens = int(getattr(pool, "size_swa", 0) or 0)
+    # By the allocator: the pool's own number counts addresses, with and without memory.
+    window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
     return ServerFacts(
         fixed_bytes=_table_bytes(rows) + pool_bytes(getattr(table, "mamba_pool", None)),
         kv_tokens=int(runner.max_total_num_tokens),

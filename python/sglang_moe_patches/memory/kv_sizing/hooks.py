@@ -373,20 +373,20 @@ class ServerStart:
         assert self.pools is not None
         if not self.leads or not self._waits_for:
             return []
-        topic, now = self._waits_for, self.pools.counts.tokens
+        topic, mapped = self._waits_for, self._waits_for == "mapped"
+        # What all ranks have memory behind in any case.
+        counts = self._counts_before if mapped else self.pools.counts
         try:
             told = self.board.collect(f"{topic} {self._pass}")
             late = time.monotonic() > self._deadline
             if told is None and not late:
                 return []
             if told is None:
-                order: ranks.Order = UseTokens(now, "not every rank has told what it measured")
-            elif topic == "measured":
-                order = self._order_for(told)
+                order: ranks.Order = UseTokens(counts.tokens, f"not every rank has told what it {topic}")
             else:
-                order = self._order_after_mapping(told)
+                order = self._order_after_mapping(told) if mapped else self._order_for(told)
         except Exception as error:
-            order = UseTokens(now, f"what was measured is lost: {type(error).__name__}: {error}")
+            order = UseTokens(counts.tokens, f"what was {topic} is lost: {type(error).__name__}: {error}")
         self._waits_for = ""
         if isinstance(order, MapTokens):
             self._await("mapped")

@@ -10,7 +10,7 @@ from sglang_moe_patches.memory.kv_sizing import facts, phases
 from sglang_moe_patches.memory.kv_sizing.facts import GIB
 
 PLAIN = a_pool("MHATokenToKVPool", mem_usage=2)
-WINDOWS = a_pool("SWAKVPool", size_swa=700, mem_usage=2)
+WINDOWS = a_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # addresses, most of which have no memory
 TABLE = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
 STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
 
@@ -24,7 +24,8 @@ STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
     ],
 )
 def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
-    told = facts.server_facts(a_runner(*pools, sliding_window_size=128))
+    allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
+    told = facts.server_facts(a_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
     assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
     limits = phases.derive_limits({}, told)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")

@@ -1,0 +1,228 @@
+"""From what ranks measured to a number of tokens that all of them have: two ranks without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kv_servers import GB, PLAIN_TABLE, a_pool
+from sglang_moe_patches.memory.kv_sizing import hooks
+from sglang_moe_patches.memory.kv_sizing.address_space import HostMemory
+from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
+from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
+
+RULE, TOP, MARGIN = 1000, 9000, 2 * GB
+
+
+class Pools:
+    """A token takes 1 MB.
+
+    :param maps: what is raised when it is to map; ``None``: there is enough.
+    """
+
+    def __init__(self, maps):
+        self.rule = self.counts = TokenCounts(RULE)
+        self.top, self.backed, self._maps = TokenCounts(TOP), RULE, maps
+
+    def counts_for(self, tokens):
+        return TokenCounts(tokens)
+
+    def mapped_bytes(self):
+        return self.backed * 1_000_000
+
+    def bytes_behind(self, counts):
+        return counts.tokens * 1_000_000
+
+    def tokens_within(self, budget):
+        return min(TOP, int(budget // 1_000_000))
+
+    def map(self, counts):
+        if self._maps is not None:
+            raise self._maps
+        self.counts, self.backed = counts, counts.tokens
+
+    def unmap_from(self, counts):
+        self.counts, self.backed = counts, min(self.backed, counts.tokens)
+
+
+class Rehearsal:
+    """It ends when the test says so."""
+
+    limits = SimpleNamespace(default_requests=False)
+
+    def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, load, peaks, requests):
+        self.over, self.load = over, load
+        self.poll = self.look_at_turn = self.begin = self.end = list
+
+
+class Ranks:
+    """Two ranks that have begun to rehearse.
+
+    :param maps: of each rank, as :class:`Pools` takes it.
+    :param silent: topics on which the second rank's word is lost.
+    :param untold: the number of tokens that cannot be told.
+    """
+
+    def __init__(self, monkeypatch, maps=(None, None), silent=(), untold=0):
+        self.words: dict[tuple[str, int], object] = {}
+        self.served: list[hooks.ServerStart] = []
+        self.told: tuple[list[int], list[int]] = ([], [])
+        self.pools = [Pools(each) for each in maps]
+        facts = SimpleNamespace(fixed_bytes=0, hybrid="")
+        for owner, name, value in (
+            (hooks.eligibility, "arguments_of", lambda arguments: {}),
+            (hooks.ranks, "all_gather", lambda told: [told]),
+            (hooks.rehearsal, "ABANDON_AFTER_S", -1.0),
+            (hooks.rehearsal, "Rehearsal", Rehearsal),
+            (hooks.rehearsal, "limits_of", lambda scheduler, facts, requests: None),
+            (hooks, "server_facts", lambda runner: facts),
+            (hooks.ServerStart, "_serve", lambda one: self.served.append(one)),
+            (hooks.token_count, "resize_allocator", lambda allocator, counts: None),
+            (hooks.token_count, "set_token_count", self._tell),
+            (hooks.phases, "derive_second_pass", lambda *given: SimpleNamespace(phases=list(self.again))),
+        ):
+            monkeypatch.setattr(owner, name, value)
+        self.again: list[str] = []
+        self._untold = untold
+        self.each = []
+        for rank in range(2):
+            monkeypatch.setattr(hooks.ranks, "Board", lambda rank=rank: self._board(rank, silent))
+            orders = SimpleNamespace(open=lambda: None, close=lambda: None)
+            monkeypatch.setattr(hooks.ranks, "Orders", lambda *given, orders=orders, **more: orders)
+            start: Any = hooks.ServerStart()
+            start.leads, start.reason, start.margin, start.pools = rank == 0, "", MARGIN, self.pools[rank]
+            start.launch = LaunchMemory("", 80 * GB, 20 * GB, 0.8)
+            start._begin(
+                SimpleNamespace(
+                    rank=rank,
+                    server_args=None,
+                    tp_worker=SimpleNamespace(model_runner=None),
+                    token_to_kv_pool_allocator=None,
+                )
+            )
+            self.each.append(start)
+
+    def _tell(self, scheduler, counts):
+        if counts.tokens == self._untold:
+            raise TypeError("frozen")
+        self.told[scheduler.rank].append(counts.tokens)
+
+    def _board(self, rank, silent):
+        def publish(topic, told):
+            if not (rank and topic.split()[0] in silent):
+                self.words[topic, rank] = told
+
+        def collect(topic):
+            found = [self.words.get((topic, each)) for each in range(2)]
+            return None if None in found else found
+
+        return SimpleNamespace(publish=publish, collect=collect, raise_flag=print, is_raised=bool)
+
+    def measure(self, *spare_mb, **seen):
+        """The rehearsal ends with so much free beyond the margin, on each rank; then orders are obeyed."""
+        for one, spare in zip(self.each, spare_mb, strict=True):
+            one._measured(Measured(lowest=MARGIN + spare * 1_000_000, **seen))
+        for _ in range(9):
+            assert self.each[1].orders.instead() == []
+            for broadcast in self.each[0].orders.instead():
+                for order in broadcast.what:
+                    for one in self.each:
+                        one.obey(order)
+
+    def tokens(self):
+        """What both ranks believe in, have mapped and have told."""
+        one, other = [
+            (pools.counts.tokens, pools.backed, told[-1]) for pools, told in zip(self.pools, self.told, strict=True)
+        ]
+        assert one == other
+        return one
+
+
+@pytest.mark.parametrize(
+    ("given", "spare_mb", "tokens", "said"),
+    [
+        pytest.param({}, (500, 300), 1300, "1,300 KV tokens instead of 1,000", id="as the rank with the least"),
+        pytest.param({}, (500, -400), 600, "600 KV tokens instead of 1,000", id="down as it"),
+        pytest.param({}, (99_000, 99_000), TOP, "9,000 KV tokens instead of 1,000", id="to the end of the addresses"),
+        pytest.param(
+            {"maps": (None, RuntimeError("nothing is left"))},
+            (500, 500),
+            RULE,
+            "a rank had no memory to map: nothing is left",
+            id="one rank cannot map: none grows",
+        ),
+        pytest.param(
+            {"silent": ("mapped",)},
+            (500, 500),
+            RULE,
+            "not every rank has told what it mapped",
+            id="one does not say so",
+        ),
+        pytest.param(
+            {"silent": ("measured",)},
+            (500, 500),
+            RULE,
+            "not every rank has told what it measured",
+            id="one does not say what it needs",
+        ),
+        pytest.param(
+            {"untold": 1500}, (500, 500), RULE, "not every count could be told: frozen", id="a count is frozen"
+        ),
+    ],
+)
+def test_all_ranks_grow_alike_or_none_does(given, spare_mb, tokens, said, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    ranks = Ranks(monkeypatch, **given)
+    ranks.measure(*spare_mb)
+    assert ranks.tokens() == (tokens,) * 3
+    assert said in caplog.text
+    assert len(ranks.served) == 2
+
+
+def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    ranks = Ranks(monkeypatch)
+    ranks.again = ["a phase"]
+    ranks.measure(500, 500, phases={"a": 5_000_000}, seconds={"a": 1.0})
+    assert (ranks.tokens(), ranks.served) == ((1500,) * 3, [])
+    ranks.again = []
+    ranks.measure(-100, 7, phases={"a": 3_000_000, "b": 9_000_000}, seconds={"b": 2.0})
+    assert (ranks.tokens(), len(ranks.served)) == ((1400,) * 3, 2)
+    assert "largest: b 9 MB, a 5 MB" in caplog.text
+
+
+def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):
+    """What a forward that did not run would have taken is not known: a gigabyte more than all that ran."""
+    ranks = Ranks(monkeypatch)
+    ranks.again = ["a phase"]
+    for tokens in (900, 800, 700):
+        assert ranks.served == []
+        ranks.measure(900, 900, stopped=True, missed=("a phase",))
+        assert ranks.tokens() == (tokens,) * 3
+    assert len(ranks.served) == 2
+
+
+def test_the_pools_of_a_draft_follow_the_models():
+    """A draft's slots are the model's: one that stays as it was is written behind its end."""
+    start = hooks.ServerStart()
+    start.reason, start.pools = "", ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
+
+    def init_pools(maker, **arguments):
+        keys = torch.zeros((maker.max_total_num_tokens + 64, 4, 8), dtype=torch.bfloat16, device="cpu")
+        maker.token_to_kv_pool = a_pool("MHATokenToKVPool", k_buffer=[keys], mem_usage=0.0)
+        maker.req_to_token_pool = PLAIN_TABLE
+        maker.token_to_kv_pool_allocator = a_pool("TokenToKVPoolAllocator", page_size=64, size=0, clear=list)
+
+    makers = [SimpleNamespace(is_draft_worker=is_draft, max_total_num_tokens=640, device="cpu") for is_draft in (0, 1)]
+    for maker in makers:
+        start.make_pools(init_pools)(maker)
+        assert maker.max_total_num_tokens == 640
+    assert start.reason == ""
+    start.pools.map(TokenCounts(3200))
+    for maker in makers:
+        assert maker.token_to_kv_pool.k_buffer[0].shape[0] == 6464
+        assert not maker.token_to_kv_pool.k_buffer[0][:3264].any()  # else this process ends
