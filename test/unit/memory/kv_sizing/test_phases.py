@@ -94,7 +94,7 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
 @pytest.mark.parametrize(
     ("tokens", "requests", "default"),
     # Qwen3-30B on an H100 by the engine's defaults, which admit 2,048; and as many asked for.
-    [(89_915, 2048, True), (89_915, 2048, False), (40_000, 512, False), (20_000, 300, False)],
+    [(89_915, 2048, True), (89_915, 2048, False), (89_915, 4096, False), (40_000, 512, False), (20_000, 300, False)],
 )
 def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, requests, default):
     many = {"internal_states": [{"effective_max_running_requests_per_dp": requests}]}

@@ -91,6 +91,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
     [
         pytest.param(5, True, {}, 75, False, 5, id="nobody asked for more: fewer run at once"),
         pytest.param(5, False, {}, 0, True, -1, id="asked for: it counts as if it had been taken"),
+        pytest.param(6, False, {}, 0, True, 0, id="nothing of what is to stay would be left"),
         pytest.param(
             *(5, False, {"captured decode of 75 requests": 3 * GB}, 0, True, -1),
             id="what it has seen itself goes before an earlier rehearsal",
