@@ -67,7 +67,7 @@ AGAIN = KV_UNIT + "growth.py::test_what_is_larger_afterwards_is_rehearsed_once_m
 ZERO = KV_UNIT + "address_space.py::test_new_memory_is_zero_whatever_was_there_before"
 LEAST = KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least"
 TAIL = KV_UNIT + "retirement.py::test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes"
-JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_there_is_memory_and_where_nobody_asked_for_it_if_others_need_as_much"
+JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much"
 MUTATIONS = tuple(
     Mutation(*parts)
     for parts in (

@@ -101,7 +101,7 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
         pytest.param(50, False, {}, 0, False, 50, id="asked for, and there is memory"),
     ],
 )
-def test_a_decode_runs_where_there_is_memory_and_where_nobody_asked_for_it_if_others_need_as_much(
+def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     free, default_requests, earlier, requests, stopped, lowest, scheduler, monkeypatch
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
