@@ -271,7 +271,7 @@ MUTATIONS = tuple(
         (DECISION, "if offered and is_cut", "if offered", SAID.format("Marlin, where a slice costs too much")),
         (
             DECISION,
-            "empty(tokens, hidden) if offered else None",
+            "_empty(tokens, hidden) if offered else None",
             "None",
             SAID.format("Marlin, cut because it is asked for"),
         ),
