@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from sglang_moe_patches.core import log
 from sglang_moe_patches.registry import CHANGES
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_MOE_PATCHES")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**environment, **variables}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -57,23 +62,40 @@ def test_a_wrong_variable_ends_the_process_although_exceptions_are_swallowed(var
     assert "\n" not in str(ended.value)
 
 
+IN_FORKS = """
+import json, os, sys
+from sglang.srt import plugins
+
+for missing in sys.argv[1:]:
+    for strict in "01":
+        sys.stdout.flush()
+        if not os.fork():
+            sys.modules[missing] = None
+            os.environ["SGLANG_MOE_PATCHES_STRICT"] = strict
+            said = "went on"
+            try:
+                plugins.load_plugins()
+            except SystemExit as error:
+                said = error.code
+            print(json.dumps(said), flush=True)
+            os._exit(0)
+        os.wait()
+"""
+"""What the engine's loading of plugins comes to without each module of ours: lenient, then strict. The engine, whose
+import takes long, is imported once."""
+
+
 @pytest.mark.every_release
-@pytest.mark.parametrize(
-    "missing", ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
-)
-def test_where_this_package_itself_fails_a_strict_server_does_not_start(missing):
+def test_where_this_package_itself_fails_a_strict_server_does_not_start():
     """The engine logs what fails while it loads a plugin, and goes on."""
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None; "
-        "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
-    )
-    lenient = python(code)
-    assert (lenient.returncode, lenient.stdout) == (0, "went on\n"), lenient.stderr
-    strict = python(code, SGLANG_MOE_PATCHES_STRICT="1")
-    assert (strict.returncode, strict.stdout) == (1, "")
-    last = strict.stderr.splitlines()[-1]
-    assert last.startswith("sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: ")
-    assert missing.rpartition(".")[2] in last
+    missing = ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
+    done = python(IN_FORKS, *missing)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert said[::2] == ["went on"] * len(missing), done.stderr
+    for name, strict in zip(missing, said[1::2], strict=True):
+        assert strict.startswith("sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: ")
+        assert name.rpartition(".")[2] in strict
+        assert "\n" not in strict
 
 
 def test_a_registration_that_fails_ends_a_strict_process_alone(monkeypatch):
