@@ -55,6 +55,7 @@ IN_PLACE = REPACKED + "experts_are_repacked_where_they_were_with_the_same_bits"
 HELD = REPACKED + "weights_that_somebody_holds_are_not_written_over"
 OTHER_ORDER = REPACKED + "in_another_order_they_are_stacked_by_the_engine_with_the_same_bits"
 READ_AGAIN = REPACKED + "where_a_newer_release_reads_loaded_weights_again_they_are_left_alone"
+WEIGHTS = ENGINE + "changes/test_fp4_weights.py::test_"
 NEWER = SCALES + "where_a_newer_release_may_read_them_they_stay"
 QUERY, POOLS, REPORT = (OURS + f"lab/predict/{name}.py" for name in ("engine_query", "engine_pools", "model_report"))
 DECISION = OURS + "changes/moe_workspace/decision.py"
@@ -136,6 +137,24 @@ MUTATIONS = tuple(
         ),
         (FP4, " if storage.expired()", "", SCALES + "a_scale_whose_memory_is_read_is_not_counted"),
         (FP4, "    if loader is not None:", "    if False:", SCALES + "an_update_ends_as_on_the_stock_server"),
+        (
+            FP4,
+            "_placeholder(scale) if _no_swizzled_scales.get() else original(scale)",
+            "original(scale)",
+            WEIGHTS + "placeholders_are_not_allocated",
+        ),
+        (
+            FP4,
+            "            if self._moe_runner_backend.value in _MARLIN:\n                drop_swizzled_scales(layer)",
+            "            pass",
+            WEIGHTS + "marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts",
+        ),
+        (
+            FP4,
+            "if self._moe_runner_backend.value in _MARLIN:",
+            "if True:",
+            WEIGHTS + "what_another_kernel_reads_stays",
+        ),
         (UNREAD, "and name not in read", "", NEWER),
         (UNREAD, "name in _unsettled(kind)", "False", NEWER),
         (UNREAD, "and not _said_elsewhere(type(method), type(layer), name)", "", NEWER),
