@@ -106,7 +106,7 @@ def _wrap_mxfp4(mxfp4: Any) -> None:
 
 
 def _wrap(loader: Any) -> None:
-    """Hook points of no change: these do nothing where one of theirs is somebody else's."""
+    """Wrap functions that no change wraps: a change does nothing where somebody else has wrapped one of its own."""
     import torch
 
     draw, load = loader.initialize_dummy_weights, loader.DummyModelLoader.load_model

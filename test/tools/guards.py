@@ -65,7 +65,7 @@ REPORTED = UNIT + "lab/predict/test_model_report.py::test_"
 KV, KV_UNIT = OURS + "memory/kv_sizing/", UNIT + "memory/kv_sizing/test_"
 ALIKE = KV_UNIT + "growth.py::test_all_ranks_grow_alike_or_none_does"
 AGAIN = KV_UNIT + "growth.py::test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it"
-ZERO = KV_UNIT + "address_space.py::test_new_memory_is_zero_whatever_was_there_before"
+BESIDE_LONG = KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once"
 LEAST = KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least"
 TAIL = KV_UNIT + "retirement.py::test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes"
 JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much"
@@ -326,14 +326,9 @@ MUTATIONS = tuple(
             KV + "phases.py",
             "min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))",
             "min(short.new_tokens, wanted)",
-            KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once",
+            BESIDE_LONG,
         ),
-        (
-            KV + "phases.py",
-            "limits.cache_tokens // 2, left)",
-            "limits.cache_tokens // 2)",
-            KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once",
-        ),
+        (KV + "phases.py", "limits.cache_tokens // 2, left)", "limits.cache_tokens // 2)", BESIDE_LONG),
         (
             KV + "facts.py",
             'getattr(runner, "token_to_kv_pool_allocator", None)',

@@ -37,7 +37,7 @@ from sglang_moe_patches.lab.predict import engine_pools, unused_imports
 from sglang_moe_patches.lab.predict.config import dense_layers
 from sglang_moe_patches.lab.predict.engine_pools import Fit
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks
+from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, graph_settings
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -288,14 +288,11 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
 
 def _prefill_graphs(resolved: Mapping[str, Any]) -> tuple[str, int] | None:
     """The kind of a server's prefill graphs, and the tokens of the largest; ``None``: there are none."""
-    graphs = resolved.get("cuda_graph_config")
-    if graphs is None:  # up to 0.5.13
+    settings = graph_settings(resolved, "prefill")
+    if settings is None:  # up to 0.5.13
         off = resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]
         return None if off else ("piecewise", resolved["piecewise_cuda_graph_max_tokens"] or 0)
-    prefill = graphs["prefill"] if isinstance(graphs, Mapping) else graphs.prefill
-    settings = prefill if isinstance(prefill, Mapping) else vars(prefill)
-    off = settings["backend"] == "disabled"
-    return None if off else (settings["backend"], settings["max_bs"] or max(settings["bs"] or [0]))
+    return None if settings["off"] else (settings["backend"], settings["max_bs"] or max(settings["bs"] or [0]))
 
 
 def chunk_tokens(resolved: Mapping[str, Any]) -> int:

@@ -31,8 +31,8 @@ Make = Callable[[str, Sequence[int], int, Phase], Any]
 class Fits(Protocol):
     """Whether there is memory for ``times`` of what the phase of a name took.
 
-    What ``must`` be counts as taken. What needs not be has to take no more than the largest phase until then: the
-    memory is worth more as KV cache.
+    With ``must`` the next phase is never left out: where there is no memory, its memory counts as taken. Without, it
+    may not take more than the largest phase before it either, because more is worth more as KV cache.
     """
 
     def __call__(self, name: str, times: float, *, must: bool) -> bool: ...

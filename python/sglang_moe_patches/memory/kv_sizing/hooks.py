@@ -374,7 +374,7 @@ class ServerStart:
         if not self.leads or not self._waits_for:
             return []
         topic, mapped = self._waits_for, self._waits_for == "mapped"
-        # What all ranks have memory behind in any case.
+        # For these all ranks have memory, whatever is told or lost.
         counts = self._counts_before if mapped else self.pools.counts
         try:
             told = self.board.collect(f"{topic} {self._pass}")

@@ -192,9 +192,16 @@ class Limits:
     @property
     def short_requests(self) -> int:
         """Requests of a few tokens for which half of the KV cache has room, but no fewer than a decode graph has."""
-        each = SHORT_PROMPT_TOKENS + 2 + 2 * self.page + self.draft_slots
+        each = SHORT_PROMPT_TOKENS + self.beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(self.stages * self._graph_requests, int(0.9 * (half - 2 * self.largest)) // each)
+
+    def beside_prompt(self, new: int = 0) -> int:
+        """Tokens of the KV cache that a request takes beside its prompt, at the most.
+
+        :param new: new tokens of the request.
+        """
+        return new + 2 * self.page + self.draft_slots
 
     @property
     def _graph_requests(self) -> int:
@@ -208,7 +215,7 @@ class Limits:
     @property
     def together(self) -> int:
         """How many of the largest prefills are computed in one forward, the last in part; 1 where one is a chunk."""
-        limits = [self.cache_tokens // (self.largest + 2 * self.page + self.draft_slots), self.batch]
+        limits = [self.cache_tokens // (self.largest + self.beside_prompt()), self.batch]
         if self.window_tokens:
             # A request is admitted where the pool has a window for it, however short it is.
             limits.append(self.window_tokens // (max(self.largest, self.window) + 2 * self.page) - 1)
@@ -315,13 +322,25 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
     return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
 
 
+def graph_settings(info: Mapping[str, Any], phase: str) -> dict[str, Any] | None:
+    """Of the engine's ``cuda_graph_config``, what it says of graphs of "decode" or "prefill", and whether they are
+    ``off``; ``None`` up to 0.5.13, which has other arguments.
+
+    :param info: a server's arguments, as resolved or, nested dictionaries, as it tells them.
+    """
+    graphs = info.get("cuda_graph_config")
+    if graphs is None:
+        return None
+    found = graphs.get(phase) if isinstance(graphs, Mapping) else getattr(graphs, phase)
+    settings = dict(found) if isinstance(found, Mapping) else vars(found or SimpleNamespace())
+    backend = str(getattr(settings.get("backend"), "value", settings.get("backend")))
+    return {**settings, "backend": backend, "off": backend.lower().endswith("disabled")}
+
+
 def _asked_to_capture(info: Mapping[str, Any]) -> int:
-    graphs = info.get("cuda_graph_config")  # from 0.5.14 on; nested dictionaries in what a server tells of itself
-    if graphs is not None:
-        decode = graphs.get("decode") if isinstance(graphs, Mapping) else graphs.decode
-        settings = decode if isinstance(decode, Mapping) else vars(decode or SimpleNamespace())
-        backend = str(getattr(settings.get("backend"), "value", settings.get("backend")))
-        return 0 if backend.lower().endswith("disabled") else int(settings.get("max_bs") or 0)
+    settings = graph_settings(info, "decode")
+    if settings is not None:
+        return 0 if settings["off"] else int(settings.get("max_bs") or 0)
     off = info.get("disable_cuda_graph") or info.get("device") == "cpu"
     return 0 if off else int(info.get("cuda_graph_max_bs") or 0)
 
@@ -365,8 +384,8 @@ class Phase:
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
     :param smaller: the name of a phase that ran before, of at least 1 / ``times`` of this one's memory; "": none.
-    :param fewer_requests: how many run at once if this phase would take more memory than there is, or than any phase
-        until then; 0: it must be.
+    :param fewer_requests: how many run at once if this phase is left out, because it would take more memory than there
+        is or than any phase before it; 0: it is never left out.
     """
 
     kind: PhaseKind
@@ -437,7 +456,7 @@ def derive_phases(limits: Limits) -> Load:
         times = limits.packed / whole
         phases.append(Phase(PhaseKind.TOGETHER, name, several, prompts, smaller=one, times=times))
 
-    room = min(limits.input_tokens, limits.cache_tokens - 2 * limits.page - limits.draft_slots)  # of one request
+    room = min(limits.input_tokens, limits.cache_tokens - limits.beside_prompt())  # of one request
     # A cached prefix may end anywhere; without the cache a whole chunk begins at a multiple of one.
     keeps_states = limits.states and limits.radix_cache
     step = math.lcm(limits.page, min(STATE_INTERVAL_TOKENS, chunk)) if keeps_states else limits.page
@@ -461,7 +480,7 @@ def derive_phases(limits: Limits) -> Load:
         # The engine leaves a request for the next forward that would make its tokens max_prefill_tokens in all.
         most = min(chunk, limits.prefill_tokens or chunk) - 1
         part = most // max(1, sharers) // limits.page * limits.page - (before - cached)
-        each = part + 2 * limits.page + limits.draft_slots
+        each = part + limits.beside_prompt()
         fits = sharers > 1 and before + chunk + sharers * each <= limits.cache_tokens
         if limits.window_tokens:
             # One window is the prefix's, and one with a chunk what is left of the phase before.
@@ -499,7 +518,7 @@ def derive_phases(limits: Limits) -> Load:
     phases += [phase for phase in plain if not phase.fewer_requests]
     penalized = rising_counts(FEW // RISE, limits.penalized)
     phases += _link_rising((_penalized_decode(count, limits) for count in penalized), limits)
-    # Behind all that must be, whose memory they may have.
+    # After all that must fit: none of these may take more than the largest of them.
     phases += [phase for phase in plain if phase.fewer_requests]
     phases += _long_among_short(limits, plain)
     name, prompts = "prompts of many lengths", _varied(chunk, limits)
@@ -567,9 +586,9 @@ def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
     half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long one has the other
     wanted = LONG_PROMPT_NEW_TOKENS + _decoded_meanwhile(limits.requests, limits)
     new = min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))
-    each = SHORT_PROMPT_TOKENS + new + 2 * limits.page + limits.draft_slots
-    left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * each
-    longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - new - 2 * limits.page - limits.draft_slots
+    beside = limits.beside_prompt(new)
+    left = int(0.9 * limits.cache_tokens) - 2 * limits.largest - limits.requests * (SHORT_PROMPT_TOKENS + beside)
+    longest = min(limits.input_tokens, limits.cache_tokens // 2, left) - beside
     if limits.batch == 1 or longest <= SHORT_PROMPT_TOKENS:
         return []
     long = replace(
@@ -714,5 +733,5 @@ def max_new_tokens(requests: int, limits: Limits, wanted: int) -> int:
     ):
         caches.append(limits.window_tokens)  # which has no whole window for each
     each = min(int(0.9 * (cache - 2 * limits.largest)) // requests for cache in caches)
-    new = each - SHORT_PROMPT_TOKENS - 2 * limits.page - limits.draft_slots
+    new = each - SHORT_PROMPT_TOKENS - limits.beside_prompt()
     return max(2, min(wanted, new, limits.input_tokens - SHORT_PROMPT_TOKENS))

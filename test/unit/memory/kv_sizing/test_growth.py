@@ -55,7 +55,6 @@ class Rehearsal:
     limits = SimpleNamespace(default_requests=False)
 
     def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, load, peaks, requests):
-        self.over, self.load = over, load
         self.poll = self.look_at_turn = self.begin = self.end = list
 
 
