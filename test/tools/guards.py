@@ -225,7 +225,7 @@ MUTATIONS = tuple(
         ),
         (
             QUERY,
-            'settings["backend"] == "disabled"',
+            'settings["off"]',
             "False",
             SAID.format("graphs of prefills that are off by themselves"),
         ),
