@@ -90,6 +90,15 @@ SERVING: tuple[str, ...] = under("serving", "qwen3-30b-default", "qwen3-235b-fp8
 SERVING_RECIPES: tuple[str, ...] = under("serving")
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1")
 HOSTS = under("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
+HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
+"""Changes whose pages say it."""
+
+
+def added_host_time(load: Load) -> str:
+    line = overhead.added_host_time(list(map(load, HOSTS)))
+    return f"\n{textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)}\n"
+
+
 SECTIONS = {
     "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
@@ -120,6 +129,7 @@ SECTIONS = {
     "triton-decode": one("triton-server/kimi-k2.5-decode", triton_server.steps),
     "overhead-servers": Section(under("overhead", "servers-h200", "servers-4xh200"), overhead.server_tables),
     "overhead-host": Section(HOSTS, overhead.host_tables),
+    **{f"host-time-{change}": Section(headlines=added_host_time) for change in HOST_TIME},
     "serving": pending(SERVING, serving.tables),
     "serving-recipes": pending(SERVING_RECIPES, serving.tables),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.tables),

@@ -326,6 +326,21 @@ def host_tables(results: Sequence[output.Result]) -> str:
     return output.table((*header, "stock again"), rows, left=2)
 
 
+def added_host_time(results: Sequence[output.Result]) -> str:
+    """What all changes together add, in a sentence for the pages of single changes."""
+    added: dict[str, list[str]] = {}
+    for result in results:
+        figures = result["figures"]
+        time = f"{figures['added_us']:.1f} with `{figures['runner']}`"
+        added.setdefault(result["conditions"]["machine"], []).append(time)
+    machines = "; ".join(f"{' and '.join(times)} ({machine})" for machine, times in added.items())
+    releases = ", ".join(dict.fromkeys(result["conditions"]["engine"] for result in results))
+    return (
+        "[Host time](../benchmarks/overhead.md) that all changes together add to a MoE layer of an eager forward of "
+        f"one token on SGLang {releases}, in microseconds: {machines}."
+    )
+
+
 def main() -> int:
     parser = output.parser(__doc__, quick={"model": "tiny", "tokens": 256, "rounds": 2, "steps": 8}, logs=True)
     parser.add_argument("what", choices=["servers", "host"])

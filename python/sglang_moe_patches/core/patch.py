@@ -292,9 +292,7 @@ def apply(changes: Iterable[Change], names: set[str], server_args: Any = None) -
 
     :returns: what became of every change, in order. One whose installation failed was undone and is *unsupported*.
     """
-    plans = {change.name: _apply_one(change, names, server_args) for change in changes}
-    _in_force.update(plans)
-    return plans
+    return {change.name: _apply_one(change, names, server_args) for change in changes}
 
 
 def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
@@ -337,14 +335,6 @@ def probe(change: Change) -> Plan:
         return Plan.unsupported(str(error))
     except Exception as error:
         return Plan.unsupported(f"probing the engine failed: {one_line_error(error)}")
-
-
-_in_force: dict[str, Plan] = {}
-
-
-def in_force() -> Mapping[str, Plan]:
-    """What became of each change in this process; of none before they were applied."""
-    return _in_force
 
 
 def one_line_error(error: Exception) -> str:

@@ -54,13 +54,6 @@ def zero_or_one(text: str) -> bool:
     return text == "1"
 
 
-def whole_number(text: str) -> int:
-    """``parse`` of a variable that is a number from 0 on."""
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"expected a whole number from 0 on, got {text!r}")
-    return int(text)
-
-
 def positive_number(of: str) -> Callable[[str], int | None]:
     """``parse`` of a variable that is a number of something, from 1 on; unset: ``None``."""
 

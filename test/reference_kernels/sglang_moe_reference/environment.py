@@ -19,9 +19,17 @@ from typing import Any
 
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.log import logger
-from sglang_moe_patches.core.variables import Variable, WrongValue, whole_number, zero_or_one
+from sglang_moe_patches.core.variables import Variable, WrongValue, zero_or_one
 from sglang_moe_patches.lab import without_gpu
 from sglang_moe_patches.lab.without_gpu import UnusableEnvironment
+
+
+def whole_number(text: str) -> int:
+    """``parse`` of a variable that is a number from 0 on."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"expected a whole number from 0 on, got {text!r}")
+    return int(text)
+
 
 PLUGIN_NAME = "moe_reference"
 """The name of this distribution's entry point."""
