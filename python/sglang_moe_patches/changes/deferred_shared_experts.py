@@ -228,12 +228,11 @@ def _plan() -> Plan:
 
     if not defers_itself:
         return Plan(Status.APPLIED, offers.note, install)
-    reason = (
-        "the engine defers behind TRT-LLM's kernels alone"
-        if behind_trtllm
-        else "the engine defers, and takes every runner for in place"
-    )
-    return Plan.hardened(install, "; ".join(filter(None, [reason, offers.note])))
+    if behind_trtllm:
+        status, reason = Status.EXTENDED, "the engine defers behind TRT-LLM's kernels alone"
+    else:
+        status, reason = Status.HARDENED, "the engine defers, and takes every runner for in place"
+    return Plan(status, "; ".join(filter(None, [reason, offers.note])), install)
 
 
 def decide(built: Built) -> Decision:

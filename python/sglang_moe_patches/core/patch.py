@@ -32,6 +32,8 @@ class Status(StrEnum):
     """This package does it."""
     NATIVE = "native"
     """The engine has the change built in; nothing is patched."""
+    EXTENDED = "extended"
+    """The engine has a part of the change built in, and we reach further."""
     HARDENED = "hardened"
     """The engine has the change built in and we close a hole in it."""
     NOT_NEEDED = "not needed here"
@@ -44,7 +46,7 @@ class Status(StrEnum):
     """``SGLANG_MOE_PATCHES`` leaves it out."""
 
 
-ACTIVE = (Status.APPLIED, Status.HARDENED)
+ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 """With these a change has patched the engine."""
 
 
@@ -59,7 +61,7 @@ Install = Callable[["Patcher"], None]
 class Plan:
     """What becomes of a change on an engine, by what its probe found.
 
-    :param install: puts the wrappers in place; exactly where the status is *applied* or *hardened*.
+    :param install: puts the wrappers in place; exactly where the status is one of ``ACTIVE``.
     """
 
     status: Status

@@ -115,10 +115,10 @@ def show(report: dict[str, Any]) -> None:
     )
     console.print(f"GPU: {', '.join(report['gpus']) or 'none'}", markup=False)
     table = Table("change", "status", "what it does, and why, or why it does not apply")
-    colours = {"applied": "green", "native": "green", "hardened": "green", "unsupported": "bold red"}
+    colours = dict.fromkeys((*patch.ACTIVE, patch.Status.NATIVE), "green") | {patch.Status.UNSUPPORTED: "bold red"}
     for change in report["changes"]:
         colour = colours.get(change["status"], "dim")
-        does = change["summary"] if change["status"] in ("applied", "hardened") else ""
+        does = change["summary"] if change["status"] in patch.ACTIVE else ""
         words = "; ".join(filter(None, [does, change["reason"]])) or change["summary"]
         table.add_row(change["name"], f"[{colour}]{change['status']}[/]", escape(words))
     console.print(table)

@@ -26,4 +26,4 @@ def test_a_change_that_installs_nothing_has_no_effect(status: str):
 
 def test_the_engine_drops_attentions_inputs_itself_where_output_buffer_is_hardened():
     told = {status: effect("output-buffer", Layer(DEEPSEEK, True, ATTENTION), status) for status in ACTIVE}
-    assert told == {Status.APPLIED: "dropped", Status.HARDENED: ""}
+    assert told == {Status.APPLIED: "dropped", Status.EXTENDED: "", Status.HARDENED: ""}
