@@ -17,64 +17,58 @@ PEAKS = {
     "Qwen3-235B, FP8": "peak-memory/triton-qwen3-235b-fp8-shard4",
     "MiniMax-M2": "peak-memory/triton-minimax-m2-shard4",
 }
-#: result: (SGLANG_MOE_PATCHES_KV_SIZING, what was served)
+#: result: (what was served, the load, SGLANG_MOE_PATCHES_KV_SIZING)
 LAUNCHED = {
-    "qwen3-30b-default": ("auto", "Qwen3-30B, whole, one H100, `--tp 1`; 200 requests at once"),
-    "qwen3-235b-fp8": ("auto", "Qwen3-235B-A22B-FP8, whole, four H200s, `--tp 4`; 200 requests at once"),
-    "qwen3-vl-30b": ("auto", "Qwen3-VL-30B, whole, one H100, `--tp 1`; 120 requests with two images each at once"),
-    "kimi-k2.5-8192": ("auto", "Kimi-K2.5's layers in BF16, sizes of TP=4, 14 of 61, one H200; 200 requests at once"),
-    "deepseek-r1-recipe": (
-        "always",
-        "DeepSeek-R1 in FP8, sizes of TP=8, all 61 layers, one H200, its published recipe without the draft: chunk of "
-        "32,768, `--mem-fraction-static 0.82`; 256 requests at once",
-    ),
-    "deepseek-r1-eagle": (
-        "always",
-        "the same, 30 of 61 layers, with its draft (EAGLE), chunk of 8,192; 64 requests at once",
-    ),
+    "qwen3-30b-default": ("Qwen3-30B, one H100", "200 requests", "auto"),
+    "qwen3-235b-fp8": ("Qwen3-235B-A22B-FP8, four H200s", "200 requests", "auto"),
+    "qwen3-vl-30b": ("Qwen3-VL-30B, one H100", "120 requests, two images each", "auto"),
+    "kimi-k2.5-8192": ("Kimi-K2.5, 14 layers, one H200", "200 requests", "auto"),
+    "deepseek-r1-recipe": ("DeepSeek-R1, recipe, one H200", "256 requests", "always"),
+    "deepseek-r1-eagle": ("DeepSeek-R1, recipe, 30 layers, EAGLE", "64 requests", "always"),
 }
 
 
 def launched(load: Load) -> str:
     """The README's first table: servers that people launch, stock and patched; the engine's own settings first.
 
-    Rows of a second start are those of 0.4.2, where that was sized by a record of the first.
+    A cell has at most six words; what does not fit is in the note. Rows of a second start are those of 0.4.2, where
+    that was sized by a record of the first.
     """
+
+    def cell(stock: float, ours: float, form: str = ".1f", better: bool = False) -> str:
+        return f"{stock:{form}} -> {'**' * better}{ours:{form}}{'**' * better}"
+
     rows = []
-    for name, (mode, server) in LAUNCHED.items():
+    for name, (server, asked, mode) in LAUNCHED.items():
         servers = load(f"serving/{name}")["figures"]["servers"]
         stock, sized = servers["stock"], servers.get("grown") or servers["sized"]
-        start = "first" if "grown" in servers else "second"
-        # Where it differs by more than noise does.
-        emphasis = "**" if sized["total_throughput"] > 1.01 * stock["total_throughput"] else ""
+        # Emphasized where it differs by more than noise does.
+        more = sized["total_throughput"] > 1.01 * stock["total_throughput"]
         rows.append(
             (
                 server,
-                f"`SGLANG_MOE_PATCHES_KV_SIZING={mode}`, {start} start",
-                f"{stock['tokens']:,} -> **{sized['tokens']:,}** KV tokens",
-                f"{stock['total_throughput']:,.0f} -> {emphasis}{sized['total_throughput']:,.0f}{emphasis} tokens/s",
-                f"{stock['median_tpot_ms']:.1f} -> {sized['median_tpot_ms']:.1f} ms per token, first token after "
-                f"{stock['median_ttft_ms'] / 1e3:.1f} -> {sized['median_ttft_ms'] / 1e3:.1f} s",
+                asked,
+                f"`{mode}`" + ("" if "grown" in servers else ", second start, 0.4.2"),
+                f"{cell(stock['tokens'], sized['tokens'], ',', True)} KV tokens",
+                cell(stock["total_throughput"], sized["total_throughput"], ",.0f", more),
+                cell(stock["median_tpot_ms"], sized["median_tpot_ms"]),
+                cell(stock["median_ttft_ms"] / 1e3, sized["median_ttft_ms"] / 1e3),
             )
         )
     recipe = load("triton-server/deepseek-v3-fp8-shard8-32768")["figures"]
     stock, patched = recipe["stock"], recipe["patched"]
-    rows.append(
-        (
-            "the same, 4 layers, eager, without the draft, chunk of 32,768",
-            "nothing",
-            f"{stock['peak'] / 1e6:,.0f} -> **{patched['peak'] / 1e6:,.0f}** MB for a prefill",
-            "",
-            f"{stock['ms']:.1f} -> {patched['ms']:.1f} ms for a prefill",
-        )
-    )
-    header = ("server, random weights", "what to set", "memory", "throughput", "latency")
+    peak = cell(stock["peak"] / 1e6, patched["peak"] / 1e6, ",.0f", True)
+    prefill = f"{cell(stock['ms'], patched['ms'])} ms, prefill"
+    rows.append(("DeepSeek-R1, 4 layers, eager", "one prefill of 32,768", "unset", f"{peak} MB", "", "", prefill))
+    header = ("server", "load at once", "`SGLANG_MOE_PATCHES_KV_SIZING`", "memory", "tokens/s", "ms per token")
     note = (
-        "At the engine's own fraction and chunk of 8,192, where nothing else is said. Tokens per second count prompts "
-        "and answers; latencies are medians. Weights are drawn so that every expert is used; tokens per second of a "
-        "real checkpoint differ."
+        "stock -> patched. Random weights, drawn so that every expert is used; tokens per second of a real checkpoint "
+        "differ. Tokens per second count prompts and answers; latencies are medians. The models are whole, but where "
+        "layers are named. Kimi-K2.5 is in BF16 with the sizes of TP=4. DeepSeek-R1 is in FP8 with the sizes of TP=8; "
+        "its recipe sets `--mem-fraction-static 0.82` and a chunk of 32,768 (with EAGLE, 8,192), and was run without "
+        "its draft but in the row of EAGLE. All others have the engine's own fraction and chunk of 8,192."
     )
-    return f"\n{output.table(header, rows, left=5)}\n{note}\n"
+    return f"\n{output.table((*header, 's to first token'), rows, left=7)}\n{note}\n"
 
 
 def find(rows: list[dict[str, Any]], **values: Any) -> dict[str, Any]:

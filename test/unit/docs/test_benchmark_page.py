@@ -21,6 +21,13 @@ def test_the_pages_and_their_plots_are_rendered_from_the_results():
     assert render.outdated() == {}
 
 
+def test_a_cell_of_the_readme_s_first_table_has_at_most_six_words():
+    rows = [line for line in render.headlines.launched(render.output.load).splitlines() if line.startswith("|")]
+    cells = [cell.replace("->", "").split() for row in rows for cell in row.split("|")]
+    assert len(rows) > 3
+    assert [words for words in cells if len(words) > 6] == []
+
+
 def test_every_result_is_on_the_page_and_every_image_on_some_page():
     text = "".join(path.read_text(encoding="utf-8") for path in render.pages())
     shown = re.findall(r"<!-- figures:(\S+) -->", text)
