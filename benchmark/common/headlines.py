@@ -62,8 +62,8 @@ def launched(load: Load) -> str:
     rows.append(("DeepSeek-R1, 4 layers, eager", "one prefill of 32,768", "unset", f"{peak} MB", "", "", prefill))
     header = ("server", "load at once", "`SGLANG_MOE_PATCHES_KV_SIZING`", "memory", "tokens/s", "ms per token")
     note = (
-        "stock -> patched. Random weights, drawn so that every expert is used; tokens per second of a real checkpoint "
-        "differ. Tokens per second count prompts and answers; latencies are medians. The models are whole, but where "
+        "Figures are stock -> patched. Weights are random, so that every expert is used; a real checkpoint has other "
+        "tokens per second, which count prompts and answers. Latencies are medians. The models are whole, but where "
         "layers are named. Kimi-K2.5 is in BF16 with the sizes of TP=4. DeepSeek-R1 is in FP8 with the sizes of TP=8; "
         "its recipe sets `--mem-fraction-static 0.82` and a chunk of 32,768 (with EAGLE, 8,192), and was run without "
         "its draft but in the row of EAGLE. All others have the engine's own fraction and chunk of 8,192."
