@@ -2,8 +2,6 @@
 
     python benchmark changes/weight_shuffle --json shuffle.json --plot shuffle.svg  # the whole grid
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
-    python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp1,tp4 --tune  # launch settings
-    python benchmark changes/weight_shuffle --check  # no GPU needed
 
 Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
 warm; copy bandwidth is that of a plain device-to-device copy in the same run. "whole step" is the engine's
@@ -60,11 +58,11 @@ def cases(models: list[str], shards: list[str]) -> Iterator[Case]:
             yield Case(model, shard, rank.experts, rank.hidden, rank.intermediate)
 
 
-def random_layer(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator(device).manual_seed(seed)
+def random_layer(case: Case, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(seed)
 
     def randint(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
 
     return (
         randint(case.experts, 2 * case.intermediate, case.hidden // 2),
@@ -77,28 +75,16 @@ def random_layer(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, 
 # --- The engine ------------------------------------------------------------------------------------------------------
 
 
-def interleave_formula(scales: torch.Tensor) -> torch.Tensor:
-    """The vendor's nvfp4_block_scale_interleave on one [M, K] matrix, as a formula: for machines without a GPU."""
-    rows, columns = scales.shape
-    return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
-
-
 class Engine:
     """The engine's function, and the step of its loader that calls it."""
 
-    def __init__(self, on_cpu: bool):
-        import flashinfer
-
-        if on_cpu:
-            flashinfer.nvfp4_block_scale_interleave = interleave_formula
+    def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import sglang
             from sglang.srt.layers.quantization import utils  # first: the engine's imports are circular
 
             runner = importlib.import_module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
-        self.version = sglang.__version__
         self.prepare = inspect.unwrap(utils.prepare_static_weights_for_trtllm_fp4_moe)
         self._utils = utils
         self._align = runner.align_fp4_moe_weights_for_flashinfer_trtllm
@@ -139,8 +125,8 @@ def same_bytes(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
     )
 
 
-def check(case: Case, engine: Engine, device: str) -> None:
-    layer = random_layer(case, device, seed=1)
+def check(case: Case, engine: Engine) -> None:
+    layer = random_layer(case, seed=1)
     expected = engine.prepare(*(t.clone() for t in layer), *case.sizes)
     got = shuffle.prepare_static_weights_for_trtllm_fp4_moe(*layer, *case.sizes)
     if not same_bytes(got, expected):
@@ -153,7 +139,7 @@ def check(case: Case, engine: Engine, device: str) -> None:
 
 def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
     """Time and memory of both on one case; before that, the time that our kernels take to compile."""
-    layer = random_layer(case, "cuda")
+    layer = random_layer(case)
     shuffle.row_permutations(case.hidden, case.intermediate, True)
 
     def ours() -> Any:
@@ -168,7 +154,7 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     first_call = time.perf_counter() - started
 
-    check(case, engine, "cuda")
+    check(case, engine)
     torch.cuda.empty_cache()
 
     row: dict[str, Any] = {**asdict(case), "layer_bytes": case.layer_bytes, "first_call_s": first_call}
@@ -201,7 +187,7 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         # As a loader does: the parameters of all layers first, then one layer after another is prepared.
-        model = [moe_layer(random_layer(small, "cuda")) for _ in range(layers)]
+        model = [moe_layer(random_layer(small)) for _ in range(layers)]
         for layer in model:
             engine.whole_step(layer, prepare)
         torch.cuda.synchronize()
@@ -209,35 +195,6 @@ def fragmentation(case: Case, engine: Engine, layers: int) -> dict[str, Any]:
         del model, layer
     torch.cuda.empty_cache()
     return result
-
-
-def tune(case: Case, bandwidth: float, repeats: int) -> None:
-    """Try launch parameters of the row kernel on each tensor of a layer, and show which one is used."""
-    plan = shuffle.row_permutations(case.hidden, case.intermediate, True)
-    assert plan is not None
-    w13, w2, s13, _ = random_layer(case, "cuda")
-    for name, tensor, permutation in (("w13", w13, plan[0]), ("w13 scales", s13, plan[1]), ("w2", w2, plan[2])):
-        matrices = tensor.view(torch.uint8)
-        index = permutation.kernel_index.to("cuda", torch.int32)
-        used = shuffle.row_kernel_config(matrices.shape[1], matrices.shape[2], permutation.tile is not None)
-        print(f"{case.model} {case.shard} {name}: {list(matrices.shape)}, {matrices.nbytes / 1e6:.0f} MB")
-        tile_rows = used.tile_rows if used else matrices.shape[1]
-        for strip in (16, 32, 64, 128, 256, 512):
-            block = shuffle._next_power_of_2(tile_rows) * strip
-            if not 4096 <= block <= shuffle.MAX_PROGRAM_BYTES or strip > shuffle._next_power_of_2(matrices.shape[2]):
-                continue
-            for warps in (4, 8, 16, 32):
-                if not 64 <= block // (warps * 32) <= 256:
-                    continue
-                config = shuffle.RowKernelConfig(tile_rows, strip, warps)
-
-                def run(config: shuffle.RowKernelConfig = config) -> None:
-                    shuffle.permute_rows_triton(matrices, index, config)  # noqa: B023
-
-                ms = timing.median_ms(run, repeats)
-                part = 2 * matrices.nbytes / (ms / 1e3) / bandwidth
-                mark = "  <- used" if config == used else ""
-                print(f"  strip {strip:3d} B, {warps:2d} warps: {ms:.3f} ms, {part:.0%} of copy bandwidth{mark}")
 
 
 # --- Showing ---------------------------------------------------------------------------------------------------------
@@ -295,35 +252,18 @@ def main() -> None:
     parser.add_argument("--shards", type=output.choice_of(SHARDS), default=list(SHARDS), metavar="SHARD,...")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of ours; a fifth of it for the engine's")
     parser.add_argument("--layers", type=int, default=60, help="layers for the fragmentation figure; 0: leave it out")
-    parser.add_argument("--check", action="store_true", help="only compare the results; works without a GPU")
-    parser.add_argument("--tune", action="store_true", help="only try launch parameters")
     options = output.parse(parser)
     try:
         asked = list(cases(options.models, options.shards))
     except ValueError as error:
         parser.error(str(error))
 
-    has_gpu = torch.cuda.is_available()
-    if options.check:
-        engine = Engine(on_cpu=not has_gpu)
-        for case in asked:
-            # Two experts have every row movement; the number of experts only repeats it.
-            small = case if has_gpu else Case(case.model, case.shard, 2, case.hidden, case.intermediate)
-            check(small, engine, "cuda" if has_gpu else "cpu")
-            print(f"{case.model} {case.shard}: {small.experts} experts, same bytes as SGLang {engine.version}")
-        return
-    machine.require_gpu("weight_shuffle.py", "--check compares the results without one")
+    machine.require_gpu("weight_shuffle.py")
     with tempfile.TemporaryDirectory(prefix="triton-cold-") as cold_cache:
         # Set before Triton compiles anything: the first call then shows what compilation costs.
         os.environ["TRITON_CACHE_DIR"] = cold_cache
         bandwidth = timing.copy_bandwidth()
-        if options.tune:
-            print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-            for case in asked:
-                tune(case, bandwidth, options.repeats)
-            return
-
-        engine = Engine(on_cpu=False)
+        engine = Engine()
         rows = []
         for case in asked:
             rows.append(measure(case, engine, options.repeats))

@@ -330,7 +330,6 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
     own |= {SELECT_VARIABLE: kind.changes, **kind.variables}
     if kind.grows:
         own[KV_SIZING.name] = "always" if "--mem-fraction-static" in options.arguments else "auto"
-        own |= {KV_MARGIN.name: str(options.margin)} if options.margin else {}
     return own
 
 
@@ -419,8 +418,7 @@ def run_label(figures: dict[str, Any], result: output.Result) -> str:
     images = f" and {figures['images']} images" if "images" in figures else ""
     load = f"{figures['prompts']} of {lengths} in{images}, {figures['output']:,} out"
     gpu = machine.gpu_model(result["conditions"])
-    margin = f"margin {figures['margin']:,} MB" if "margin" in figures else ""
-    parts = [served.run_label(result), gpu, margin, f"chunk {figures['chunk']:,}; {load}"]
+    parts = [served.run_label(result), gpu, f"chunk {figures['chunk']:,}; {load}"]
     return ", ".join(filter(None, parts))
 
 
@@ -511,7 +509,6 @@ def main() -> None:
     parser.add_argument(
         "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
     )
-    parser.add_argument("--margin", type=int, metavar="MB", help=f"{KV_MARGIN.name} of those that grow")
     parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there, for later runs"
@@ -522,7 +519,7 @@ def main() -> None:
         machine.require_gpu("serving", "--quick runs without one")
     described_by = (
         *("model", "shard", "layers", "context", "chunk", "requests", "tp", "prompts", "input", "output"),
-        *("arguments", *(name for name in ("images", "margin") if getattr(options, name))),
+        *("arguments", *(["images"] if options.images else [])),
     )
     figures = served.described(options, described_by)
     figures["servers"] = earlier(options.json, figures)

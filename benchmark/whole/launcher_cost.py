@@ -1,15 +1,10 @@
-"""What this package costs a start: the launching process's time, memory and modules, and a server's time to ready.
+"""What this package costs the launching process: time, memory and modules.
 
 The launcher runs no model. It is measured as a user's is: a fresh interpreter loads the engine's plugins and parses
 server arguments, with our plugin and without it, in turn; ``SGLANG_PLUGINS`` names which, and the reference kernels'
 never.
 
     python benchmark whole/launcher_cost --json launcher.json
-    python benchmark whole/launcher_cost --servers --json servers.json  # kv-sizing: whole starts of a tiny model, CPU
-
-With `--servers` whole servers start one after another, each round in the other order: stock, stock again, kv-sizing
-without its variable, and with `auto`, which rehearses and grows. What the driver says of memory is a stand-in's. A
-rehearsal's own time is told in whole seconds.
 
 Runs on any machine; without a CUDA driver start it through ``sglang-moe-reference exec --``.
 """
@@ -20,20 +15,11 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
-from contextlib import suppress
-from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import psutil
-from common import growth, output, plugins, processes, servers, timing, weights
-from common.shapes import TINY
+from common import output, processes
 from sglang_moe_patches.core import machine
-from sglang_moe_patches.core.patch import SELECT_VARIABLE
-from sglang_moe_patches.lab.servers.server import Server
-from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
 from sglang_moe_reference.environment import PLUGIN_NAME
 
 LAUNCHER = """
@@ -116,104 +102,8 @@ def tables(result: output.Result) -> str:
     )
 
 
-# --- Servers ---------------------------------------------------------------------------------------------------------
-
-STARTS = {
-    timing.STOCK: ("none", "", "stock", None),
-    timing.CONTROL: ("none", "", "stock again", 0.0),
-    "unset": ("kv-sizing", "", "kv-sizing without its variable", 0.0),
-    "grown": ("kv-sizing", "auto", "`auto`", 0.3),
-}
-"""By name: ``SGLANG_MOE_PATCHES``, ``SGLANG_MOE_PATCHES_KV_SIZING``, what the table calls it; and, written before the
-first run, seconds beside stock, without the rehearsal."""
-
-
-def processor_s() -> float:
-    """Seconds of processor time of all processes that this one has started, and of those that they waited for."""
-    seconds = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:4])
-    return seconds
-
-
-def start(name: str, work: Path, setup: servers.Setup, seen: list[tuple[float, float | None]]) -> float:
-    """Seconds until a server is ready.
-
-    :param seen: takes the processor's seconds until then, and those of the rehearsal; ``None``: there was none.
-    """
-    changes, mode, *_ = STARTS[name]
-    own = setup.environment(name) | {SELECT_VARIABLE: changes}
-    if mode:
-        own[KV_SIZING.name] = mode
-    own[KV_MARGIN.name] = KV_MARGIN.default  # the stand-in reads it
-    arguments = [each for each in setup.command() if each != "--skip-server-warmup"]
-    setup.temporary(name).mkdir(exist_ok=True)
-    with Server(name, arguments, own, work / f"{name}.log", progress=processes.saying(name, 20)) as server:
-        seen.append((processor_s(), growth.rehearsed_s(growth.said(server.log_text()))))
-    print(f"  {name}: ready in {server.startup_s:.1f} s", flush=True)
-    return server.startup_s
-
-
-def measure_servers(rounds: int) -> dict[str, Any]:
-    seen: dict[str, list[tuple[float, float | None]]] = {name: [] for name in STARTS}
-    with tempfile.TemporaryDirectory(prefix="starts-") as folder:
-        work = Path(folder)
-        limits = ("--max-running-requests", "3", "--context-length", "320", "--max-total-tokens", "2000")
-        setup = servers.Setup(weights.Served(TINY), work, tokens=64, arguments=limits, observe=False)
-        setup.prepare()
-        plugins.write_module(work / "plugin", growth.STAND_IN.stem, growth.STAND_IN.read_text())
-        versions = {name: partial(start, name, work, setup, seen[name]) for name in STARTS}
-        ready_s = timing.in_turn(versions, rounds)
-    if any((rehearsed is None) == (name == "grown") for name, each in seen.items() for _, rehearsed in each):
-        raise SystemExit(f"launcher_cost: rehearsals of unexpected starts: {seen}")
-    counted = {name: each[1:] for name, each in seen.items()}  # the first ones warm the disk's cache
-    return {
-        "rounds": rounds,
-        "ready_s": ready_s,
-        "processor_s": {name: [processor for processor, _ in each] for name, each in counted.items()},
-        "rehearsed_s": [rehearsed for _, rehearsed in counted["grown"]],
-    }
-
-
-def beside(other: list[float], stock: list[float]) -> str:
-    """The median of the rounds' differences, the smallest and the largest."""
-    more = sorted(a - b for a, b in zip(other, stock, strict=True))
-    return f"{statistics.median(more):+.1f} ({more[0]:+.1f} .. {more[-1]:+.1f})"
-
-
-def server_tables(result: output.Result) -> str:
-    figures = result["figures"]
-    rows = []
-    for name, ready in figures["ready_s"].items():
-        grows, processor = name == "grown", figures["processor_s"][name]
-        *_, label, predicted = STARTS[name]
-        rehearsed = figures["rehearsed_s"] if grows else [0] * len(ready)
-        row = [label, f"{statistics.median(ready):.1f}"]
-        row.append(f"{statistics.median(rehearsed):.0f}" if grows else "")
-        if name == timing.STOCK:
-            rows.append((*row, "", "", f"{statistics.median(processor):.1f}", ""))
-            continue
-        without = [seconds - own for seconds, own in zip(ready, rehearsed, strict=True)]
-        row += [beside(without, figures["ready_s"][timing.STOCK]), f"{predicted:+.1f}"]
-        row += [f"{statistics.median(processor):.1f}", beside(processor, figures["processor_s"][timing.STOCK])]
-        rows.append(tuple(row))
-    header = (
-        *("server", "ready after s", "of it rehearsal s", "the rest, beside stock s", "predicted s"),
-        *("processor s", "beside stock s"),
-    )
-    return (
-        output.table(header, rows)
-        + f"\nMedians of {figures['rounds']} rounds, and of their differences, with the smallest and the largest. "
-        "A start is looked at every half second. Processor time is that of all of a server's processes, rehearsal "
-        "included.\n"
-    )
-
-
 def main() -> None:
     parser = output.parser(__doc__, quick={"runs": 1})
     parser.add_argument("--runs", type=int, default=7, help="counted runs of each, after one warm-up")
-    parser.add_argument("--servers", action="store_true", help="start whole servers")
     options = output.parse(parser)
-    figures = (measure_servers if options.servers else measure)(options.runs)
-    output.finish(options, output.result("launcher_cost", figures), server_tables if options.servers else tables)
+    output.finish(options, output.result("launcher_cost", measure(options.runs)), tables)

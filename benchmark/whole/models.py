@@ -1,7 +1,6 @@
 """What the engine would run of models that people serve, and the memory of a prefill chunk, stock and patched.
 
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
-    python benchmark whole/models --json benchmark/results/models/0.5.23.json --missing
 
 Nothing is served: the engine is asked as ``sglang-moe-patches doctor --model`` asks it, with its own models.json
 (each model's public ``config.json``, less what neither the engine nor a formula reads; tensors named one by one in a
@@ -11,7 +10,6 @@ is computed when the page is made.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,11 +37,6 @@ RESOLVED = (
     *("moe_runner_backend", "moe_a2a_backend", "disable_cuda_graph"),
 )
 Sizes = tuple[int, int, int, int, str, str | None]
-
-
-def served() -> list[dict[str, Any]]:
-    """Models, the format and the hardware that they are served in, and their sizes."""
-    return config.served_models()
 
 
 def ask(model: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +107,7 @@ def tables(result: output.Result) -> str:
     rows = []
     wholes, alone = measured()
     answers = {(each["source"], each["gpu"]): each for each in result["figures"]["models"]}
-    for model in served():
+    for model in config.served_models():
         if (model["source"], model["gpu"]) not in answers:
             continue
         asked = answers[model["source"], model["gpu"]]["asked"]
@@ -169,15 +162,10 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = output.parser(__doc__)
-    parser.add_argument("--missing", action="store_true", help="ask about those alone that --json does not have yet")
-    options = output.parse(parser)
+    options = output.parse(output.parser(__doc__))
     asked: list[dict[str, Any]] = []
-    if options.missing:
-        asked = json.loads(options.json.read_text())["figures"]["models"]
-    known = {(each["source"], each["gpu"]) for each in asked}
     result = output.result("models", {"models": asked}, {"machine": "no GPU", "engine": engine.version()})
-    servers = [model | {"env": {}} for model in served() if (model["source"], model["gpu"]) not in known]
+    servers = [model | {"env": {}} for model in config.served_models()]
     for model, answer in doctor_answers.ask_each(servers, "whole.models:ask"):
         asked.append({"source": model["source"], "gpu": model["gpu"], "asked": answer})
         layer = answer.get("layer")

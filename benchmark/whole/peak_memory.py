@@ -1,4 +1,4 @@
-"""Activation memory of one prefill, stock against patched, with every megabyte named by the code that allocated it.
+"""Activation memory of one prefill, stock against patched, predicted and measured.
 
     python benchmark whole/peak_memory --tp 4 --workspace-mb 1536 --json m.json --plot m.svg
     python benchmark whole/peak_memory --model deepseek-v3 --tp 2 --symm-mem
@@ -10,13 +10,13 @@
 Two real servers, a few layers of the model's own widths with random weights. --runner says how the routed experts are
 computed: flashinfer_trtllm_routed is NVFP4 on the reference kernels; triton is BF16 (or FP8) and marlin INT4,
 on the engine's own kernels. What each server should need is written down first, from the sizes (the package's
-prediction/forward.py).
+lab/predict/forward.py).
 
 Both are asked the same prompts twice, one at a time; every token and log-probability that the stock server repeats must
 be equal, or there is no result. Where it repeats none, as Marlin does on Hopper, it is said how far apart answers are.
 The second forward of --tokens tokens and those after it are measured (the first also pays for libraries' one-off
-workspaces), and of the second one the allocator's history is recorded. Figures are those of one rank, bytes beyond what
-was allocated before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes.
+workspaces), and of the second one the bytes in use are recorded for the plot. Figures are those of one rank, bytes
+beyond what was allocated before the forward. --workspace-mb stands for the memory that the vendor's NVFP4 kernel takes.
 --moe-workspace-mb is SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB of the patched server.
 """
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ PROMPTS = 4
 REFERENCE_SCRATCH = 64 * 2**20
 #: Points of the line of one forward that a result keeps.
 LINE_POINTS = 150
-#: The engine's files whose line says for which part of the model something was allocated.
-MODEL_FILES = ("deepseek_v2.py", "qwen2_moe.py", "qwen3_moe.py", "glm4_moe.py", "minimax_m2.py")
 
 
 def predict(
@@ -135,44 +132,22 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     }
 
 
-def shortened(process: events.Process | None, recorded: history.History | None) -> dict[str, Any]:
-    """The figures with the busiest of the kernel's moments, and a line of few points, each the highest of its stretch.
+def shortened(process: events.Process | None, line: list[int] | None) -> dict[str, Any]:
+    """The figures with a line of few points, each the highest of its stretch.
 
-    :param process: what :func:`events.collect` found, and ``recorded`` what :func:`history.collect` did.
+    :param process: what :func:`events.collect` found, and ``line`` what :func:`history.collect` did.
     """
     if process is None or process.failure:
         raise SystemExit(f"peak_memory.py: {process.failure if process else 'the servers observed no forward'}")
     figures = {**asdict(process.memory), "changes": process.changes}
-    if recorded:
+    if line:
         # Allocations, not time: two runs' clocks differ, the sequence of their allocations hardly does.
-        values = [value for _, value in recorded.line]
-        stretch = -(-len(values) // LINE_POINTS)
-        highest = [max(values[start : start + stretch]) for start in range(0, len(values), stretch)]
-        figures |= {"line": highest, "at_peak": asdict(recorded.at_peak)}
-        if recorded.alive:  # of equal moments the last
-            figures["at_kernel"] = asdict(max(reversed(recorded.alive), key=lambda moment: moment.bytes))
+        stretch = -(-len(line) // LINE_POINTS)
+        figures["line"] = [max(line[start : start + stretch]) for start in range(0, len(line), stretch)]
     return figures
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
-
-
-def by_code(blocks: list[dict[str, Any]], least: float = 0.05 * MB) -> list[tuple[float, int, str]]:
-    """(bytes, blocks, code) by the innermost line of engine code, largest first; small ones together."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0])
-    for block in blocks:
-        model_line = next((c for c in block["code"] if c.startswith(MODEL_FILES)), "")
-        code = block["code"][0] if block["code"] else "outside the engine"
-        if model_line and model_line != code:
-            code += f" <- {model_line}"
-        sums[code][0] += block["bytes"]
-        sums[code][1] += 1
-    rows = [(size, int(count), code) for code, (size, count) in sums.items()]
-    small = [row for row in rows if 0 <= row[0] < least]
-    rows = sorted((row for row in rows if row not in small), reverse=True)
-    if small:
-        rows.append((sum(row[0] for row in small), sum(row[1] for row in small), "smaller ones"))
-    return rows
 
 
 def in_mb(value: float | None) -> str:
@@ -257,11 +232,6 @@ def tables(result: output.Result) -> str:
     ]
     if figures["differing"]["patched"]:
         parts.append(output.table(ANSWERS, distances(figures)))
-    if memory[0]["peak_forward_bytes"]:
-        parts.append(gained(result) + "\n")
-    for moment, title in {"at_kernel": "when the routed kernel starts", "at_peak": "at the peak"}.items():
-        if all(moment in one for one in memory):
-            parts.append(f"Alive {title}:\n\n{alive(result, moment)}")
     return "\n".join(parts)
 
 
@@ -313,42 +283,6 @@ def predictions(tokens: int = 16384, tp: int = 4, workspace_mb: int = 1536) -> s
             cells.append(" -> ".join(f"{one.peak / MB:,.0f}" for one in both))
         rows.append((name, *cells))
     return output.table(("MB", *weights.RUNNERS), rows)
-
-
-def alive(result: output.Result, moment: str) -> str:
-    """What is allocated at one moment, stock beside patched, by the line of code that allocated it."""
-    sizes: dict[str, list[float | None]] = {}
-    totals = []
-    for column, name in enumerate(servers.SERVERS):
-        held = result["figures"]["memory"][name][moment]
-        totals.append(held["bytes"])
-        blocks = held["blocks"]
-        if released := sum(block["bytes"] for block in blocks) - held["bytes"]:
-            blocks = [*blocks, {"bytes": -released, "code": ["released: memory from before the forward"]}]
-        for size, _, code in by_code(blocks):
-            sizes.setdefault(code, [None, None])[column] = size
-    largest = sorted(sizes.items(), key=lambda item: -max(size for size in item[1] if size is not None))
-    rows = [(f"`{code}`", *map(in_mb, both)) for code, both in largest]
-    rows.append(("**sum**", *(f"**{in_mb(total)}**" for total in totals)))
-    return output.table(("MB, by what allocated it", "stock", "patched"), rows)
-
-
-def gained(result: output.Result) -> str:
-    """What the lower peak buys, by the engine's own account of its KV cache."""
-    figures, gpu_bytes = result["figures"], result["conditions"]["gpu_bytes"]
-    stock, patched = (figures["memory"][name]["peak_forward_bytes"] for name in servers.SERVERS)
-    state, served = figures["states"]["patched"], figures["served"]
-    layers, whole = served["dense_layers"] + served["moe_layers"], served["model"]["layers"]
-    # The engine counts in GiB with two decimals: enough for a cache of some GB.
-    cell = state["kvcache"] * 2**30 / state["token_capacity"] / layers
-    tokens = (stock - patched) / (cell * whole)
-    fraction = (stock - patched) / gpu_bytes
-    return (
-        f"The peak is lower by {in_mb(stock - patched)} MB. At the same memory budget that is {tokens:,.0f} more "
-        f"tokens of KV cache for all {whole} layers ({cell:,.0f} bytes a token and layer, from "
-        f"{state['kvcache']} GiB for {state['token_capacity']:,} tokens in {layers} layers), or --mem-fraction-static "
-        f"higher by {fraction:.4f} on this GPU of {gpu_bytes / 2**30:.0f} GiB."
-    )
 
 
 def plot(result: output.Result, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from common import doctor_answers, output
 from common.shapes import MODELS, Layout
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.lab.predict import model_report
+from sglang_moe_patches.lab.predict import config, model_report
 from sglang_moe_patches.lab.predict.forward import BLOCKS
 from sglang_moe_patches.memory.kv_sizing import eligibility
 
@@ -44,7 +44,7 @@ def read_recipes() -> dict[str, Any]:
 
 def servers_with_config() -> list[dict[str, Any]]:
     """The recipes whose model's ``config.json`` is at hand, as :func:`.doctor_answers.ask_each` takes them."""
-    configs = {model["source"]: model["config"] for model in models.served()}
+    configs = {model["source"]: model["config"] for model in config.served_models()}
     return [
         recipe | {"gpu": recipe["gpu"].lower(), "config": configs[recipe["model"]]}
         for recipe in read_recipes()["recipes"]

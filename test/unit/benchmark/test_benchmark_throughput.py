@@ -123,13 +123,12 @@ def test_a_later_run_adds_to_an_earlier_one_of_the_same_load_alone(tmp_path):
 
 def test_each_server_has_a_home_of_its_own_and_all_have_the_compiled_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
-    given = options(monkeypatch, "--margin", "500")
+    given = options(monkeypatch)
     own = {name: serving.variables(name, given, tmp_path) for name in serving.SERVERS}
     assert len({each["HOME"] for each in own.values()}) == len(own)
     assert len({each["TRITON_CACHE_DIR"] for each in own.values()}) == 1
     grow = {name for name, each in own.items() if serving.KV_SIZING.name in each}
     assert grow == {"grown", "grown-again", "stock-grown"}
-    assert {own[name][serving.KV_MARGIN.name] for name in grow} == {"500"}
     assert {own[name][serving.KV_SIZING.name] for name in grow} == {"auto"}
 
 

@@ -8,9 +8,8 @@ import pytest
 from common.shapes import MODELS
 from sglang_moe_patches.lab.predict import config
 from sglang_moe_patches.lab.predict.config import NoConfig
-from whole import models
 
-BY_SOURCE = {model["source"]: model for model in models.served()}
+BY_SOURCE = {model["source"]: model for model in config.served_models()}
 SIZES = ("layers", "dense_layers", "hidden", "experts", "top_k", "moe_intermediate", "shared_experts", "heads")
 
 
