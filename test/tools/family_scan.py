@@ -14,10 +14,9 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 from sglang_moe_patches.core.dead_input import proofs
 from sglang_moe_patches.core.dead_input.families import MODELS
@@ -46,19 +45,13 @@ def models_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)), *inner)
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    """What docs/compatibility.json keeps: ``families`` as :func:`scan`, ``out_of_place`` as :func:`out_of_place`."""
-    families = scan(folder)
-    return {"families": families, "out_of_place": out_of_place(folder, families)}
-
-
 def scan(folder: Path) -> dict[str, str]:
     """Which families of models offer their layers' dead input, as far as their source shows.
 
     :param folder: the engine's ``models``.
     :returns: by the module of each layer stack with routed experts, why it does not, or ``""``.
     """
-    engine = _read(folder)
+    engine = _Engine(folder)
     found: dict[str, list[str | None]] = {}
     for module in engine.with_experts:
         for stack in module.classes.values():
@@ -67,33 +60,6 @@ def scan(folder: Path) -> dict[str, str]:
                 reasons = [engine.skip_reason(stack, loop, layer) for layer in engine.layers(stack)]
                 found.setdefault(module.name, []).extend(reasons)
     return {name: "" if None in reasons else str(reasons[0]) for name, reasons in sorted(found.items()) if reasons}
-
-
-def out_of_place(folder: Path, families: dict[str, str]) -> list[str]:
-    """The families of which the engine, by itself, has the routed experts beside shared ones leave their input alone.
-
-    :param families: as :func:`scan` found them.
-    """
-    engine = _read(folder)
-    asked = [module for module in engine.with_experts if engine.mentions(module, "inplace")]
-    told = {module.name for module in asked if is_told_out_of_place(module.tree)}
-    modules = {module.name: module for module in engine.with_experts}
-    return [name for name in families if name in modules and told & engine.modules_of_experts(modules[name])]
-
-
-def is_told_out_of_place(module: ast.Module) -> bool:
-    """Whether a family's module itself tells routed experts to leave their input alone.
-
-    The shared experts of such a layer, or their gate, read it once more afterwards.
-    """
-    told = [
-        keyword.value
-        for call in ast.walk(module)
-        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("get_moe_impl_class(")
-        for keyword in call.keywords
-        if keyword.arg == "inplace"
-    ]
-    return any(ast.unparse(value) != "True" for value in told)
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
@@ -176,9 +142,6 @@ class _Engine:
                 with suppress(SyntaxError, ValueError, RecursionError):
                     self._modules[name] = _Module(name, ast.parse(self._sources[name]))
         return self._modules[name]
-
-    def mentions(self, module: _Module, word: str) -> bool:
-        return word in self._sources[module.name]
 
     @cached_property
     def with_experts(self) -> list[_Module]:
@@ -271,12 +234,6 @@ class _Engine:
         given = [each.arg for each in forward.args.args]
         return "hidden_states" in given and ("forward_batch" in given or forward.args.kwarg is not None)
 
-    def modules_of_experts(self, module: _Module) -> set[str]:
-        """The modules of the classes with routed experts that a module's layers use, its own among them."""
-        used = [found for name in (*module.classes, *module.imported) for found in self.find(module, name)]
-        inner = [found for each in used for name in each.mentions for found in self._known(each.module, name)]
-        return {each.module.name for each in (*used, *inner) if each.makes_experts}
-
     def skip_reason(self, stack: _Class, loop: ast.FunctionDef, layer: _Class) -> str | None:
         """Why a layer of a stack does not offer its input."""
         name, forward = layer.node.name, self.method(layer, "forward")
@@ -315,10 +272,5 @@ class _Engine:
         return proofs.TOO_MANY_EXPERTS.format(layer.node.name, most) if most > 1 else None
 
 
-@cache
-def _read(folder: Path) -> _Engine:
-    return _Engine(folder)
-
-
 if __name__ == "__main__":
-    print(json.dumps(facts(models_folder())))
+    print(json.dumps({"families": scan(models_folder())}))

@@ -12,7 +12,6 @@ line for HTML) or as a block of its own; what is between the two is replaced. Th
     variables                       a table of the environment variables that this package and its changes read
     statuses                        a line for releases that are alike, a column for each change
     reasons                         the reasons behind it, those of neighbouring releases in one line
-    families                        a line for each kind of families of models, a column for each kind of MoE runner
     offers                          which families offer their dead input where, and why others do not
     whole                           when all tests ran on which release, and what came out (`make test-all`)
 """
@@ -72,8 +71,6 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-SAME = '"'
-"""A cell that says what the one above it does."""
 NOT_ASKED = ("not asked", "")
 """Of a change that came later than what was found on a release."""
 
@@ -144,64 +141,6 @@ def reasons(found: dict[str, Any]) -> str:
     return "\n".join(lines) or "None."
 
 
-def _bounded(words: str, places: str) -> str:
-    """What holds on some releases, or on all."""
-    if places == "on all":
-        return words
-    return f"{places}: {words}" if ";" in words else f"{words} {places}"
-
-
-def families(found: dict[str, Any]) -> str:
-    """A table with a line for each kind of families of models, and a column for each part of their layers: what becomes
-    of it.
-
-    Families and runners are told apart where a change does, and where the engine has routed experts out of place.
-    """
-    stated, _ = package()
-    import effects
-    from sglang_moe_patches.core import runners
-    from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-
-    apart = sorted({name for facts in found.values() for name in facts["out_of_place"] if offering(name, found)})
-
-    def cell(family: str, shared_experts: bool, part: str) -> str:
-        layers = {
-            release: effects.Layer(family, shared_experts, part, shared_experts and family in told["out_of_place"])
-            for release, told in found.items()
-        }
-        facts: list[str] = []
-        for change in stated.CHANGES:
-            told = {release: facts["changes"].get(change.name, NOT_ASKED)[0] for release, facts in found.items()}
-            said = {release: effects.effect(change.name, layers[release], status) for release, status in told.items()}
-            where = [(words, span(names, list(found))) for words, names in runs(said) if words]
-            facts += [_bounded(words, places) for words, places in where]
-        return "; ".join(facts) or "untouched"
-
-    named = (*runners.TRTLLM, runners.CUTEDSL, *runners.OUT_OF_PLACE)
-    parts = (*named, effects.ANY_OTHER, effects.ATTENTION)
-    kinds = {
-        "DeepSeek-V2/V3, shared experts of its own": (DEEPSEEK, True),
-        "DeepSeek-V2/V3, shared experts fused or none": (DEEPSEEK, False),
-        f"{', '.join(f'`{name}`' for name in apart)}, shared experts of their own": (apart[0] if apart else "", True),
-        "any other that offers": ("another", True),
-        effects.ANY_OTHER: ("", True),
-    }
-    rows = {name: tuple(cell(*kind, part) for part in parts) for name, kind in kinds.items() if apart or kind[0]}
-    rows[effects.ANY_OTHER] = tuple(cell("", False, part) for part in parts)
-    titles = [f"`{part}`" if part in named else part for part in parts]
-    columns = list(zip(*rows.values(), strict=True))
-    grouped = [list(alike) for _, alike in groupby(range(len(parts)), key=columns.__getitem__)]
-    above: list[str] = [""] * len(grouped)
-    shown: list[Sequence[str]] = []
-    for row, alike in groupby(rows, key=rows.__getitem__):
-        cells = [row[group[0]] for group in grouped]
-        shown.append(
-            ("; ".join(alike), *(SAME if now == before else now for now, before in zip(cells, above, strict=True)))
-        )
-        above = cells
-    return table(("family", *(", ".join(titles[part] for part in group) for group in grouped)), shown)
-
-
 def offering(family: str, found: dict[str, Any]) -> list[str]:
     """The releases on which the layers of a family offer their dead input."""
     return [release for release, facts in found.items() if facts["families"].get(family) == ""]
@@ -250,7 +189,6 @@ def generated(name: str) -> str:
         "variables": variables,
         "statuses": lambda: statuses(found),
         "reasons": lambda: reasons(found),
-        "families": lambda: families(found),
         "offers": lambda: offers(found),
         "whole": lambda: whole(json.loads(WHOLE.read_text())) if WHOLE.exists() else "Not recorded yet.",
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import family_scan
 import pytest
 
@@ -60,7 +57,6 @@ class StageModel(AModel):
 @pytest.fixture
 def scan(tmp_path):
     def scan(**modules: str) -> dict[str, str]:
-        family_scan._read.cache_clear()
         for name, source in modules.items():
             (tmp_path / f"{name}.py").write_text(source)
         return family_scan.scan(tmp_path)
@@ -128,20 +124,3 @@ def test_a_module_that_cannot_be_read_takes_nothing_else_with_it(scan):
 def test_modules_that_go_round_in_a_circle_end_nothing(scan, ours, theirs):
     uses = LAYER.format(name="A").replace("        self.layers", "        self.other = Other()\n        self.layers")
     assert scan(a=f"{ours}\n{uses}", b=theirs) == {"a": ""}
-
-
-def test_families_whose_experts_are_told_to_leave_their_input_alone_are_found_by_the_block(scan, tmp_path: Path):
-    told = LAYER.format(name="A").replace("(top_k=2)", "(top_k=2, inplace=False)")
-    user = "from sglang.srt.models.a import Block\nclass BLayer" + LAYER.format(name="B").partition("class BLayer")[2]
-    found = scan(a=told, b=user, c=LAYER.format(name="C"))
-    assert found == {"a": "", "b": "", "c": ""}
-    assert family_scan.out_of_place(tmp_path, found) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"), [("", False), (", inplace=True", False), (", inplace=not self.shared", True)]
-)
-def test_a_family_that_tells_its_experts_to_leave_their_input_alone_is_noticed(told, expected):
-    source = f"class Block:\n    def __init__(self):\n        self.experts = get_moe_impl_class(None)(top_k=8{told})"
-    assert family_scan.is_told_out_of_place(ast.parse(source)) == expected
-    assert not family_scan.is_told_out_of_place(ast.parse("sigmoid(x, inplace=False)"))

@@ -18,7 +18,9 @@ import pytest
 ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
 MEMBER = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`")
-MEMBER_IN = re.compile(r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`\s+(?:in\s+|\()\[?`(?P<file>[\w/]+\.py)`")
+MEMBER_IN = re.compile(
+    r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`\s+(?:in\s+|\()\[?`(?P<file>[\w/]+\.py)`(?:\]\((?:\.\./)*(?P<link>[\w/.]+)\))?"
+)
 ROOTS = tuple(pages.ROOT / folder for folder in ("python", "benchmark", "test/reference_kernels", "test"))
 TRACKED = subprocess.run(
     ["git", "-C", pages.ROOT, "ls-files"], capture_output=True, text=True, check=True
@@ -116,10 +118,12 @@ def unknown_paths(path: Path) -> list[str]:
 def unknown_members(path: Path) -> list[str]:
     """What a page says is in a file, and no file of ours of that path has.
 
-    It says so as ``file.py:NAME``, as *NAME in file.py*, or as *NAME (file.py)*.
+    It says so as ``file.py:NAME``, as *NAME in file.py*, or as *NAME (file.py)*; where that is a link, the file that it
+    leads to is meant.
     """
     text = path.read_text()
-    said = [(match["file"], match["name"]) for form in (MEMBER, MEMBER_IN) for match in form.finditer(text)]
+    found = [match.groupdict() for form in (MEMBER, MEMBER_IN) for match in form.finditer(text)]
+    said = [(match.get("link") or match["file"], match["name"]) for match in found]
     return [
         f"{file}:{name}"
         for file, name in said
@@ -143,8 +147,12 @@ def test_a_reference_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: py
     module.write_text(f"{' '.join(quoted)!r}\nhere = 1\n")
     monkeypatch.setattr(sys.modules[__name__], "ROOTS", (tmp_path, *ROOTS))
     assert (unknown_names(module), unknown_paths(module)) == (["gone"], ["core/gone.py"])
-    there = "`core/patch.py:Plan`, `Plan` in [`patch.py`](patch.py), `Plan.skipped(why)` (`core/patch.py`)"
+    there = "`core/patch.py:Plan`, `Plan` in [`patch.py`](../core/patch.py), `Plan.skipped(why)` (`core/patch.py`)"
     module.write_text(f"{there}, `core/patch.py:GONE` and `core/gone.py:Plan`")
     assert unknown_members(module) == ["core/patch.py:GONE", "core/gone.py:Plan"]
-    module.write_text(f"{there}, `GONE` in\n[`patch.py`](patch.py), `Plan` (`core/engine.py`)")  # where it is not
-    assert unknown_members(module) == ["patch.py:GONE", "core/engine.py:Plan"]
+    # Where it is not; in the file of that name, but not in the one that the link leads to.
+    other = "`INELIGIBLE` in [`eligibility.py`](../../memory/activation_segments/eligibility.py)"
+    module.write_text(f"{there}, `GONE` in\n[`patch.py`](patch.py), `Plan` (`core/engine.py`), {other}")
+    assert unknown_members(module) == [
+        *("patch.py:GONE", "core/engine.py:Plan", "memory/activation_segments/eligibility.py:INELIGIBLE")
+    ]
