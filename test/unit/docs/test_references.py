@@ -19,7 +19,8 @@ ROLE = re.compile(r":(?:mod|func|class|meth|data|attr):`~?([\w.]+)`")
 PATH = re.compile(r"`([\w-]+(?:/[\w.-]+)+)`")
 MEMBER = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`")
 MEMBER_IN = re.compile(
-    r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`\s+(?:in\s+|\()\[?`(?P<file>[\w/]+\.py)`(?:\]\((?:\.\./)*(?P<link>[\w/.]+)\))?"
+    r"`(?P<name>[A-Za-z_][\w.]*)(?:\([^`\n]*\))?`+\s+(?:in\s+|\()\[?`+(?P<file>[\w/]+\.py)`"
+    r"(?:\]\((?:\.\./)*(?P<link>[\w/.]+)\))?"
 )
 ROOTS = tuple(pages.ROOT / folder for folder in ("python", "benchmark", "test/reference_kernels", "test"))
 TRACKED = subprocess.run(
@@ -116,7 +117,7 @@ def unknown_paths(path: Path) -> list[str]:
 
 
 def unknown_members(path: Path) -> list[str]:
-    """What a page says is in a file, and no file of ours of that path has.
+    """What a page or a docstring says is in a file, and no file of ours of that path has.
 
     It says so as ``file.py:NAME``, as *NAME in file.py*, or as *NAME (file.py)*; where that is a link, the file that it
     leads to is meant.
@@ -134,10 +135,12 @@ def unknown_members(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("suffixes", "unknown"), [((".py",), unknown_names), ((".md", ".py"), unknown_paths), ((".md",), unknown_members)]
+    ("suffixes", "unknown"),
+    [((".py",), unknown_names), ((".md", ".py"), unknown_paths), ((".md", ".py"), unknown_members)],
 )
 def test_what_is_referred_to_exists(suffixes: tuple[str, ...], unknown: Callable[[Path], list[str]]):
-    found = {name: unknown(pages.ROOT / name) for name in TRACKED if name.endswith(suffixes)}
+    asked = [name for name in TRACKED if name.endswith(suffixes) and name != "test/unit/docs/test_references.py"]
+    found = {name: unknown(pages.ROOT / name) for name in asked}
     assert {name: references for name, references in found.items() if references} == {}
 
 

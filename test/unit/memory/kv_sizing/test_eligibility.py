@@ -26,7 +26,10 @@ def test_anything_else_is_one_line_that_names_the_variable():
             patch.check_environment(CHANGES, {NAME: text})
 
 
-@pytest.mark.parametrize(("text", "bytes_kept"), [("", 2_000_000_000), ("500", 500_000_000), (" 3000 ", 3_000_000_000)])
+@pytest.mark.parametrize(
+    ("text", "bytes_kept"),
+    [("", int(eligibility.KV_MARGIN.default) * 10**6), ("500", 500_000_000), (" 3000 ", 3_000_000_000)],
+)
 def test_the_margin_is_asked_for_in_megabytes(text, bytes_kept):
     assert eligibility.KV_MARGIN.read({eligibility.KV_MARGIN.name: text}) == bytes_kept
 
