@@ -3,7 +3,7 @@ PYTHON  ?= python3
 JOBS    ?= 2
 # Tests at a time on one release: those with servers beside the others. Which: see `markers` in pyproject.toml; ARGS="-k word" fewer.
 WORKERS ?= 2
-MARKS   ?= not product
+MARKS   ?= not product and not ci
 PYTEST   = python -m pytest -n $(WORKERS) -m "$(MARKS)"
 BACKEND ?= flashinfer_trtllm_routed
 
@@ -81,15 +81,15 @@ engine-tests: env ## tests on the real engine, on the CPU
 	ENGINE=$(ENGINE) $(BIN)/sglang-moe-reference exec -- $(BIN)/$(PYTEST) \
 	  --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),test/engine)
 
-test: lint types unit engine-tests ## lint, types and all tests, on one release
+test: lint types unit engine-tests ## lint, types and all tests but the longest, on one release
 
 # $(call on-each,RELEASES,MORE): unit and engine tests on each, JOBS of them at a time, the longer ones first; then their
 # logs release by release, so that the last line is the test runner's.
 LOGS ?= build
 PARTS ?= engine-tests unit
 on-each = mkdir -p $(LOGS) && rm -f $(LOGS)/test-*.log; \
-  for release in $(1); do \
-    $(MAKE) --no-print-directory env ENGINE=$$release > $(LOGS)/test-$$release-env.log 2>&1; done; \
+  printf "%s\n" $(1) | xargs -P $(JOBS) -I{} sh -c \
+    '$(MAKE) --no-print-directory env ENGINE={} > $(LOGS)/test-{}-env.log 2>&1'; \
   for tests in $(PARTS); do printf "$$tests %s\n" $(1); done | xargs -P $(JOBS) -L 1 sh -c \
     'echo "== SGLang $$1: $$0 started; log: $(LOGS)/test-$$1-$$0.log"; \
     $(MAKE) --no-print-directory $$0 ENGINE=$$1 $(2) > $(LOGS)/test-$$1-$$0.log 2>&1'; status=$$?; \

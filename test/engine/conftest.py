@@ -1,7 +1,8 @@
 """Engine tests: the real engine, on the CPU, with the reference kernels.
 
 On the default release every test runs, on the others those marked ``every_release``: they show what differs between
-releases. What is marked ``product`` (further cases of a kind that has one already) waits for `make test-all`.
+releases. What is marked ``product`` (further cases of a kind that has one already) waits for `make test-all`, and what
+is marked ``ci`` (the longest) for `.ci/run`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ LONGEST = (
     "test_kv_sizing.py",
     "test_servers.py",
     "test_arithmetic.py",
-    "test_recipes.py",
     "test_server_kinds.py",
-    "test_kv_sizing_answers.py",
+    "test_recipes.py",
     "test_tiny_moe.py",
+    "test_doctor_cases.py",
+    "test_kv_sizing_answers.py",
     "test_doctor_model.py",
     "test_dead_input.py",
 )
@@ -39,6 +41,11 @@ IN_PROCESS = os.environ.get("SGLANG_MOE_REFERENCE_KERNELS") == "1"
 
 def pytest_configure(config: pytest.Config) -> None:
     processor_time.watch(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    left_out = "not ci" in config.option.markexpr
+    return ["without the longest tests, which CI runs: make engine-tests MARKS=ci"] if left_out else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

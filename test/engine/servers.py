@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pages
@@ -124,6 +125,12 @@ def answers(*servers: Server, prompts: list[list[int]] = PROMPTS) -> list[list[l
     """What each server says to the prompts, asked one after the other."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda server: [generate(server.url, prompt) for prompt in prompts], servers))
+
+
+def answers_in_process(engine: Any, model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """What a stock server says to the prompts, by the session's ``engine``: asked one after the other, too."""
+    # From 0.5.23 on an answer may depend on its batch.
+    return [engine.generate(model, [prompt], TOKENS - 1)[0][0] for prompt in prompts]
 
 
 def figures(server: Server) -> events.Process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import platform
@@ -133,6 +134,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # thousands of modules are imported, and nothing is thrown away
     try:
         result = _examine_here()
     except (ValueError, ImportError) as problem:

@@ -23,7 +23,10 @@ from servers import (
 )
 from sglang_moe_patches.lab.observers import events
 
-pytestmark = pytest.mark.long("two servers, started by `regress`, answer as many questions as accuracy needs")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.long("two servers, started by `regress`, answer as many questions as accuracy needs"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def agree(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]
     return same_sizes and server["runner"] in runners and server["format"] in FORMATS[engine["quantization"]]
 
 
+@pytest.mark.ci
 @pytest.mark.long("about a hundred published servers, of which each is resolved twice")
 @pytest.mark.every_release
 def test_doctor_says_of_every_recipe_what_the_engine_resolves():

@@ -13,12 +13,11 @@ from conftest import DEFAULT_ENGINE_ONLY
 from servers import (
     EVALUATION,
     PATIENCE,
-    PROMPTS,
     REGRESS,
     ROUTED,
     SERVER,
-    TOKENS,
     answers,
+    answers_in_process,
     both,
     check_figures,
     check_patched,
@@ -56,7 +55,7 @@ def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(eng
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
     with engine.arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):
         stock = engine.load(path)
-        expected = [engine.generate(stock, [prompt], TOKENS - 1)[0][0] for prompt in PROMPTS]
+        expected = answers_in_process(engine, stock)
     of_a_layer = stock.model.layers[0].mlp.experts._cutedsl_wrapper
     with started(server("patched", path, tmp_path, *limits, backend=backend)) as (patched,):
         assert answers(patched) == [expected]
@@ -80,6 +79,7 @@ def shared_by(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
 
 
+@pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.product)])
 def test_an_end_leaves_no_process_and_nothing_in_shared_memory_nor_of_temporary_files(checkpoint, tmp_path, number):

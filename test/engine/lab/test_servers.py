@@ -22,11 +22,10 @@ from servers import (
     EVALUATION,
     NATIVE_BUFFER,
     PATIENCE,
-    PROMPTS,
     QUESTIONS,
-    TOKENS,
     TRTLLM,
     answers,
+    answers_in_process,
     check_figures,
     figures,
     generate,
@@ -94,9 +93,7 @@ def test_where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_
 
     def in_process():
         with engine.arguments(moe_runner_backend=TRTLLM):
-            model = engine.load(checkpoint(dense_layers=0))
-            # One after the other, as the server is asked: from 0.5.23 on an answer may depend on its batch.
-            return [engine.generate(model, [prompt], TOKENS - 1)[0][0] for prompt in PROMPTS]
+            return answers_in_process(engine, engine.load(checkpoint(dense_layers=0)))
 
     with without_buffer():
         expected = in_process()

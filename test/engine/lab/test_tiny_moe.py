@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY, installed
+from servers import LONGEST, shortest
 from sglang_moe_patches.changes import deferred_shared_experts, output_buffer
 from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.lab.regress import report
 from sglang_moe_patches.lab.regress.compare import Answer, Run, compare
 from tiny_moe import export, mutations, network
+from tiny_moe.mutations import SHIPPED
 from tiny_moe.train import SPEC
 
-SHIPPED = Path(__file__).parents[3] / "benchmark" / "tiny_moe"
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
-QUESTIONS, OF_MUTATIONS = 24, 8
-LONGEST = 113
+OF_MUTATIONS, THEIR_LONGEST = 8, 113
+"""Of the first held-out questions, whose longer answers need more of the experts; how many tokens they have at most."""
 FURTHER = {"one expert's scales swapped", "shared experts skipped in one layer"}
 """Of the weights, as a misplaced row is; and what is lost, as a lost row is."""
 
 
-def ask(engine, model, questions=QUESTIONS) -> Run:
-    """The first held-out questions, without examples in front, all in one batch."""
+def ask(engine, model, questions: list[str], longest: int) -> Run:
+    """Held-out questions, as lines of JSON, without examples in front, all in one batch."""
     from sglang.test.few_shot_gsm8k import INVALID, get_answer_value, get_one_example
 
-    lines = [json.loads(line) for line in islice((SHIPPED / "test.jsonl").open(), questions)]
+    lines = [json.loads(line) for line in questions]
     tokenizer = engine.tokenizer_of(SHIPPED / "model")
-    prompts = [tokenizer(get_one_example(lines, i, False)).input_ids for i in range(questions)]
-    tokens, _ = engine.generate(model, prompts, LONGEST)
+    prompts = [tokenizer(get_one_example(lines, i, False)).input_ids for i in range(len(lines))]
+    tokens, _ = engine.generate(model, prompts, longest)
     answers = []
     for line, said in zip(lines, tokens, strict=True):
         end = said.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in said else len(said)
@@ -43,9 +41,23 @@ def ask(engine, model, questions=QUESTIONS) -> Run:
     return Run("in process", "", (), tuple(answers), 0.0, 0.0, 0, 0, None, ())
 
 
+def ask_shortest(engine) -> Run:
+    return ask(engine, engine.load(SHIPPED / "model"), shortest(), LONGEST)
+
+
+def ask_first(engine) -> Run:
+    first = (SHIPPED / "test.jsonl").read_text().splitlines()[:OF_MUTATIONS]
+    return ask(engine, engine.load(SHIPPED / "model"), first, THEIR_LONGEST)
+
+
 @pytest.fixture(scope="module")
 def stock(engine):
-    return ask(engine, engine.load(SHIPPED / "model"))
+    return ask_shortest(engine)
+
+
+@pytest.fixture(scope="module")
+def stock_of_mutations(engine):
+    return ask_first(engine)
 
 
 @pytest.mark.every_release
@@ -56,7 +68,7 @@ def test_the_stock_engine_gets_the_answers_right(stock):
 @pytest.mark.every_release
 def test_the_patched_engine_gives_the_same_answers(engine, stock):
     with installed(*CHANGES):
-        found = compare(stock, ask(engine, engine.load(SHIPPED / "model")), require_identical=True)
+        found = compare(stock, ask_shortest(engine), require_identical=True)
     assert found.token_identical
     assert found.accuracy_can_tell
     assert found.exit_code == 0
@@ -67,15 +79,15 @@ def test_the_patched_engine_gives_the_same_answers(engine, stock):
     "name",
     [pytest.param(name, marks=pytest.mark.product if name in FURTHER else ()) for name in mutations.MUTATIONS],
 )
-def test_a_broken_patch_is_called_worse(engine, stock, name):
+def test_a_broken_patch_is_called_worse(engine, stock_of_mutations, name):
     patcher = Patcher()
     try:
         mutations.MUTATIONS[name](patcher)
         with installed(*CHANGES):
-            mutated = ask(engine, engine.load(SHIPPED / "model"), OF_MUTATIONS)
+            mutated = ask_first(engine)
     finally:
         patcher.undo()
-    found = compare(replace(stock, answers=stock.answers[:OF_MUTATIONS]), mutated, require_identical=True)
+    found = compare(stock_of_mutations, mutated, require_identical=True)
     print(name, f"{100 * mutated.accuracy:.0f} %", found.p_worse, len(found.differing))
     assert found.exit_code == 1
     assert found.differing

@@ -24,7 +24,7 @@ import unsized_servers
 from common import dummy_weights, kinds, plugins
 from conftest import DEFAULT_ENGINE_ONLY, RELEASE
 from releases import DEFAULT, ROOT
-from servers import PATIENCE, ROUTED, Server, answers, on_path, server, started
+from servers import PATIENCE, ROUTED, Server, answers, answers_in_process, on_path, server, started
 from sglang_moe_patches.core import engine as seen
 from sglang_moe_patches.lab.servers.server import free_port
 from sglang_moe_patches.memory.kv_sizing import eligibility, facts, images, metrics, phases, pools, rehearsal
@@ -348,16 +348,16 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 @pytest.mark.compatibility
 @pytest.mark.every_release
-def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(folder: Path, checkpoint):
+def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(folder: Path, engine, checkpoint):
     """By the rule the KV cache holds one request of the three that run at once; their slots are new."""
+    expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     place = folder / "grown"
     place.mkdir()
     short, scan = place / "short", place / "scan"
     variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan)}
     grown = sized("grown", checkpoint(), place, "--enable-metrics", **variables)
-    stock = server("stock", checkpoint(), place, *SMALL, SGLANG_MOE_PATCHES="none")
     answered = watched(grown)
-    with started(grown, stock):
+    with started(grown):
         log = grown.log_text()
         assert log.index("rehearsed in") < log.index("The server is fired up")
         assert {answer for answer, text in answered if "rehearsed in" not in text} <= {"ConnectError", "503"}
@@ -367,7 +367,6 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert not any("not reached" in line for line in said(grown))
         left = [line for line in scan.read_text().splitlines() if not STAYS.search(line)]
         assert left == []
-        expected = answers(stock, prompts=[*PROMPTS, *LONG])[0]
         assert answers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert at_once(grown, LONG) == expected[2:]
         shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
@@ -404,6 +403,7 @@ def test_where_the_rule_leaves_nothing_a_server_starts_all_the_same(folder: Path
     assert "leaves the KV cache less than two chunks: it begins with" in said(grown)[0]
 
 
+@pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(folder: Path, checkpoint):
     place = folder / "given"
@@ -424,13 +424,16 @@ def test_a_given_fraction_is_left_alone_or_is_where_the_cache_begins(folder: Pat
     assert said(shrinks)[-1] == f"the given --mem-fraction-static is too high: {found[3]} would be safe"
 
 
+@pytest.mark.ci
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_there_is_memory(folder: Path, checkpoint):
     """The engine allows 4,096, of which this KV cache has room for 1,292: these would take more than there is."""
     place = folder / "many"
     place.mkdir()
-    grown = sized("grown", checkpoint(), place, "--decode-log-interval", "1", EACH="500000", CACHE="160000000")
+    # Each chunk has many prompts: hundreds of requests come in few forwards.
+    flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
+    grown = sized("grown", checkpoint(), place, *flags, EACH="500000", CACHE="160000000")
     many = grown._arguments.index("--max-running-requests")
     del grown._arguments[many : many + 2]
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
@@ -440,9 +443,11 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
         assert told is not None
         assert 300 < int(told[1]) < 400
         before = len(grown.log_text())
-        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
         for more in ({}, {"presence_penalty": 0.5}):
-            body = {"input_ids": prompts, "sampling_params": sampling | more}
+            # The first, which may decode before the last are there, wait for them.
+            lengths = [24 if each < 50 else 6 for each in range(len(prompts))]
+            sampling = [{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} | more for new in lengths]
+            body = {"input_ids": prompts, "sampling_params": sampling}
             httpx.post(f"{grown.url}/generate", json=body, timeout=PATIENCE).raise_for_status()
             at_once = [int(each) for each in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
             before = len(grown.log_text())

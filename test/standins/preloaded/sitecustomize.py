@@ -9,6 +9,7 @@ not the launcher, and in the seed of hashes, which all processes of the server s
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -61,9 +62,12 @@ def hand_over_environment() -> None:
 def serve_forks() -> None:
     from multiprocessing import context, forkserver, resource_tracker, util
 
+    gc.disable()  # thousands of modules are imported, and nothing is thrown away
     for package in PACKAGES:
         with suppress(ImportError):
             importlib.import_module(package)
+    gc.freeze()  # nor looked at again, in this process or in its forks
+    gc.enable()
     hand_over_environment()
     resource_tracker.ensure_running()  # a process of its own, not a fork
     spawn, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]

@@ -385,6 +385,7 @@ def _ask_pools(
         runner = engine_pools.make_runner(server_args, resolved, built.config, built.model)
     except Exception as error:
         return replace(fit, unknown=_one_line(error)), ""
+    gc.freeze()  # the engine collects garbage there, and looking at all that was imported takes a second
     return engine_pools.ask(runner, fit, sizes=bool(sizing["mode"]) and not sizing["skip_reason"])
 
 
