@@ -33,10 +33,8 @@ from sglang_moe_reference.environment import WORKSPACE_MB
 # FlashInfer's enum values (flashinfer.tllm_enums), spelled out so that importing this module does not import it.
 ROUTING_DEFAULT, ROUTING_RENORMALIZE, ROUTING_DEEPSEEK_V3, ROUTING_LLAMA4, ROUTING_RENORMALIZE_NAIVE = range(5)
 ROUTING_SIGMOID_RENORM, ROUTING_MINIMAX2, ROUTING_SIGMOID = 6, 7, 8
-ACTIVATION_GELU, ACTIVATION_SILU, ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_RELU2 = 0, 2, 3, 4, 6
-ACTIVATION_SITU = 10
+ACTIVATION_SWIGLU, ACTIVATION_RELU2 = 3, 6
 SF_SWIZZLED, SF_LINEAR = 0, 2  # SfLayout.layout_128x4 and layout_linear
-GATED_ACTIVATIONS = (ACTIVATION_SWIGLU, ACTIVATION_GEGLU, ACTIVATION_SITU)
 
 # The tile the engine and FlashInfer shuffle for; neither makes it configurable.
 _EPILOGUE_TILE_M = 128
@@ -114,27 +112,19 @@ def nvfp4_quantize(
     a_global_sf: torch.Tensor,
     sfLayout: int = SF_SWIZZLED,
     backend: str = "cuda",
-    per_token_activation: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """``fp4_quantize`` with, if asked for, a scale for each token.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``fp4_quantize`` by other names.
 
-    :param a_global_sf: the multiplier; with ``per_token_activation`` the factor that makes of a row's largest magnitude
-        the row's scale, 1 / (448 * 6).
+    :param a_global_sf: the multiplier.
     :param sfLayout: 0 swizzled or 2 linear block scales.
-    :returns: packed and scales as of ``fp4_quantize``; with ``per_token_activation`` also the scales of the rows,
-        float32 [M]: what a row stands for is its NVFP4 value times its scale.
+    :returns: packed and scales as of ``fp4_quantize``.
     """
     if sfLayout not in (SF_SWIZZLED, SF_LINEAR):
         raise NotImplementedError(f"sfLayout={sfLayout!r}: only the linear and the 128x4 layouts")
-    swizzled = sfLayout == SF_SWIZZLED
-    if not per_token_activation:
-        quantized: tuple[torch.Tensor, ...] = fp4_quantize(
-            a, a_global_sf, is_sf_swizzled_layout=swizzled, backend=backend
-        )
-        return quantized
-    scaled, factor = _scaled_by_token(a, a_global_sf)
-    packed, block_scale = nvfp4.quantize(scaled, 1.0)
-    return packed, _scale_bytes(block_scale, swizzled), factor.flatten()
+    quantized: tuple[torch.Tensor, torch.Tensor] = fp4_quantize(
+        a, a_global_sf, is_sf_swizzled_layout=sfLayout == SF_SWIZZLED, backend=backend
+    )
+    return quantized
 
 
 def _scale_bytes(block_scale: torch.Tensor, swizzled: bool) -> torch.Tensor:
@@ -184,9 +174,7 @@ class _Layer:
     :param gemm2_weights: uint8 [local experts, hidden, intermediate // 2], shuffled.
     :param gemm2_weights_scale: float8_e4m3fn [local experts, hidden, intermediate // 16], shuffled and interleaved.
     :param output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: float32 [local experts].
-    :param activation_type: FlashInfer's number: 0 GELU, 2 SiLU or 6 ReLU^2 (not gated), 3 SwiGLU, 4 GeGLU or 10 SiTU.
-    :param gemm1_alpha, gemm1_beta, gemm1_clamp_limit: float32 [local experts], of gated activations: see ``activate``.
-    :param per_token_scale: float32 [tokens], a factor of each token's hidden_states.
+    :param activation_type: FlashInfer's number: 3 SwiGLU or 6 ReLU^2 (not gated).
     """
 
     hidden_states: torch.Tensor
@@ -201,17 +189,12 @@ class _Layer:
     intermediate_size: int
     local_num_experts: int
     activation_type: int = ACTIVATION_SWIGLU
-    gemm1_alpha: torch.Tensor | None = None
-    gemm1_beta: torch.Tensor | None = None
-    gemm1_clamp_limit: torch.Tensor | None = None
-    per_token_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_states.dtype != torch.uint8:
             raise NotImplementedError(f"hidden_states of {self.hidden_states.dtype}: only NVFP4 packed in uint8")
-        if self.activation_type not in (*_NOT_GATED, *GATED_ACTIVATIONS):
-            served = sorted((*_NOT_GATED, *GATED_ACTIVATIONS))
-            raise NotImplementedError(f"activation_type={self.activation_type}: only {served}")
+        if self.activation_type not in (ACTIVATION_SWIGLU, ACTIVATION_RELU2):
+            raise NotImplementedError(f"activation_type={self.activation_type}: only SwiGLU and ReLU^2")
         experts, hidden, rows = self.local_num_experts, self.hidden, self.rows
         shapes = {
             "gemm1_weights": (experts, rows, hidden // 2),
@@ -220,19 +203,12 @@ class _Layer:
             "gemm2_weights_scale": (experts, hidden, self.intermediate_size // nvfp4.BLOCK_SIZE),
             **dict.fromkeys(("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar"), (experts,)),
         }
-        for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"):
-            if getattr(self, name) is not None:
-                if not self.gated or (self.activation_type == ACTIVATION_GEGLU and name == "gemm1_alpha"):
-                    raise NotImplementedError(f"{name} with activation_type={self.activation_type}")
-                shapes[name] = (experts,)
         for name, shape in shapes.items():
             _check_shape(name, getattr(self, name), shape)
-        if self.per_token_scale is not None:
-            _check_shape("per_token_scale", self.per_token_scale.flatten(), self.hidden_states.shape[:1])
 
     @property
     def gated(self) -> bool:
-        return self.activation_type in GATED_ACTIVATIONS
+        return self.activation_type == ACTIVATION_SWIGLU
 
     @property
     def hidden(self) -> int:
@@ -245,54 +221,22 @@ class _Layer:
 
     @property
     def has_triton_kernels(self) -> bool:
-        plain = self.activation_type in (ACTIVATION_SWIGLU, ACTIVATION_RELU2)
-        options = (self.gemm1_alpha, self.gemm1_beta, self.gemm1_clamp_limit, self.per_token_scale)
-        return self.hidden_states.is_cuda and plain and all(option is None for option in options)
+        return self.hidden_states.is_cuda
 
     def activate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """What lies between the two products; x is a row of the first product.
 
-        Not gated: f(x * gate_scale) * scale.
-
-        Gated, x being up and gate: f(gate * gate_scale) * (up + beta) * scale, the clamp coming first, on what is not
-        scaled yet: gate from above, up on both sides. SwiGLU's f(g) is g * sigmoid(alpha * g).
-
-        SiTU scales both halves by gate_scale before the clamp, and is
-        beta * tanh(up / beta) * alpha * tanh(gate / alpha) * sigmoid(gate) * scale.
+        Not gated: relu(x * gate_scale)^2 * scale. Gated, x being up and gate: silu(gate * gate_scale) * up * scale.
 
         :returns: float64 [rows, intermediate], of float64 [rows, columns of the first product].
         """
-        scales = self.output1_scale_gate_scalar, self.output1_scale_scalar
-        options = self.gemm1_alpha, self.gemm1_beta, self.gemm1_clamp_limit
-        gate_scale, scale, alpha, beta, limit = (
-            None if value is None else value[expert].double() for value in (*scales, *options)
-        )
+        gate_scale, scale = (s[expert].double() for s in (self.output1_scale_gate_scalar, self.output1_scale_scalar))
         if not self.gated:
-            return _NOT_GATED[self.activation_type](x * gate_scale) * scale
+            return F.relu(x * gate_scale).square() * scale
         up, gate = x.chunk(2, dim=-1)
-        situ = self.activation_type == ACTIVATION_SITU
-        if situ:
-            up, gate = up * gate_scale, gate * gate_scale
-        if limit is not None:
-            up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
-        if situ:
-            alpha, beta = (1.0 if value is None else value for value in (alpha, beta))
-            return beta * (up / beta).tanh() * alpha * (gate / alpha).tanh() * gate.sigmoid() * scale
-        if beta is not None:
-            up = up + beta
-        gate = gate * gate_scale
-        if self.activation_type == ACTIVATION_GEGLU:
-            gate = F.gelu(gate)
-        else:
-            gate = F.silu(gate) if alpha is None else gate * (alpha * gate).sigmoid()
-        return gate * (up * scale)
+        return F.silu(gate * gate_scale) * (up * scale)
 
 
-_NOT_GATED: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
-    ACTIVATION_GELU: F.gelu,
-    ACTIVATION_SILU: F.silu,
-    ACTIVATION_RELU2: lambda x: F.relu(x).square(),
-}
 _OF_LAYER = tuple(each.name for each in fields(_Layer))
 _ROUTING = ("routing_bias", "n_group", "topk_group", "routed_scaling_factor", "routing_method_type")
 
@@ -505,7 +449,6 @@ def _answer(
         layer,
         hidden_states=layer.hidden_states[token],
         hidden_states_scale=scale.reshape(tokens, hidden // nvfp4.BLOCK_SIZE)[token],
-        per_token_scale=None if layer.per_token_scale is None else layer.per_token_scale.flatten()[token],
     )
     rows = torch.empty(tokens * top_k, hidden, dtype=torch.bfloat16, device=device)
     _run_experts(of_slots, slot_ids[order].unsqueeze(1), torch.ones(tokens * top_k, 1, device=device), rows)
@@ -534,29 +477,11 @@ def _run_experts(layer: _Layer, ids: torch.Tensor, weights: torch.Tensor, output
         token, slot = (ids == expert).nonzero(as_tuple=True)
         gemm1 = x[token] @ load_weights(layer.gemm1_weights[expert], layer.gemm1_weights_scale[expert], w13_orders).T
         w2 = load_weights(layer.gemm2_weights[expert], layer.gemm2_weights_scale[expert], w2_orders)
-        if layer.per_token_scale is None:
-            # The multiplier for the intermediate is in output1_scale_scalar, so 1 here.
-            gemm2 = nvfp4.decode(*nvfp4.quantize(layer.activate(gemm1, expert), 1.0)).double() @ w2.T
-        else:
-            gemm1 = gemm1 * layer.per_token_scale.flatten()[token, None].double()
-            intermediate, token_scale = _scaled_by_token(layer.activate(gemm1, expert).bfloat16())
-            gemm2 = nvfp4.decode(*nvfp4.quantize(intermediate, 1.0)).double() @ w2.T * token_scale.double()
+        # The multiplier for the intermediate is in output1_scale_scalar, so 1 here.
+        gemm2 = nvfp4.decode(*nvfp4.quantize(layer.activate(gemm1, expert), 1.0)).double() @ w2.T
         expert_output = (gemm2 * layer.output2_scale_scalar[expert].double()).float()
         total.index_add_(0, token, expert_output * weights[token, slot].unsqueeze(-1))
     output.copy_(total[:, : output.shape[1]])
-
-
-def _scaled_by_token(
-    x: torch.Tensor, inverse: torch.Tensor | float = 1 / (nvfp4.E4M3_MAX * nvfp4.E2M1_MAX)
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by its scale, and that scale: its largest magnitude times ``inverse``, float32 [rows, 1].
-
-    The scale of a row of zeros is 1.
-    """
-    x = x.float()
-    factor = x.abs().amax(-1, keepdim=True) * inverse
-    factor = torch.where(factor == 0, 1.0, factor)
-    return x / factor, factor
 
 
 @cache

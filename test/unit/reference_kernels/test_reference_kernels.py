@@ -133,37 +133,22 @@ class Layer:
         packed, scales = kernels.fp4_quantize(x, torch.tensor(self.multiplier_of_tokens), is_sf_swizzled_layout=False)
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
-    def expect_one(
-        self,
-        x: np.ndarray,
-        expert: int,
-        activation: Callable[..., np.ndarray] | None = None,
-        quantize: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> np.ndarray:
-        """One token's output of one expert, [hidden], float64.
-
-        :param x: [hidden]. activation: of (up, gate), or of the one vector where there is no gate.
-        :param quantize: what a vector becomes on its way into the second product.
-        """
-        activation = activation or (silu_gate if self.gated else lambda y: np.maximum(y, 0) ** 2)
+    def expect_one(self, x: np.ndarray, expert: int) -> np.ndarray:
+        """One token's output of one expert, [hidden], float64, of x: [hidden]."""
         y = self.dense["w13"][expert] @ x * self.dense["alpha1"][expert]
-        act = activation(y[: self.intermediate], y[self.intermediate :]) if self.gated else activation(y)
-        multiplier = self.dense["multiplier"]
-        act = quantize(act) if quantize else dense_quantize(act * multiplier) / multiplier
+        gated, multiplier = self.gated, self.dense["multiplier"]
+        act = silu_gate(y[: self.intermediate], y[self.intermediate :]) if gated else np.maximum(y, 0) ** 2
+        act = dense_quantize(act * multiplier) / multiplier
         return multiplier * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
 
-    def expect(
-        self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor, **options: Any
-    ) -> np.ndarray:
-        """float64 [tokens, hidden]; ids outside the layer are skipped. options: of ``expect_one``."""
+    def expect(self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
+        """float64 [tokens, hidden]; ids outside the layer are skipped."""
         x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
-        if "per_token_scale" in tokens:
-            x = x * tokens["per_token_scale"].double().numpy()[:, None]
         out = np.zeros((len(x), self.hidden))
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
                 if 0 <= expert < self.experts:
-                    out[token] += weight * self.expect_one(x[token], expert, **options)
+                    out[token] += weight * self.expect_one(x[token], expert)
         return out
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
@@ -184,8 +169,6 @@ class Layer:
         }
         if "routing_logits" in named:
             return kernels.trtllm_fp4_block_scale_moe(**named)
-        if "per_token_scale" in named:
-            skip_without("flashinfer.fused_moe.trtllm_fp4_block_scale_routed_moe", "per_token_scale")
         ids = named["topk_ids"]
         named.setdefault("top_k", (ids if isinstance(ids, torch.Tensor) else ids[0]).shape[1])
         return kernels.trtllm_fp4_block_scale_routed_moe(**named)
@@ -317,91 +300,6 @@ class TestSelfRouting:
         assert_close(got, layer.expect(tokens, ids, torch.full((3, 2), 0.5)))
 
 
-def geglu(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    return torch.nn.functional.gelu(torch.from_numpy(gate)).numpy() * up
-
-
-def swiglu_oai(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    """gpt-oss's: a limit of 2, a slope of 1.702, one more than up."""
-    gate = np.minimum(gate, 2)
-    return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -2, 2) + 1)
-
-
-def situ(up: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    """alpha 3, beta 1.5, a limit of 2."""
-    up, gate = np.clip(up, -2, 2), np.minimum(gate, 2)
-    return 1.5 * np.tanh(up / 1.5) * 3 * np.tanh(gate / 3) / (1 + np.exp(-gate))
-
-
-def per_token_quantize(x: np.ndarray) -> np.ndarray:
-    """bfloat16, then NVFP4 with a multiplier of the vector's own."""
-    x = torch.from_numpy(x).bfloat16().double().numpy()
-    multiplier = 448 * 6 / np.abs(x).max()
-    return dense_quantize(x * multiplier) / multiplier
-
-
-class TestActivations:
-    """Every one that the engine asks for, with the arguments as it derives them from the model's numbers."""
-
-    @pytest.mark.parametrize(
-        ("kind", "activation"),
-        [
-            (0, lambda y: torch.nn.functional.gelu(torch.from_numpy(y)).numpy()),
-            (2, lambda y: y / (1 + np.exp(-y))),
-        ],
-    )
-    def test_without_a_gate(self, kind: int, activation: Any) -> None:
-        layer = Layer(gated=False)
-        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
-        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind)
-        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
-
-    @pytest.mark.parametrize(
-        ("kind", "activation", "options"),
-        [
-            (4, geglu, {}),
-            (3, lambda up, gate: silu_gate(np.clip(up, -2, 2), np.minimum(gate, 2)), {"gemm1_clamp_limit": 2.0}),
-            (3, swiglu_oai, {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 2.0}),
-            (10, situ, {"gemm1_alpha": 3.0, "gemm1_beta": 1.5, "gemm1_clamp_limit": 2.0}),
-            (10, lambda up, gate: np.tanh(up) * np.tanh(gate) / (1 + np.exp(-gate)), {}),
-        ],
-        ids=["geglu", "limited swiglu", "gpt-oss", "situ", "situ by default"],
-    )
-    def test_with_a_gate(self, kind: int, activation: Any, options: dict[str, float]) -> None:
-        layer = Layer()
-        layer.dense["alpha1"] *= 4  # so that the limit cuts something off
-        layer.prepared["output1_scale_gate_scalar"] *= 4
-        layer.prepared["output1_scale_scalar"] *= 4
-        alpha1 = layer.prepared["output1_scale_gate_scalar"]
-        if kind == 10:
-            # Both halves are scaled before the tanh: all that is left is the intermediate's multiplier.
-            layer.prepared["output1_scale_scalar"] = torch.full((4,), float(layer.dense["multiplier"]))
-            unscaled = torch.ones(4)
-        else:
-            unscaled = alpha1  # limit and beta are those of what is not scaled yet
-        given = {n: torch.full((4,), v) if n == "gemm1_alpha" else v / unscaled for n, v in options.items()}
-        tokens, (ids, weights) = layer.tokens(5), routing(5, 4, 2)
-        got = layer.call(tokens, topk_ids=pack(ids, weights), activation_type=kind, **given)
-        assert_close(got, layer.expect(tokens, ids, weights, activation=activation))
-
-    @pytest.mark.parametrize("gated", [True, False])
-    def test_a_scale_for_each_token(self, gated: bool) -> None:
-        layer = Layer(gated=gated)
-        # The engine's own: the checkpoint's activation scales are left out.
-        multiplier = float(layer.dense["multiplier"])
-        layer.prepared["output1_scale_scalar"] = layer.prepared["output1_scale_scalar"] / multiplier
-        layer.prepared["output2_scale_scalar"] = layer.prepared["output2_scale_scalar"] * multiplier
-        scale = torch.rand(9, generator=torch.Generator().manual_seed(7)) * 3 + 0.1
-        tokens = {**layer.tokens(9), "per_token_scale": scale}
-        ids, weights = routing(9, 4, 2)
-        got = layer.call(tokens, topk_ids=pack(ids, weights)).double().numpy()
-        expected = layer.expect(tokens, ids, weights, quantize=per_token_quantize)
-        # A value that is a simple fraction of its row's largest lies between two codes, and either is right.
-        assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
-        same = layer.call({**tokens, "per_token_scale": torch.ones(9)}, topk_ids=pack(ids, weights)).double().numpy()
-        assert np.linalg.norm(same - expected) > 0.5 * np.linalg.norm(expected)
-
-
 class TestLeftToBeFinalized:
     """``do_finalize=False``, as the engine calls under graph capture from 0.5.18 on: without an output."""
 
@@ -438,12 +336,9 @@ class TestLeftToBeFinalized:
             atol=3 * BFLOAT16_ROUNDOFF * largest,
         )
 
-    @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "a scale for each token"])
-    def test_one_expert_of_weight_one_is_the_finalized_result_to_the_bit(self, scaled: bool) -> None:
+    def test_one_expert_of_weight_one_is_the_finalized_result_to_the_bit(self) -> None:
         layer = Layer()
         tokens, (ids, _) = layer.tokens(20), routing(20, 4, 1)
-        if scaled:
-            tokens["per_token_scale"] = torch.arange(1.0, 21.0)
         topk = pack(ids, torch.ones(20, 1))
         rows, _, row_of = layer.answer(tokens, topk_ids=topk, do_finalize=False)
         assert torch.equal(rows[row_of.long()], layer.call(tokens, topk_ids=topk))
@@ -535,7 +430,7 @@ def test_no_tokens() -> None:
 
 SERVED = {
     "fp4_quantize": {"input", "global_scale", "is_sf_swizzled_layout", "is_global_scale_inversed", "backend"},
-    "nvfp4_quantize": {"a", "a_global_sf", "sfLayout", "backend", "per_token_activation"},
+    "nvfp4_quantize": {"a", "a_global_sf", "sfLayout", "backend"},
     "trtllm_fp4_block_scale_moe": {*kernels._OF_LAYER, *kernels._ROUTING, "routing_logits", "num_experts", "top_k"},
     "trtllm_fp4_block_scale_routed_moe": {*kernels._OF_LAYER, *kernels._ROUTING, "topk_ids", "num_experts", "top_k"},
 }
@@ -571,7 +466,6 @@ def test_whatever_else_this_flashinfer_can_be_called_with_is_refused_by_its_name
 LOGITS, IDS = (f"trtllm_fp4_block_scale_{name}" for name in ("moe", "routed_moe"))
 NOT_DONE: list[tuple[str, dict[str, Any]]] = [
     (IDS, {"activation_type": 5}),
-    *((IDS, {"gated": False, name: torch.ones(4)}) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")),
     (LOGITS, {"routing_method_type": 5}),
     (LOGITS, {"routing_method_type": 9}),
     (LOGITS, {"routing_bias": torch.zeros(4)}),  # this method has none
@@ -581,7 +475,7 @@ NOT_DONE: list[tuple[str, dict[str, Any]]] = [
 ]
 DOES_NOT_FIT: list[dict[str, Any]] = [
     *({"intermediate_size": 64}, {"local_num_experts": 2}, {"output2_scale_scalar": None}, {"top_k": 1}),
-    *({"gemm1_clamp_limit": torch.ones(2)}, {"topk_ids": (torch.zeros(2, 2).int(), torch.zeros(2, 1))}),
+    {"topk_ids": (torch.zeros(2, 2).int(), torch.zeros(2, 1))},
     {"topk_ids": (torch.zeros(2, 2).int(), torch.zeros(2, 2).half())},
     {"output": torch.empty(1, 256, dtype=torch.bfloat16)},
     {"output": torch.empty(2, 257, dtype=torch.bfloat16)},
@@ -620,23 +514,6 @@ class TestInterleave:
 
 
 class TestQuantize:
-    def test_a_scale_for_each_row(self) -> None:
-        skip_without("flashinfer.nvfp4_quantize", "per_token_activation")
-        x = torch.randn(130, 96, generator=torch.Generator().manual_seed(4)).bfloat16()
-        x[:, ::5] *= torch.arange(1, 131)[:, None].bfloat16()
-        x[7] = 0
-        packed, linear, scale = kernels.nvfp4_quantize(
-            x, torch.tensor([1 / 2688]), sfLayout=2, per_token_activation=True, backend="cute-dsl"
-        )
-        assert (packed.shape, linear.shape, scale.shape) == ((130, 48), (130, 6), (130,))
-        assert packed.dtype == linear.dtype == torch.uint8
-        values = nvfp4.decode(packed, linear.view(torch.float8_e4m3fn)) * scale[:, None]
-        torch.testing.assert_close(values.abs().amax(-1), x.float().abs().amax(-1), rtol=1e-5, atol=0)
-        assert (values - x.float()).norm() < 0.15 * x.float().norm()
-        assert values[7].eq(0).all()
-        _, swizzled, _ = kernels.nvfp4_quantize(x, torch.tensor([1 / 2688]), per_token_activation=True)
-        assert torch.equal(swizzled.flatten(), kernels.nvfp4_block_scale_interleave(linear))
-
     @pytest.mark.parametrize("layout", [0, 2])
     def test_layouts(self, layout: int) -> None:
         x = torch.randn(130, 96).bfloat16()
