@@ -259,9 +259,10 @@ def biases():
         pytest.param(biases(), "w2_bias", FOUR, id="biases"),
     ],
 )
-def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, more, needs, slices):
+def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, caplog, more, needs, slices):
     if needs and not takes(module, needs):
         pytest.skip("not in this release")
+    caplog.set_level("INFO", log.logger.name)
     monkeypatch.setattr(streams, "has_concurrent_reader", "beside" in more)
     given = layer(**{name: value for name, value in more.items() if name != "beside"})
     if more.get("kind") == "mxfp4":
@@ -270,6 +271,7 @@ def test_columns_give_the_answers_of_the_whole(module, ran, monkeypatch, more, n
     assert torch.isfinite(stock).all()
     assert stock.float().abs().max() > 0.01
     assert ran == [slices]
+    assert caplog.text.count(f"is cut into {len(slices)} column slices") == 1
     assert same(stock, ours)
     if needs == "w2_bias":
         assert not same(stock, run(module, layer(**more | {"w2_bias": more["w2_bias"].flip(1)})))

@@ -26,6 +26,7 @@ from sglang_moe_patches.changes.moe_workspace.column_slices import (
     slice_width,
     split_columns,
 )
+from sglang_moe_patches.core import log
 from sglang_moe_patches.core.engine import Unsupported
 from sglang_moe_patches.core.patch import Plan, check_environment, plan_for, probe
 
@@ -394,12 +395,18 @@ def test_a_tensor_that_stays_whole_gets_its_operands_as_they_are(called, operand
 
 
 @pytest.mark.parametrize("scale", [None, torch.ones(4), torch.ones(4, HIDDEN, 1)], ids=["none", "one", "columns"])
-def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale):
+def test_what_has_the_layers_shape_runs_in_views_of_its_columns(called, scale, monkeypatch, caplog):
+    caplog.set_level("INFO", log.logger.name)
+    monkeypatch.setattr(log, "_logged", set())
     weights = torch.ones(4, HIDDEN, INNER, dtype=torch.bfloat16)
     gemms, sums = called(capture(weights=weights, weights_scale=scale), plain_output())
     assert [operands[1].data_ptr() - weights.data_ptr() for operands in gemms] == [0, 256 * INNER * 2]
     assert [operands[1].shape[1] for operands in gemms] == [256, 256]
     assert sums == ["slice", "slice"]
+    called(capture(), plain_output())  # a running server says so at the first layer that is cut, and once
+    assert [record.getMessage().partition("Triton's ")[2] for record in caplog.records] == [
+        "[tokens, top-k, hidden] tensor of 0 MB is cut into 2 column slices"
+    ]
 
 
 # --- Who needs it, and who gets what ---------------------------------------------------------------------------------
