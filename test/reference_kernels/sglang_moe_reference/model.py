@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -347,14 +345,14 @@ def _check_replaceable(directory: Path) -> None:
 def make_model(directory: Path, spec: ModelSpec, *, quantized: bool = True) -> None:
     """Write a checkpoint of random weights that the stock engine loads (``--quantization modelopt_fp4`` if quantized).
 
-    The directory appears complete or not at all. The same spec gives the same bytes.
+    The same spec gives the same bytes.
 
     :param directory: created if need be, with its parents; replaced if an earlier call wrote it.
     :param spec: the sizes and the seed.
     :param quantized: whether the routed experts are NVFP4; everything is bfloat16 if not.
     :raises FileExistsError: the directory holds anything else. Nothing is changed then.
     """
-    _check_replaceable(Path(directory).resolve())
+    _check_replaceable(Path(directory))
     write_checkpoint(directory, spec, checkpoint_weights(spec, quantized), quantized=quantized)
 
 
@@ -367,26 +365,11 @@ def write_checkpoint(
     """
     from safetensors.torch import save_file
 
-    directory = Path(directory).resolve()  # a link keeps pointing at the model
+    directory = Path(directory)
     _check_replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because only a rename within one file system is atomic.
-    work = directory.parent / f".{directory.name}.{os.getpid()}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
-    new, old = work / "new", work / "old"
-    try:
-        new.mkdir(parents=True)
-        for name, content in _json_files(spec, quantized).items():
-            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        (new / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-        save_file(dict(weights), str(new / "model.safetensors"), metadata={"format": "pt"})
-        if directory.exists():
-            directory.rename(old)
-        try:
-            new.rename(directory)
-        except BaseException:
-            if old.exists():
-                old.rename(directory)
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    # config.json first: by it an unfinished one is known for ours, and may be replaced.
+    for name, content in _json_files(spec, quantized).items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    save_file(dict(weights), str(directory / "model.safetensors"), metadata={"format": "pt"})

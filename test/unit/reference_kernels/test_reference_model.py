@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -161,7 +160,9 @@ def test_a_seed_makes_the_same_bytes_whatever_was_there_of_ours(tmp_path):
     assert one["tokenizer.json"] == other["tokenizer.json"]
     make_model(tmp_path / "tiny", small)
     assert contents(tmp_path / "tiny") == one
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "tiny"]  # no temporary directory left
+    (tmp_path / "tiny/model.safetensors").unlink()  # as an interrupted run leaves it
+    make_model(tmp_path / "tiny", small)
+    assert contents(tmp_path / "tiny") == one
 
 
 @pytest.mark.parametrize(
@@ -228,32 +229,3 @@ def test_leaves_other_directories_alone(tmp_path, files, words):
     with pytest.raises(FileExistsError, match="is a file"):
         make_model(tmp_path / next(iter(files)), ModelSpec())
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
-
-
-def interrupted(*args, **kwargs):
-    raise KeyboardInterrupt
-
-
-def disk_full(self, target):
-    if self.name == "new":
-        raise OSError("disk full")
-    return os.rename(self, target)
-
-
-@pytest.mark.parametrize(
-    ("target", "what", "replacement", "error"),
-    [
-        ("tiny", "safetensors.torch.save_file", interrupted, KeyboardInterrupt),
-        ("new", "safetensors.torch.save_file", interrupted, KeyboardInterrupt),
-        ("tiny", "pathlib.Path.rename", disk_full, OSError),
-    ],
-)
-def test_a_run_that_fails_leaves_what_was_there(tmp_path, monkeypatch, target, what, replacement, error):
-    small = ModelSpec(layers=1, dense_layers=1)
-    make_model(tmp_path / "tiny", small)
-    before = contents(tmp_path / "tiny")
-    monkeypatch.setattr(what, replacement)
-    with pytest.raises(error):
-        make_model(tmp_path / target, dataclasses.replace(small, seed=5))
-    assert contents(tmp_path / "tiny") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
