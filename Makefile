@@ -149,7 +149,7 @@ new-release: ## install release ENGINE, freeze, ask and test it, write the pages
 	$(MAKE) --no-print-directory constraints ENGINE=$(ENGINE)
 	$(PYTHON) test/tools/compatibility.py $(ENGINE)
 
-compatibility: ## ask and test every release in turn (half an hour, 10 GB of disk at a time); ARGS="--doctor", ARGS="--models", ARGS="0.5.23": less
+compatibility: ## ask and test every release in turn (half an hour, 10 GB of disk at a time); ARGS="--doctor", ARGS="0.5.23": less
 	$(PYTHON) test/tools/compatibility.py $(ARGS)
 
 clean: ## remove what make built

@@ -3,7 +3,6 @@
     python test/tools/compatibility.py                    # all releases: half an hour, 10 GB of disk at a time
     python test/tools/compatibility.py 0.5.23 0.5.24      # some; the others keep what was found before
     python test/tools/compatibility.py --doctor           # only doctor; what the tests showed before is kept
-    python test/tools/compatibility.py --models           # only `doctor --model`, whose answers are printed
     python test/tools/compatibility.py --record build     # note what `make test-all` wrote into the logs in build/
 
 Environments are made by `make env`, and removed again unless they were there before. What was found is in
@@ -69,31 +68,6 @@ def doctor(release: str, place: Path) -> dict[str, Any]:
         **families(release, place),
         "changes": {change["name"]: list(change["engine"].values()) for change in found["changes"]},
     }
-
-
-MODELS = {"Qwen/Qwen3-30B-A3B-FP8": ("--tp", "2"), "deepseek-ai/DeepSeek-R1": ("--tp", "8")}
-"""What ``doctor --model`` is asked of, with doctor's own sizes, and the server's arguments."""
-
-
-def ask_models(release: str, place: Path) -> list[str]:
-    """A line for each of ``MODELS``: what doctor says of it on the release installed in ``place``.
-
-    :raises SystemExit: it refused one, or knows no runner.
-    """
-    lines = []
-    for model, arguments in MODELS.items():
-        command = [str(place / "bin/sglang-moe-patches"), "doctor", "--json", "--model", model, "--", *arguments]
-        asked = run(command, SGLANG_MOE_PATCHES="all", SGLANG_MOE_PATCHES_KV_SIZING="auto")
-        answer = json.loads(asked.stdout or "{}")
-        if asked.returncode or not answer["stock"]:
-            sys.exit(f"doctor --model {model} failed on SGLang {release}:\n{asked.stderr or answer['unknown']}")
-        server, acting = answer["server"], [change["name"] for change in answer["changes"] if change["acts"]]
-        peaks = " -> ".join(f"{answer[name]['peak'] / 1e6:,.0f}" for name in ("stock", "patched"))
-        lines.append(
-            f"SGLang {release}: {model} {' '.join(arguments)}: {server['runner']}, {server['format']}, "
-            f"chunks of {server['tokens']:,}, {peaks} MB; acts: {', '.join(acting) or 'nothing'}"
-        )
-    return lines
 
 
 def families(release: str, place: Path) -> dict[str, Any]:
@@ -183,7 +157,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all of releases.toml")
     parser.add_argument("--doctor", action="store_true", help="only ask doctor; keep what the tests showed before")
-    parser.add_argument("--models", action="store_true", help="only ask doctor --model, and print what it says")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="only note what `make test-all` logged there")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(pages.FOUND.read_text())
@@ -194,11 +167,6 @@ def main() -> None:
         parser.error(f"--doctor: {', '.join(untested)} was never tested; run it without --doctor")
     if options.record:
         save(pages.WHOLE, record(options.record, json.loads(pages.WHOLE.read_text())))
-    if options.models:
-        for release in wanted:
-            with installed(release) as place:
-                print("\n".join(ask_models(release, place)), flush=True)
-        return
     for release in wanted:
         with installed(release) as place:
             print(f"SGLang {release}: looking and testing", flush=True)
