@@ -4,7 +4,11 @@
     make guards ARGS="cutedsl"     # those whose file or test has this in its name
 
 In a copy of the repository, where the tests must pass first. A line for each mutation: *killed*, *SURVIVED*, or
-*skipped*, where this release skips the test.
+*skipped*, where this release skips the test, or has no use for what the mutation changes (``until``). The lines are in
+the table's order, and standard output has nothing else. So two commits are compared by::
+
+    make -s guards > before        # in the one, then after in the other
+    diff before after
 
 To add one, append a row to ``MUTATIONS``: the file, text that is there once, what takes its place, and one test that
 fails then, with its parameters in brackets if a single case is enough. Run ``make guards`` with the file's name, and
@@ -13,28 +17,39 @@ name what was broken in the test's line of guards.md. What tests miss needs anot
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from releases import ROOT
+from releases import ALL, ROOT
 
+RELEASE = ALL.index(metadata.version("sglang"))
+PACKAGES = ("torch", "transformers.modeling_utils", "transformers.processing_utils", "fastapi", "hypothesis")
+"""Those that tests take longest to import: each mutation is tried in a fork of one process that has them."""
 OURS = "python/sglang_moe_patches/"
 ENGINE, UNIT = "test/engine/", "test/unit/"
 
 
 class Mutation(NamedTuple):
-    """``old``, which is once in ``file``, becomes ``new``, and ``test`` (as pytest names it) must fail."""
+    """``old``, which is once in ``file``, becomes ``new``, and ``test`` (as pytest names it) must fail.
+
+    :param until: the last release of ``releases.toml`` on which the test runs this code; "": the newest.
+    """
 
     file: str
     old: str
     new: str
     test: str
+    until: str = ""
 
 
 OFFER = OURS + "core/dead_input/offer.py"
@@ -61,13 +76,24 @@ QUERY, POOLS, REPORT = (OURS + f"lab/predict/{name}.py" for name in ("engine_que
 DECISION = OURS + "changes/moe_workspace/decision.py"
 BUFFER = OURS + "changes/output_buffer.py"
 SAID = ENGINE + "lab/test_doctor_cases.py::test_doctor_says_of_a_server_what_the_engine_would_do[{}]"
+OF_HERE = UNIT + "test_cli.py::test_doctor_says_what_a_server_of_this_environment_says"
 REPORTED = UNIT + "lab/predict/test_model_report.py::test_"
+PLANTED = ENGINE + "memory/test_planted_prefix.py::test_"
+KV_ENGINE = ENGINE + "memory/test_kv_sizing.py::test_"
 KV, KV_UNIT = OURS + "memory/kv_sizing/", UNIT + "memory/kv_sizing/test_"
 ALIKE = KV_UNIT + "growth.py::test_all_ranks_grow_alike_or_none_does"
 AGAIN = KV_UNIT + "growth.py::test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_to_it"
 BESIDE_LONG = KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once"
 LEAST = KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least"
 TAIL = KV_UNIT + "retirement.py::test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes"
+PLANT, DRIVER, SERVING, RETIREMENT, REHEARSAL, ADDRESSES = (
+    f"{KV}{name}.py" for name in ("planted_prefix", "driver", "serving", "retirement", "rehearsal", "address_space")
+)
+NO_PREFIX = PLANTED + "where_a_cache_wants_more_than_a_prefix_nothing_is_planted"
+NO_SLOT_LOST = PLANTED + "no_slot_is_lost_or_held_twice_whatever_the_cache_has_already"
+ROOM = KV_UNIT + "serving.py::test_the_longest_request_and_two_prefills_keep_their_room"
+LACKS = KV_UNIT + "serving.py::test_the_first_rank_orders_what_another_one_lacks"
+COME_BACK = KV_UNIT + "serving.py::test_slots_that_are_held_come_back_later_and_a_flush_brings_all"
 JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much"
 MUTATIONS = tuple(
     Mutation(*parts)
@@ -211,6 +237,8 @@ MUTATIONS = tuple(
         (FORKS, 'os.environ.update(data.pop("environ"))', 'data.pop("environ")', FORKED),
         (FORKS, "os.kill(os.getppid(), signal.SIGQUIT)", "None", FORKED),
         (FORKS, "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "", FORKED),
+        (OURS + "lab/doctor.py", "if engine.is_left_out():", "if False:", OF_HERE),
+        (OURS + "lab/doctor.py", "_arguments_without_flags() if change.name in names else None", "None", OF_HERE),
         (QUERY, "attention_ranks(resolved)\n", "1\n", SAID.format("gathered from four ranks, 4,096 tokens each")),
         (QUERY, "parsed.mem_fraction_static is not None", "False", SAID.format("a given fraction below the weights")),
         (QUERY, "engine_pools.stage_layers(resolved, layers)", "layers", SAID.format("the first of two stages")),
@@ -335,24 +363,229 @@ MUTATIONS = tuple(
             "pool",
             KV_UNIT + "facts.py::test_pools_are_told_by_their_kind",
         ),
+        (
+            ADDRESSES,
+            " if number not in self._mapped]",
+            "]",
+            KV_UNIT + "address_space.py::test_addresses_stay_and_so_do_values_while_the_tail_comes_and_goes",
+        ),
+        (
+            ADDRESSES,
+            "self._memory.unmap(*self._extent(run))\n            raise",
+            "pass\n            raise",
+            KV_UNIT + "address_space.py::test_where_there_is_not_enough_nothing_changes",
+        ),
+        (
+            ADDRESSES,
+            "before = max(before, found.stop)",
+            "pass",
+            KV_UNIT + "address_space.py::test_exactly_the_granules_of_the_first_rows_of_every_plane_are_mapped",
+        ),
+        (
+            ADDRESSES,
+            "sorted(self._mapped - needed)",
+            "[]",
+            KV_UNIT + "address_space.py::test_new_memory_is_zero_whatever_was_there_before",
+        ),
+        (RETIREMENT, "self.held[gone.cpu() - self.kept - 1] = False", "pass", TAIL),
+        (RETIREMENT, "        if changed:", "        if False:", TAIL),
+        (RETIREMENT, "each.held[:] = False", "pass", TAIL),
+        (RETIREMENT, "any(taken) or self._flushed", "any(taken)", COME_BACK),
+        (
+            RETIREMENT,
+            "int(held[-1]) + 1 if len(held) else 0",
+            "len(held)",
+            KV_UNIT + "retirement.py::test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size",
+        ),
+        (
+            RETIREMENT,
+            "[each.take_out() for each in self._tails.values()]",
+            "(each.take_out() for each in self._tails.values())",
+            KV_UNIT + "retirement.py::test_both_kinds_of_a_sliding_window_cache_come_back",
+        ),
+        (
+            SERVING,
+            "if free < LOW_MARGIN_FRACTION * self.margin else",
+            "if free < self.margin else",
+            KV_UNIT + "serving.py::test_short_is_less_than_half_the_margin_and_what_lacks_is_all_of_it",
+        ),
+        (
+            SERVING,
+            "        if under_way:",
+            "        if False:",
+            KV_UNIT + "serving.py::test_the_tail_goes_until_the_margin_is_free_again",
+        ),
+        (SERVING, "self._orders.give(Flush())", "pass", COME_BACK),
+        (
+            SERVING,
+            "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
+            "least = longest_request(self._scheduler)",
+            ROOM,
+        ),
+        (SERVING, "max(longest_request(self._scheduler), least", "max(0, least", ROOM),
+        (
+            SERVING,
+            "        if tokens < counts.tokens:",
+            "        if True:",
+            KV_UNIT + "serving.py::test_where_nothing_can_go_nothing_is_ordered",
+        ),
+        (SERVING, "max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage", LACKS),
+        (SERVING, "self._ordered, self._told = False, self._told + 1", "self._ordered = False", LACKS),
+        (
+            SERVING,
+            "            self._failed = True\n",
+            "",
+            KV_UNIT + "serving.py::test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server",
+        ),
+        (PLANT, "type(tree).__name__ in CACHES\n        and ", "", NO_PREFIX),
+        (PLANT, "        and not tree.disable\n", "", NO_PREFIX),
+        (PLANT, '        and parts == ["FULL"]\n', "", NO_PREFIX),
+        (PLANT, "        and int(tree.page_size) == int(allocator.page_size)\n", "", NO_PREFIX),
+        (PLANT, 'getattr(tree, "cache_controller", None) is None', "True", NO_PREFIX),
+        (PLANT, "    if lacking > 0:", "    if False:", NO_SLOT_LOST),
+        (PLANT, "allocator.alloc(len(whole) - before)", "allocator.alloc(len(whole))", NO_SLOT_LOST),
+        (PLANT, "prev_prefix_len=before", "prev_prefix_len=0", PLANTED + "a_planted_prefix_has_slots_of_its_own"),
+        (
+            PLANT,
+            "is_bigram=pairs",
+            "is_bigram=False",
+            PLANTED + "requests_find_as_much_of_a_planted_prefix_as_their_phase_waits_for",
+        ),
+        (
+            DRIVER,
+            "phase.growth * self._slowest_s",
+            "0",
+            KV_UNIT + "driver.py::test_a_prompt_that_would_take_too_long_by_the_one_before_is_not_put",
+        ),
+        (
+            DRIVER,
+            "            if not self._planted:",
+            "            if False:",
+            KV_UNIT + "driver.py::test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead",
+        ),
+        (
+            DRIVER,
+            "if phase.smaller and not",
+            "if False and not",
+            KV_UNIT + "driver.py::test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further",
+        ),
+        (
+            DRIVER,
+            "            last_tokens = len(turn[0])\n",
+            "",
+            KV_UNIT + "rehearsal.py::test_a_longer_prompt_for_which_there_is_no_memory_is_not_put",
+        ),
+        (REHEARSAL, '*("forward_ct", ', "*(", KV_ENGINE + "whatever_a_scheduler_counts_is_as_before_after_a_rehearsal"),
+        (
+            REHEARSAL,
+            "ignore_eos=True, **phase.sampling)",
+            "ignore_eos=True)",
+            KV_ENGINE + "a_request_asks_for_all_that_its_phase_is_about",
+        ),
+        (
+            REHEARSAL,
+            "return_logprob=phase.output_logprobs",
+            "return_logprob=False",
+            KV_ENGINE + "a_request_asks_for_all_that_its_phase_is_about",
+        ),
+        (
+            REHEARSAL,
+            "self._undo.append(partial(setattr, owner, name, copy(value)))",
+            "pass",
+            KV_UNIT + "rehearsal.py::test_what_is_counted_meanwhile_is_as_before",
+        ),
+        (
+            REHEARSAL,
+            'RECORDING = ("enable_metrics", ',
+            "RECORDING = (",
+            KV_UNIT + "rehearsal.py::test_a_scheduler_reports_no_metrics_meanwhile",
+        ),
+        (
+            REHEARSAL,
+            'self._meanwhile(self.scheduler, "max_queued_requests", None)',
+            "pass",
+            KV_UNIT + "rehearsal.py::test_what_waits_is_not_limited_meanwhile",
+        ),
+        (
+            KV + "eligibility.py",
+            'a.get("enable_lmcache")',
+            'a.get("enable_lm_cache")',
+            KV_ENGINE + "every_store_of_prompts_that_a_scheduler_may_make_is_named",
+        ),
+        (
+            KV + "eligibility.py",
+            'a.get("enable_flexkv")',
+            'a.get("enable_flex_kv")',
+            KV_ENGINE + "each_argument_that_kv_sizing_reads_is_one_of_the_engines",
+        ),
+        (
+            KV + "admission.py",
+            "any(not req.finished() for req in with_penalties)",
+            "False",
+            KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
+        ),
+        (
+            KV + "admission.py",
+            "any(not req.finished() for req in with_penalties)",
+            "bool(with_penalties)",
+            KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
+        ),
+        (
+            KV + "admission.py",
+            "most - running_bs",
+            "most",
+            KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
+        ),
     )
 )
 
 
 def run(folder: Path, *tests: str) -> tuple[str, str]:
     """How these tests of the copy in ``folder`` end: passed, killed or skipped; and what pytest said."""
-    environment = dict(os.environ, PYTHONPATH=str(folder / "python"))
-    if all(test.startswith(UNIT) for test in tests):
-        environment = {name: value for name, value in environment.items() if not name.startswith("SGLANG")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    if done.returncode not in (0, 1):
+    with tempfile.TemporaryFile("w+") as out:
+        if not (child := os.fork()):
+            os._exit(_run_here(folder, tests, out.fileno()))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        said = out.read()
+    if code not in (0, 1):
         sys.exit(f"pytest could not run {', '.join(tests)}:\n{said}")
-    return "killed" if done.returncode else "passed" if re.search(r"\d passed", said) else "skipped", said
+    return "killed" if code else "passed" if re.search(r"\d passed", said) else "skipped", said
+
+
+def _run_here(folder: Path, tests: Sequence[str], out: int) -> int:
+    """In a fork, which has imported nothing of the copy, nor of the engine. :returns: pytest's exit code."""
+    import pytest
+
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder / "python")
+    sys.path[0] = os.environ["PYTHONPATH"]
+    sys.modules.pop("releases")  # this repository's, not the copy's
+    if all(test.startswith(UNIT) for test in tests):
+        for name in [name for name in os.environ if name.startswith("SGLANG")]:
+            del os.environ[name]
+    code = 2
+    with suppress(BaseException):
+        code = int(pytest.main(["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", *tests]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def tried(copy: Path, mutation: Mutation) -> str:
+    """What becomes of a mutation in this copy, which is as it was afterwards."""
+    whole = (ROOT / mutation.file).read_text()
+    (copy / mutation.file).write_text(whole.replace(mutation.old, mutation.new))
+    outcome, _ = run(copy, mutation.test)
+    (copy / mutation.file).write_text(whole)
+    return "SURVIVED" if outcome == "passed" else outcome
 
 
 def main(words: list[str]) -> None:
+    for name in PACKAGES:
+        importlib.import_module(name)
     chosen = [each for each in MUTATIONS if all(word in each.file + each.test for word in words)]
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -366,12 +599,9 @@ def main(words: list[str]) -> None:
             if outcome == "killed":
                 sys.exit(f"a test fails without a mutation:\n{said}")
         for each in chosen:
-            whole = (ROOT / each.file).read_text()
-            (copy / each.file).write_text(whole.replace(each.old, each.new))
-            outcome, _ = run(copy, each.test)
-            (copy / each.file).write_text(whole)
-            survived += outcome == "passed"
-            print("SURVIVED" if outcome == "passed" else outcome, each.file, repr(each.old), each.test, flush=True)
+            outcome = "skipped" if each.until and ALL.index(each.until) < RELEASE else tried(copy, each)
+            survived += outcome == "SURVIVED"
+            print(outcome, each.file, repr(each.old), "->", repr(each.new), each.test, flush=True)
     if survived:
         sys.exit(f"{survived} of {len(chosen)} mutations survived")
 
