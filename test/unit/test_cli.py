@@ -209,10 +209,28 @@ def test_models_that_are_nowhere_are_refused(name):
         refusals.check_model(name)
 
 
-@pytest.mark.parametrize("url", ["http://host", "host:30000", "ftp://host:1", "http://host:port", ""])
-def test_an_address_without_host_or_port_is_refused(data, url):
-    base = ["regress", "--data-path", data, "--num-questions", "5", "--baseline-url", "http://127.0.0.1:9"]
-    refused(run(*base, "--patched-url", url), "--patched-url", "http://HOST:PORT")
+NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num-questions", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["doctor", "--", "--tp", "2"], ["SERVER_ARGS need --model"]),
+        (["regress"], ["-url"]),
+        (["regress", "--baseline-url", NOWHERE], ["-url"]),
+        (["regress", "--model", "x", "--baseline-url", "http://a:1", "--patched-url", "http://a:2"], ["-url"]),
+        *(
+            ([*ASKED, "--baseline-url", NOWHERE, "--patched-url", url], ["--patched-url", "http://HOST:PORT"])
+            for url in ("http://host", "host:30000", "ftp://host:1", "http://host:port", "")
+        ),
+        (
+            [*ASKED, "--max-drop", "60", "--baseline-url", NOWHERE, "--patched-url", NOWHERE],
+            [NOWHERE, "no SGLang server answers"],
+        ),
+    ],
+)
+def test_a_server_that_is_not_named_or_not_there_is_refused(arguments, words, data):
+    refused(run(*(data if word == "DATA" else word for word in arguments)), *words)
 
 
 @pytest.mark.parametrize(
@@ -267,26 +285,6 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extr
     needs = "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]'"
     message = f"sglang-moe-patches: {needs} in a clone of sglang-moe-patches"
     assert (done.returncode, done.stderr.strip(), done.stdout) == (2, message, "")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--baseline-url", "http://127.0.0.1:1"],
-        ["--model", "x", "--baseline-url", "http://a:1", "--patched-url", "http://a:2"],
-    ],
-)
-def test_either_a_model_or_two_urls(arguments):
-    result = run("regress", *arguments)
-    refused(result, "-url")
-
-
-def test_urls_where_nothing_answers(data):
-    url = "http://127.0.0.1:9"
-    given = ["--data-path", data, "--num-questions", "5", "--max-drop", "60"]
-    result = run("regress", "--baseline-url", url, "--patched-url", url, *given)
-    refused(result, url, "no SGLang server answers")
 
 
 def command(*arguments, **variables):
@@ -398,7 +396,3 @@ def test_doctor_says_what_a_server_of_this_environment_says():
         assert "not selected" not in in_engine.values()
         says = [status if status != "as the engine has it" else in_engine["cutedsl-sizing"] for status in says]
         assert [found[name]["status"] for name in names] == says, plugins
-
-
-def test_arguments_of_a_server_without_a_model_are_refused():
-    refused(run("doctor", "--", "--tp", "2"), "SERVER_ARGS need --model")
