@@ -91,8 +91,9 @@ def tokens_of(size: float) -> Callable[[Report], None]:
     return check
 
 
-#: Every other layer of 36 has a window; a rank has one head of 64 columns, keys and values, in 16 bits.
-WINDOWS_AT_FOUR_FIFTHS = 2 * 2 * 64 * (18 + 0.8 * 18)
+def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
+    """Of a token on a rank with one head of keys and values in 16 bits: layers with a window hold 0.8 of the tokens."""
+    return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
 def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
@@ -137,6 +138,15 @@ def is_known(report: Report) -> None:
     """The layers could be built: each change has decided."""
     assert report["server"]["runner"]
     assert [each["name"] for each in report["changes"] if each["acts"] is None] == []
+
+
+def is_not_known(change: str, words: str) -> Callable[[Report], None]:
+    def check(report: Report) -> None:
+        assert row(report, change)["acts"] is None, row(report, change)
+        assert row(report, change)["reason"].startswith("not known: ")
+        assert words in row(report, change)["reason"]
+
+    return check
 
 
 def does_not_say(change: str, words: str) -> Callable[[Report], None]:
@@ -214,6 +224,22 @@ GLM = public("zai-org/GLM-5.2", quantization_config=public("zai-org/GLM-5.1-FP8"
 NEXT_FP8 = public("Qwen/Qwen3-30B-A3B-FP8")["quantization_config"] | {
     "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.linear_attn.in_proj_ba" for layer in range(48))]
 }
+MAVERICK = public("meta-llama/Llama-4-Maverick-17B-128E-Instruct")
+SCOUT = MAVERICK | {
+    "text_config": MAVERICK["text_config"] | {"num_local_experts": 16, "interleave_moe_layer_step": 1},
+}
+INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 128, "budget": 2048, "compress_ratio": 4}
+
+
+def compressed_keys(**text: Any) -> dict[str, Any]:
+    """Qwen3-Next's sizes with the engine's indexer of compressed keys, of which no model is published."""
+    sizes = public("Qwen/Qwen3-Next-80B-A3B-Thinking", model_type="qwen4_exp_text", **text)
+    sizes |= {f"indexer_{name}": value for name, value in INDEXER.items()}
+    del sizes["architectures"]  # it is no model by itself
+    model = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "vision_config": {}}
+    return model | {"text_config": sizes}
+
+
 CASES = {
     "a given fraction below the weights": Case(
         public(R1), "--tp 8 --mem-fraction-static 0.5", a_given_fraction_below_the_weights
@@ -228,13 +254,28 @@ CASES = {
     ),
     # 61 layers are 31 and 30, of which the first has the three without routed experts.
     "the first of two stages": Case(public(R1), "--tp 8 --pp-size 2", weighs(expert_bytes(public(R1), 8) * 28 / 58)),
-    "sliding windows": Case(public("openai/gpt-oss-120b"), "--tp 8", tokens_of(WINDOWS_AT_FOUR_FIFTHS), gpu="h100"),
+    "sliding windows": Case(
+        public("openai/gpt-oss-120b"), "--tp 8", tokens_of(bytes_at_four_fifths(64, whole=18, windows=18)), gpu="h100"
+    ),
+    # Every fourth of 48 layers has no rotary embeddings and sees all; with one size for all layers it is 18 % less.
+    "chunks that are sliding windows": Case(
+        SCOUT, "--tp 8 --context-length 131072", tokens_of(bytes_at_four_fifths(128, whole=12, windows=36))
+    ),
     "a context that is too long": Case(public("zai-org/GLM-4.7"), ATTENTION, fewer_tokens_than_a_request, env=OFF),
     "a KV cache of another kind": Case(
         public(V4),
         "--tp 4 --moe-runner-backend marlin",
         is_not_sized_because("KV caches of the kind DeepSeekV4TokenToKVPool are not known"),
         since="0.5.12.post1",
+    ),
+    "a KV cache of compressed keys": Case(
+        compressed_keys(eos_token_id=0),
+        "--tp 8",
+        is_not_sized_because("KV caches of the kind QSATokenToKVPool are not known"),
+        since="0.5.23",
+    ),
+    "a KV cache that the engine cannot be asked for": Case(
+        compressed_keys(), "--tp 8", is_not_known("kv-sizing", "no attribute 'eos_token_id'"), since="0.5.23"
     ),
     # 16,384 tokens of 4,096 columns: 134.2 MB a tensor, of which there are three or four; NVFP4 activations 37.7 MB,
     # router logits 4.2 MB, top-k ids and weights 1 MB.

@@ -270,6 +270,7 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
         raise ModelRefused(str(error)) from error
     except Exception as error:
         unknown = _one_line(error)
+    sizing["unknown"] = fit.unknown if fit else unknown
     return {
         "resolved": plain,
         "layer": layer,

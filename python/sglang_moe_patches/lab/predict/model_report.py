@@ -177,6 +177,7 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
     :param answer: as the engine query has it under ``kv_sizing``.
     """
     given, mode = answer.get("given", False), answer["mode"]  # results were stored without
+    unknown = answer.get("unknown", "")
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     reason = answer["skip_reason"] or (given_reason(mode) if mode and given else "")
     if reason:
@@ -184,7 +185,10 @@ def describe_kv_sizing(answer: Mapping[str, Any]) -> dict[str, Any]:
         return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
     if not mode:
         turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns it on"
-        return row | {"status": "not needed", "reason": f"{turns_on}; it would size this server"}
+        would = "whether it would size this server is not known" if unknown else "it would size this server"
+        return row | {"status": "not needed", "reason": f"{turns_on}; {would}"}
+    if unknown:
+        return row | {"acts": None, "reason": f"not known: the engine could not be asked for its KV cache ({unknown})"}
     begins = ", beginning with the given --mem-fraction-static" if given else ""
     return row | {"acts": True, "does": f"measures what forwards need and gives the rest to the KV cache{begins}"}
 
