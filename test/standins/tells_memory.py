@@ -12,6 +12,7 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``FAILS``      the rank whose driver does not answer while it rehearses
 ``MAP_FAILS``  the rank that has no memory to grow
 ``SHORT``      a file: once it is there, another process has taken as many bytes as it says
+``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def register():
     hooks["sglang.srt.managers.scheduler"] = count_every_step
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
+    if "TUNES" in os.environ:
+        for module in ("model_runner", "runner.base_runner"):
+            wrapt.register_post_import_hook(note_tuning, "sglang.srt.model_executor." + module)
 
 
 def rank():
@@ -129,6 +133,24 @@ def keep_steps(rehearsal):
     rehearsal.Rehearsal.begin = begin_with
 
 
+def note(what):
+    if "TUNES" in os.environ:
+        with Path(os.environ["TUNES"]).open("a") as notes:
+            print(what, file=notes)
+
+
+def note_tuning(module):
+    """Up to 0.5.13 what comes right behind the tuning: on a CPU its function is not called."""
+    for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
+        if hasattr(getattr(module, kind, None), name):
+            wrapt.wrap_function_wrapper(module, f"{kind}.{name}", then_tuned)
+
+
+def then_tuned(wrapped, instance, args, kwargs):
+    note("tunes")
+    return wrapped(*args, **kwargs)
+
+
 def be_quick(ranks):
     ranks.WAIT_S = 15
 
@@ -172,6 +194,7 @@ def count_what_is_mapped(address_space):
             raise address_space.OutOfMemory("nothing is left")
         map_(self, address, size)
         mapped[0] += size
+        note("maps")
 
     def unmap_and_count(self, address, size):
         unmap(self, address, size)

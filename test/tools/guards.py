@@ -273,6 +273,12 @@ MUTATIONS = tuple(
         (QUERY, '["skip_reason"] or skip_reason', '["skip_reason"]', SAID.format("a KV cache of another kind")),
         (
             QUERY,
+            'sizing["unknown"] = fit.unknown if fit else unknown',
+            "pass",
+            SAID.format("a KV cache that the engine cannot be asked for"),
+        ),
+        (
+            QUERY,
             '"in_place": runners.is_in_place(experts)',
             '"in_place": True',
             SAID.format("out of place by the engine"),

@@ -349,12 +349,15 @@ def wait_for(what: Callable[[], bool]) -> None:
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(folder: Path, engine, checkpoint):
-    """By the rule the KV cache holds one request of the three that run at once; their slots are new."""
+    """By the rule the KV cache holds one request of the three that run at once; their slots are new.
+
+    Where FlashInfer tunes its kernels, which may take much, the KV cache is as small as by the rule.
+    """
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     place = folder / "grown"
     place.mkdir()
-    short, scan = place / "short", place / "scan"
-    variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan)}
+    short, scan, tunes = place / "short", place / "scan", place / "tunes"
+    variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan), "TUNES": str(tunes)}
     grown = sized("grown", checkpoint(), place, "--enable-metrics", **variables)
     answered = watched(grown)
     with started(grown):
@@ -367,6 +370,7 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert not any("not reached" in line for line in said(grown))
         left = [line for line in scan.read_text().splitlines() if not STAYS.search(line)]
         assert left == []
+        assert re.fullmatch(r"(maps\n)+(tunes\n)+(maps\n)+", tunes.read_text())
         assert answers(grown, prompts=[*PROMPTS, *LONG])[0] == expected
         assert at_once(grown, LONG) == expected[2:]
         shown = dict(samples(httpx.get(f"{grown.url}/metrics", follow_redirects=True, timeout=PATIENCE).text))
@@ -385,9 +389,31 @@ def test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short(
         assert answers(grown, prompts=PROMPTS)[0] == expected[:2]
 
 
+@pytest.mark.every_release
+def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
+    """Up to 0.5.13 between pools and graphs, later when the runners of forwards are made."""
+    runner = seen.module("sglang.srt.model_executor.model_runner").ModelRunner
+    if hasattr(runner, "kernel_warmup"):
+        steps = [f"self.{name}" for name in ("init_memory_pool", "kernel_warmup", "init_device_graphs")]
+        lines = [min(call.lineno for call in seen.calls(runner.initialize, step)) for step in steps]
+        assert lines == sorted(lines)
+        tunes = [runner.kernel_warmup]
+    else:
+        runner = seen.module("sglang.srt.model_executor.runner.base_runner").BaseRunner
+        tunes = [getattr(runner, name) for name in ("warmup", "_warmup") if hasattr(runner, name)]
+    assert any(seen.mentions(each, "_flashinfer_autotune") for each in tunes)
+    sources = {path.name: path.read_text() for path in Path(seen.module("sglang.srt").__path__[0]).rglob("*.py")}
+    enters = re.compile(r"from flashinfer\.autotuner import [^\n]*\bautotune\b(?!.*\bautotune\(False)", re.DOTALL)
+    assert {name for name, source in sources.items() if enters.search(source)} <= {
+        *("model_runner.py", "flashinfer_autotune.py")
+    }
+
+
 STAYS = re.compile(
     # The address space's size; and from 0.5.14 on the inputs of an eager forward, which hold a prefill chunk besides.
     r"_kvcache|kv_pool|kvcache|server_args|ServerArgs|_eager_registry"
+    # What was free when a scheduler that reports every while reported last, maybe before the KV cache grew.
+    r"|stats\.kv_available_tokens"
 )
 """Places that hold the rule's number and may: none of them is asked how many tokens there are."""
 

@@ -470,6 +470,10 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
         ({"mode": "", "given": True}, False, "=always turns it on; it would size this server"),
         ({"mode": "", "skip_reason": "of --enable-eplb"}, False, "would be used because of --enable-eplb"),
         ({"mode": "auto", "skip_reason": "of --enable-lora"}, False, "is used because of --enable-lora"),
+        (
+            *({"mode": "auto", "given": True, "skip_reason": "of --moe-a2a-backend"}, False),
+            "the given --mem-fraction-static is used because of --moe-a2a-backend",
+        ),
         ({"mode": "auto", "unknown": "KeyError: a"}, None, "not known: the engine could not be asked for its KV cache"),
         ({"mode": "auto", "unknown": "KeyError: a", "given": True}, False, "is used because it was given"),
         ({"mode": "", "unknown": "KeyError: a"}, False, "whether it would size this server is not known"),
