@@ -104,16 +104,15 @@ def limits_of(info: Mapping[str, Any], vocabulary: int) -> Limits:
 
     :param info: its ``/get_server_info``.
     """
-    tokens = int(info["max_total_num_tokens"])
-    facts = ServerFacts(
-        fixed_bytes=0,
-        kv_tokens=tokens,
-        page=int(info.get("page_size") or 1),
-        table_requests=int(info.get("max_running_requests") or MIN_FILLING_REQUESTS),
-        context=int(info.get("max_req_input_len") or tokens),
-        vocabulary=vocabulary,
+    tokens, states = int(info["max_total_num_tokens"]), info.get("internal_states") or [{}]
+    running = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+    return derive_limits(
+        info,
+        ServerFacts(fixed_bytes=0, page=int(info.get("page_size") or 1), vocabulary=vocabulary),
+        cache_tokens=tokens,
+        requests=int(running or MIN_FILLING_REQUESTS),
+        input_tokens=int(info.get("max_req_input_len") or tokens - 6) - 1,
     )
-    return derive_limits(info, facts)
 
 
 def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:

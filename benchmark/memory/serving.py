@@ -60,7 +60,6 @@ from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
-from sglang_moe_patches.memory.kv_sizing.phases import fraction_in_force
 from sglang_moe_reference import environment
 
 MB = 1e6
@@ -309,6 +308,15 @@ def after_the_load(
         with free_memory() as free:
             outcome = drive()
         yield name, outcome | lowest_free(free)
+
+
+def fraction_in_force(info: Mapping[str, Any]) -> float:
+    """``--mem-fraction-static`` of a server, by what it tells.
+
+    With data-parallel ranks only these know it: their controller does not hand on what they say when they are ready.
+    """
+    states = info.get("internal_states") or [{}]
+    return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
 
 
 # --- One server ------------------------------------------------------------------------------------------------------

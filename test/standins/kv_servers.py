@@ -96,7 +96,7 @@ class Scheduler:
         return self.did.forwards
 
     def read(self):
-        return Memory(self.free(self.forwards), 10 * GB)
+        return Memory(self.free(self.forwards))
 
     def _nothing(self, *flags):
         raise zmq.Again()

@@ -221,6 +221,6 @@ def measure(memory):
         others = int(short.read_text() or 0) if short is not None and short.exists() else 0
         forwards = taken_by_forwards() if reads[0] > 3 else 0
         free = free_before_pools() - mapped[0] - forwards - others - sampled["most"]
-        return memory.Memory(free, BEFORE, reserved=sampled["most"], peak=sampled["now"])
+        return memory.Memory(free, reserved=sampled["most"], peak=sampled["now"])
 
     memory.read = read

@@ -353,7 +353,7 @@ MUTATIONS = tuple(
         (KV + "hooks.py", "again = self._pass < sizing.MAX_PASSES", "again = False", AGAIN),
         (KV + "sizing.py", "min(need.fits for need in needs)", "max(need.fits for need in needs)", LEAST),
         (KV + "sizing.py", "if fits > now and needs[0].missed:", "if False:", LEAST),
-        (KV + "retirement.py", "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
+        (KV + "serving.py", "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
         (KV + "rehearsal.py", "(must or times * taken <= largest)", "True", JUDGED),
         (KV + "rehearsal.py", "if left >= MIN_FREE_BYTES and", "if left >= 0 and", JUDGED),
         (

@@ -132,6 +132,12 @@ def test_each_server_has_a_home_of_its_own_and_all_have_the_compiled_kernels(mon
     assert {own[name][serving.KV_SIZING.name] for name in grow} == {"auto"}
 
 
+def test_the_fraction_in_force_is_the_schedulers():
+    assert serving.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
+    told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
+    assert serving.fraction_in_force(told) == 0.9
+
+
 def test_a_given_fraction_is_where_the_kv_cache_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     given = options(monkeypatch, "--", "--mem-fraction-static", "0.8")

@@ -8,7 +8,7 @@ Hook points
     Where pools are decided on and made (``_resolve_memory_pool_config`` and ``_init_pools`` of the model runner, from
     0.5.16 on of ``KVCacheConfigurator``), ``Scheduler.get_init_info`` and ``run_event_loop`` (:mod:`.hooks`). On the
     scheduler itself: its inbox and ``process_input_requests`` (:mod:`.ranks`). In the launcher:
-    ``ServerArgs.__post_init__`` (:mod:`.launcher`).
+    ``ServerArgs.__post_init__`` (:mod:`.eligibility`).
 
 Skipped
     unless ``SGLANG_MOE_PATCHES_KV_SIZING`` asks for it, without CUDA, and with the features in :mod:`.eligibility`.
@@ -17,12 +17,19 @@ Costs
     A rehearsal at each start. While serving, a turn of the event loop reads the clock.
 
 How
-    ``docs/changes/kv-sizing.md``. In code, in the order of a start: :mod:`.hooks` has the engine make its pools
-    (:mod:`.pools`) over addresses for more tokens than have memory (:mod:`.address_space`). Before the first request
-    :mod:`.rehearsal` has every rank run :mod:`.phases` through the scheduler's own inbox. From what was needed
-    :mod:`.sizing` decides on a number of tokens; memory is mapped, and :mod:`.token_count` tells it to whatever holds
-    one. :mod:`.serving` watches free memory from then on, and gives memory back where it runs short
-    (:mod:`.retirement`). All ranks do what the first has decided (:mod:`.ranks`).
+    ``docs/changes/kv-sizing.md``. In code a start is followed in :mod:`.hooks`, which has its steps in their order and
+    takes up each of these once:
+
+    1. :mod:`.eligibility`: whether this server is sized.
+    2. :mod:`.pools`: the engine makes its pools over addresses for more tokens than have memory
+       (:mod:`.address_space`).
+    3. :mod:`.rehearsal`: before the first request every rank runs the largest forwards (:mod:`.phases`) through the
+       scheduler's own inbox, one after the other (:mod:`.driver`).
+    4. :mod:`.sizing`: from what was needed to a number of tokens. Memory is mapped, and :mod:`.token_count` tells the
+       number to whatever holds one.
+    5. :mod:`.serving`: watches free memory from then on, and gives memory back where it runs short.
+
+    All ranks do what the first has decided (:mod:`.ranks`).
 
 Upstream
     None. The engine's sizing after its graphs is off, not for MLA, and only where the largest prefill is captured.
@@ -35,7 +42,6 @@ from __future__ import annotations
 
 from sglang_moe_patches.core.patch import Change, Plan
 from sglang_moe_patches.memory.kv_sizing import eligibility
-from sglang_moe_patches.memory.kv_sizing.launcher import hook_server_args, skip_reason
 
 
 def _plan() -> Plan:
@@ -49,7 +55,7 @@ CHANGE = Change(
     summary="a start measures what forwards need and gives the rest to the KV cache; "
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
-    skip_reason=skip_reason,
+    skip_reason=eligibility.server_skip_reason,
     variables=(eligibility.KV_SIZING, eligibility.KV_MARGIN),
-    launcher_hooks=(("sglang.srt.server_args", hook_server_args),),
+    launcher_hooks=(("sglang.srt.server_args", eligibility.hook_server_args),),
 )

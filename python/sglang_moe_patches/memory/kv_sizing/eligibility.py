@@ -1,11 +1,18 @@
-"""Which servers measure what they need and size their KV cache by it: pure functions of a server's arguments."""
+"""Which servers measure what they need and size their KV cache by it: by their arguments and their environment.
+
+In the launcher a hook remembers whether ``--mem-fraction-static`` was given, before the engine fills it in.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import Patcher
 from sglang_moe_patches.core.variables import Variable
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, speculates
 
@@ -169,3 +176,46 @@ def given_reason(asked: object) -> str:
 def is_on(name: str, environ: Mapping[str, str]) -> bool:
     """Whether a boolean environment variable of the engine is on."""
     return environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "t", "on")
+
+
+def server_skip_reason(server_args: Any) -> str | None:
+    """:func:`skip_reason` of a server's own arguments, in this process's environment."""
+    asked = KV_SIZING.read()
+    return skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
+
+
+# --- Whether the fraction was given ----------------------------------------------------------------------------------
+
+MARK = "_moe_patches_fraction_by_rule"
+"""Attribute of a ``ServerArgs`` that came without a fraction. It goes with it to the schedulers, which take it off."""
+
+
+def hook_server_args(module: ModuleType, patcher: Patcher) -> None:
+    """Have ``ServerArgs`` remember whether ``--mem-fraction-static`` was given, where the engine does not by itself."""
+    server_args = module.ServerArgs
+    if not KV_SIZING.read(os.environ) or hasattr(server_args, "resolve_once"):
+        return
+    patcher.wrap(server_args, "__post_init__", _make_post_init)
+
+
+def _make_post_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        by_rule = self.mem_fraction_static is None
+        original(self, *args, **kwargs)
+        # Schedulers that size nothing would show it among their arguments.
+        if by_rule and server_skip_reason(self) is None:
+            setattr(self, MARK, True)
+
+    return __post_init__
+
+
+def given_by_the_user(server_args: Any) -> bool:
+    """Whether ``--mem-fraction-static`` was given.
+
+    Arguments that arrive resolved, as from ``Engine(server_args=...)``, count as given.
+    """
+    raw = getattr(server_args, "_raw_input", None)
+    if isinstance(raw, dict):
+        return raw.get("mem_fraction_static") is not None
+    return not getattr(server_args, MARK, False)

@@ -39,10 +39,7 @@ def server_facts(runner: Any) -> ServerFacts:
     window_tokens = int(getattr(getattr(runner, "token_to_kv_pool_allocator", None), "size_swa", 0) or 0)
     return ServerFacts(
         fixed_bytes=_table_bytes(rows) + pool_bytes(getattr(table, "mamba_pool", None)),
-        kv_tokens=int(runner.max_total_num_tokens),
         page=int(getattr(runner, "page_size", None) or getattr(pool, "page_size", 1) or 1),
-        table_requests=int(getattr(table, "size", 0) or 0),
-        context=int(config.context_len),
         vocabulary=int(config.vocab_size),
         images=bool(getattr(runner, "is_multimodal", False) or getattr(config, "is_multimodal", False)),
         hybrid=hybrid(pool, table),

@@ -13,7 +13,6 @@ from typing import Any
 from sglang_moe_patches.core import engine, gpu_memory, log
 from sglang_moe_patches.core.patch import Install, Patcher
 from sglang_moe_patches.memory.kv_sizing import (
-    admission,
     eligibility,
     images,
     metrics,
@@ -26,7 +25,6 @@ from sglang_moe_patches.memory.kv_sizing import (
 )
 from sglang_moe_patches.memory.kv_sizing.address_space import CudaMemory, HostMemory, Memory
 from sglang_moe_patches.memory.kv_sizing.facts import GIB, MAMBA, server_facts
-from sglang_moe_patches.memory.kv_sizing.launcher import MARK, given_by_the_user
 from sglang_moe_patches.memory.kv_sizing.phases import Plant
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools, Unknown, sized_for
 from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
@@ -147,8 +145,8 @@ class ServerStart:
         """What all ranks know; sets the reason. Collective, also where a given fraction is left alone."""
         arguments = eligibility.arguments_of(maker.server_args)
         self.leads, self.gpu = ranks.is_first_rank(), int(maker.gpu_id)
-        self.given = given_by_the_user(maker.server_args)
-        vars(maker.server_args).pop(MARK, None)  # else /server_info would show it
+        self.given = eligibility.given_by_the_user(maker.server_args)
+        vars(maker.server_args).pop(eligibility.MARK, None)  # else /server_info would show it
         if int(arguments.get("nnodes") or 1) > 1 and (apart := _machines_apart()):
             self.reason = apart
             return []
@@ -458,7 +456,7 @@ class ServerStart:
             return
         if self._requests:
             limits = replace(limits, requests=min(limits.requests, self._requests))
-        admission.limit(self.scheduler, limits.batch, limits.penalized)
+        serving.limit_requests(self.scheduler, limits.batch, limits.penalized)
         self.log(
             "%s requests run at once, %s where one has penalties, min_p, a logit bias or log-probabilities; "
             "--max-running-requests sets another number for all",
@@ -475,8 +473,7 @@ class ServerStart:
         assert self._rehearsal is not None
         assert self._rehearsal.limits is not None
         before = self._rehearsal.limits
-        facts = server_facts(self.scheduler.tp_worker.model_runner)
-        after = rehearsal.limits_of(self.scheduler, facts, self._requests)
+        after = rehearsal.limits_of(self.scheduler, self._requests)
         if not phases.derive_second_pass(before, after, missed).phases:
             return False
         try:

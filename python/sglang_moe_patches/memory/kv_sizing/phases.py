@@ -108,10 +108,8 @@ class Batch:
 class ServerFacts:
     """What a model runner consists of, as far as its release tells.
 
-    :param kv_tokens: of the KV cache, ``page`` of them a page.
-    :param fixed_bytes: of what goes with requests: their table, which has a row for each of ``table_requests``, and
-        Mamba's states.
-    :param context: tokens of the model's context.
+    :param fixed_bytes: of what goes with requests: their table, and Mamba's states.
+    :param page: tokens.
     :param images: the model takes them.
     :param hybrid: the kind of pool that is more than one KV cache; "": there is one.
     :param window: tokens of a sliding window, and ``window_tokens``: of the KV cache of the layers that have one.
@@ -119,10 +117,7 @@ class ServerFacts:
     """
 
     fixed_bytes: int
-    kv_tokens: int
     page: int
-    table_requests: int
-    context: int
     vocabulary: int
     images: bool = False
     hybrid: str = ""
@@ -186,7 +181,7 @@ class Limits:
 
     @property
     def penalized(self) -> int:
-        """Requests in one forward where one of them has penalties or the like (:mod:`.admission`)."""
+        """Requests in one forward where one of them has penalties or the like (:func:`.serving.limit_requests`)."""
         return min(self.batch, self._graph_requests) if self.default_requests else self.batch
 
     @property
@@ -245,9 +240,17 @@ class Limits:
         return -(-self.largest // self.page) * self.page
 
 
-def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
-    """From a server's ``/get_server_info`` and from what its first rank said of itself when it was ready."""
-    states = info.get("internal_states") or [{}]
+def derive_limits(
+    info: Mapping[str, Any], facts: ServerFacts, *, cache_tokens: int, requests: int, input_tokens: int
+) -> Limits:
+    """What bounds a forward.
+
+    :param info: a server's arguments, as resolved or as it tells them.
+    :param facts: of its model runner.
+    :param cache_tokens: of its KV cache.
+    :param requests: that can run at once, on a data-parallel rank.
+    :param input_tokens: of the longest prompt.
+    """
     chunk = info.get("chunked_prefill_size")
     draft_tokens = draft_slots = 0
     if speculates(info):
@@ -261,10 +264,9 @@ def derive_limits(info: Mapping[str, Any], facts: ServerFacts) -> Limits:
         captured = min(captured, facts.captured)
     limits = Limits(
         chunk=int(chunk) if chunk and chunk > 0 else None,
-        # The engine refuses a prompt of as many tokens as that.
-        input_tokens=int(info.get("max_req_input_len") or facts.context - 6) - 1,
-        cache_tokens=int(info.get("max_total_num_tokens") or facts.kv_tokens),
-        requests=int(states[0].get("effective_max_running_requests_per_dp") or facts.table_requests),
+        input_tokens=input_tokens,
+        cache_tokens=cache_tokens,
+        requests=requests,
         captured=captured,
         page=facts.page,
         stages=int(info.get("pp_size") or 1),
@@ -311,15 +313,6 @@ def attention_ranks(info: Mapping[str, Any]) -> int:
     """
     named = int(info.get("attn_dp_size") or 1)  # from 0.5.2x on; before, the replicas' argument counts them
     return named if named > 1 or not info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
-
-
-def fraction_in_force(info: Mapping[str, Any]) -> float:
-    """``--mem-fraction-static`` of a server, by what it tells.
-
-    With data-parallel ranks only these know it: their controller does not hand on what they say when they are ready.
-    """
-    states = info.get("internal_states") or [{}]
-    return float(states[0].get("mem_fraction_static") or info["mem_fraction_static"])
 
 
 def graph_settings(info: Mapping[str, Any], phase: str) -> dict[str, Any] | None:

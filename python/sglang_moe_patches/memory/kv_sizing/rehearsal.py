@@ -28,7 +28,6 @@ from typing import Any
 
 from sglang_moe_patches.core import gpu_memory, log
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.memory.kv_sizing import launcher
 from sglang_moe_patches.memory.kv_sizing.driver import LoadDriver
 from sglang_moe_patches.memory.kv_sizing.eligibility import arguments_of
 from sglang_moe_patches.memory.kv_sizing.facts import batch_facts, graph_bytes, server_facts
@@ -37,7 +36,6 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
     Load,
     Phase,
     Plant,
-    ServerFacts,
     derive_limits,
     derive_phases,
 )
@@ -98,15 +96,26 @@ class Measured:
     requests: int = 0
 
 
+def warmup_limit_s() -> float | None:
+    """``SGLANG_WARMUP_TIMEOUT``, after which the engine ends a server without a first answer; ``None``: not set."""
+    try:
+        from sglang.srt.environ import envs
+
+        given = float(envs.SGLANG_WARMUP_TIMEOUT.get())
+    except Exception:
+        return None
+    return given if given > 0 else None
+
+
 def timeout_s() -> float:
     """Seconds after which no further phase begins: within the time that the engine gives its own warm-up."""
     # The warm-up request waits for the rehearsal, and takes a while itself.
-    return min(REHEARSAL_TIMEOUT_S, (launcher.warmup_limit_s() or math.inf) / 2)
+    return min(REHEARSAL_TIMEOUT_S, (warmup_limit_s() or math.inf) / 2)
 
 
 def abandon_after_s() -> float:
     """Seconds more, after which what still runs is left to itself: within the same time."""
-    return min(ABANDON_AFTER_S, (launcher.warmup_limit_s() or math.inf) / 4)
+    return min(ABANDON_AFTER_S, (warmup_limit_s() or math.inf) / 4)
 
 
 def mute_metrics(patcher: Patcher) -> None:
@@ -121,22 +130,23 @@ def mute_metrics(patcher: Patcher) -> None:
             patcher.wrap(kind, method, lambda original: lambda self, *args, **kwargs: None)
 
 
-def limits_of(scheduler: Any, facts: ServerFacts, requests: int = 0) -> Limits:
+def limits_of(scheduler: Any, requests: int = 0) -> Limits:
     """What bounds a forward of this scheduler.
 
     :param requests: how many run at once, where an earlier rehearsal has lowered it; 0: as many as can.
     """
-    told = arguments_of(scheduler.server_args) | {
-        "chunked_prefill_size": scheduler.chunked_prefill_size,
-        "max_prefill_tokens": scheduler.max_prefill_tokens,
-        "max_req_input_len": scheduler.max_req_input_len,
-        "max_total_num_tokens": scheduler.max_total_num_tokens,
-        "internal_states": [{"effective_max_running_requests_per_dp": requests or scheduler.max_running_requests}],
-    }
+    in_force = {name: getattr(scheduler, name) for name in ("chunked_prefill_size", "max_prefill_tokens")}
+    limits = derive_limits(
+        arguments_of(scheduler.server_args) | in_force,
+        server_facts(scheduler.tp_worker.model_runner),
+        cache_tokens=scheduler.max_total_num_tokens,
+        requests=requests or scheduler.max_running_requests,
+        input_tokens=scheduler.max_req_input_len - 1,  # the engine refuses a prompt of as many tokens as that
+    )
     tokenizer = getattr(scheduler, "tokenizer", None)
     # The engine reads both for a request with min_new_tokens, and without them such a request ends the server.
     stops = getattr(tokenizer, "eos_token_id", None) is not None and hasattr(tokenizer, "additional_stop_token_ids")
-    return replace(derive_limits(told, facts), stop_token=stops, plants=can_plant(scheduler))
+    return replace(limits, stop_token=stops, plants=can_plant(scheduler))
 
 
 # --- The engine's requests -------------------------------------------------------------------------------------------
@@ -228,7 +238,7 @@ class Rehearsal:
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
         self._phase, self._phases = "", dict[str, int]()
-        limits = self.limits = limits_of(self.scheduler, server_facts(self.runner), self._requests)
+        limits = self.limits = limits_of(self.scheduler, self._requests)
         # Longer prompts would wait for ever, or come in chunks that are smaller.
         least = max(limits.largest, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:

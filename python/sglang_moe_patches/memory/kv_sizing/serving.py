@@ -1,14 +1,16 @@
-"""Free memory while serving: it is watched, and where it runs short the tail of the KV cache is given back.
+"""A server whose KV cache was sized, while it serves: free memory, and how many requests run at once.
 
-A server that meets a load which no rehearsal brought about loses capacity, not its life. A running request is never
-touched: slots of the tail that are free are not handed out any more, those that come back are kept back, and the memory
-behind them goes as soon as nobody holds a slot of it.
+A server that meets a load which no rehearsal brought about loses capacity, not its life: where free memory runs short,
+the tail of the KV cache is given back. A running request is never touched: slots of the tail that are free are not
+handed out any more, those that come back are kept back, and the memory behind them goes as soon as nobody holds a slot
+of it.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +20,15 @@ from sglang_moe_patches.core.gpu_memory import Memory
 from sglang_moe_patches.memory.kv_sizing import metrics, token_count
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.ranks import Board, Order, Orders
-from sglang_moe_patches.memory.kv_sizing.retirement import Retirement
 from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
 """Between two readings. What a forward takes the allocator keeps, so that it is there to be seen."""
 SHORT = "memory is short"
 """What a rank tells the first on the board."""
+FREE_LISTS = ("free_pages", "release_pages")
+"""Attributes of an allocator with numbers of free pages; 0.5.21 on also a list of such tensors, ``staged_pages``."""
 
 
 @dataclass(frozen=True)
@@ -184,3 +188,179 @@ def longest_request(scheduler: Any) -> int:
 def least_tokens(scheduler: Any) -> int:
     """Tokens below which a KV cache is not made smaller: two of the largest prefills of one request."""
     return 2 * int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
+
+
+# --- Giving back the tail of the KV cache ----------------------------------------------------------------------------
+# Nothing of the allocator is replaced but ``clear``, by which a flush makes every slot free at once. Free slots of the
+# tail are taken out of its free lists between two turns of the scheduler, and the engine is told the slots that are
+# left and those of the tail that somebody still holds. Its own check, that free, cached and running tokens add up,
+# holds in every turn.
+
+
+class _Tail:
+    """The tail of one part, in pages: those after ``kept``, up to ``size``.
+
+    ``held``: whether each is held by somebody, or free and not yet taken out.
+    """
+
+    def __init__(self, allocator: Any, size: int, wanted: int) -> None:
+        import torch
+
+        self.allocator, self.page = allocator, int(allocator.page_size)
+        self.kept, self.size = wanted // self.page, size // self.page
+        self.held = torch.ones(max(0, self.size - self.kept), dtype=torch.bool)
+
+    def take_out(self) -> bool:
+        """Take free pages of the tail out of the free lists. :returns: whether there were any."""
+        taken = False
+        for name in FREE_LISTS:
+            pages = getattr(self.allocator, name, None)
+            if pages is not None and len(pages):
+                kept, gone = self._split(pages)
+                if len(gone):
+                    setattr(self.allocator, name, kept)
+                    taken = True
+        staged = getattr(self.allocator, "staged_pages", None)
+        if staged:
+            split = [self._split(each) for each in staged]
+            if any(len(gone) for _, gone in split):
+                self.allocator.staged_pages = [kept for kept, _ in split if len(kept)]
+                self.allocator.num_staged_pages = sum(len(kept) for kept, _ in split)
+                taken = True
+        return taken
+
+    def _split(self, pages: Any) -> tuple[Any, Any]:
+        in_tail = pages > self.kept
+        gone = pages[in_tail]
+        self.held[gone.cpu() - self.kept - 1] = False
+        return (pages[~in_tail] if len(gone) else pages), gone
+
+    def total(self) -> int:
+        """Tokens that the engine has: those that are kept, and those of the tail that are held."""
+        return (self.kept + int(self.held.sum())) * self.page
+
+    def highest(self) -> int:
+        """Tokens up to the last page that is kept, or held."""
+        held = self.held.nonzero()
+        return (self.kept + (int(held[-1]) + 1 if len(held) else 0)) * self.page
+
+
+class Retirement:
+    """One step down, from its beginning until nobody holds a slot of the tail.
+
+    :param allocator: the scheduler's.
+    :param now: its tokens, and ``wanted``: what is to be left.
+    :param tell: called with the tokens that the engine must believe in, whenever they change.
+    """
+
+    def __init__(
+        self, allocator: Any, now: TokenCounts, wanted: TokenCounts, tell: Callable[[TokenCounts], None]
+    ) -> None:
+        self._allocator, self._wanted, self._tell = allocator, wanted, tell
+        self._tails = {
+            part: _Tail(each, getattr(now, part), getattr(wanted, part)) for part, each in parts_of(allocator)
+        }
+        self._own_clear = vars(allocator).get("clear")  # another plugin may have put one there
+        self._clear = allocator.clear
+        allocator.clear = self._clear_all
+        self.done = self._flushed = False
+
+    def go_on(self) -> bool:
+        """Take out what is free of the tail; between two turns of the scheduler, with no free group open.
+
+        :returns: whether less of the tail is held than before.
+        """
+        if self.done:
+            return False
+        taken = [each.take_out() for each in self._tails.values()]  # of every one, also if the first has had some
+        changed = any(taken) or self._flushed
+        self._flushed = False
+        if changed:
+            self._told()
+        if not any(bool(each.held.any()) for each in self._tails.values()):
+            self.end()
+        return changed
+
+    def end(self) -> None:
+        """Leave the allocator as it is."""
+        if not self.done:
+            self.done = True
+            del self._allocator.clear
+            if self._own_clear is not None:
+                self._allocator.clear = self._own_clear
+
+    def in_use(self) -> TokenCounts:
+        """What the engine must believe in."""
+        return self._counts(_Tail.total)
+
+    def backed(self) -> TokenCounts:
+        """Up to the last slot of each part that somebody may use: memory behind it can go."""
+        return self._counts(_Tail.highest)
+
+    def _counts(self, number: Callable[[_Tail], int]) -> TokenCounts:
+        found = {part: number(tail) for part, tail in self._tails.items()}
+        # Of two kinds the engine calls those of the full attention the cache's.
+        return TokenCounts(**{"tokens": found.get("full", 0), **found})
+
+    def _told(self) -> None:
+        set_allocator_size(self._allocator, self.in_use())
+        self._tell(self.in_use())
+
+    def _clear_all(self) -> None:
+        """A flush: nobody holds anything, and only the slots that are kept become free."""
+        for each in self._tails.values():
+            each.held[:] = False
+        set_allocator_size(self._allocator, self._wanted)
+        self._clear()
+        self._flushed = True
+        self._told()
+
+
+# --- How many requests run at once, where nobody has said it ---------------------------------------------------------
+# The engine's default allows thousands, and sampling may take eighteen numbers for each request and each token of the
+# vocabulary: 22 GB for 2,048 requests and 151,936 tokens, with which a server without this package ends. Such sampling
+# is rehearsed with as many requests as the largest decode graph has, and no batch becomes larger while one of its
+# requests, or one that waits, asks for it. Of other requests as many run at once as need no more memory than the other
+# forwards: more would take it from the KV cache.
+
+
+def is_penalized(request: Any) -> bool:
+    """Whether a request has penalties or the like: numbers for every token of the vocabulary, for its whole batch.
+
+    :param request: the engine's ``Req``.
+    """
+    asked = request.sampling_params
+    return bool(
+        request.return_logprob
+        or getattr(request, "custom_logit_processor", None)
+        or asked.frequency_penalty
+        or asked.presence_penalty
+        or asked.repetition_penalty != 1.0
+        or asked.min_p
+        or asked.min_new_tokens
+        or asked.logit_bias
+    )
+
+
+def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
+    """Have a scheduler admit no more requests than these to a batch; others wait until some have ended.
+
+    :param requests: of any kind.
+    :param penalized: while one that runs or waits :func:`is_penalized`.
+    """
+    with_penalties: weakref.WeakSet[Any] = weakref.WeakSet()
+    queue, allocatable = scheduler._add_request_to_queue, scheduler.get_num_allocatable_reqs
+
+    @functools.wraps(queue)
+    def add_request_to_queue(req: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_penalized(req):
+            with_penalties.add(req)
+        return queue(req, *args, **kwargs)
+
+    @functools.wraps(allocatable)
+    def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
+        most = penalized if any(not req.finished() for req in with_penalties) else requests
+        return min(allocatable(running_bs, *args, **kwargs), most - running_bs)
+
+    scheduler._add_request_to_queue = add_request_to_queue
+    scheduler.get_num_allocatable_reqs = get_num_allocatable_reqs

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 from kv_servers import SMALL, Scheduler
-from sglang_moe_patches.memory.kv_sizing import launcher, rehearsal
+from sglang_moe_patches.memory.kv_sizing import rehearsal
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +25,14 @@ def scheduler(monkeypatch):
     """Makes schedulers; of the one that was made last the GPU's memory is read."""
     for name, value in {
         "server_facts": lambda runner: SimpleNamespace(hybrid=""),
-        "limits_of": lambda scheduler, facts, requests=0: SMALL,
+        "limits_of": lambda scheduler, requests=0: SMALL,
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",
         "make_flush": lambda: "flush",
         "make_request": lambda name, prompt, new, phase, **more: SimpleNamespace(name=name, prompt=prompt, phase=phase),
     }.items():
         monkeypatch.setattr(rehearsal, name, value)
-    monkeypatch.setattr(launcher, "warmup_limit_s", lambda: None)
+    monkeypatch.setattr(rehearsal, "warmup_limit_s", lambda: None)
 
     def make(**given):
         made = Scheduler(**given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang_moe_patches.memory.kv_sizing.admission import is_penalized, limit
+from sglang_moe_patches.memory.kv_sizing.serving import is_penalized, limit_requests
 
 PLAIN = {
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0},
@@ -58,7 +58,7 @@ def test_what_allocates_for_the_vocabulary_is_known_by_its_parameters(asked, who
 
 def test_fewer_are_admitted_while_one_with_penalties_has_not_ended():
     scheduler = Scheduler()
-    limit(scheduler, requests=900, penalized=256)
+    limit_requests(scheduler, requests=900, penalized=256)
     plain, one = Request(), Request(min_p=0.1)
     scheduler._add_request_to_queue(plain)
     assert scheduler.get_num_allocatable_reqs(100) == 800
@@ -73,7 +73,7 @@ def test_fewer_are_admitted_while_one_with_penalties_has_not_ended():
 
 def test_one_that_was_aborted_while_it_waited_counts_no_more():
     scheduler = Scheduler()
-    limit(scheduler, requests=900, penalized=256)
+    limit_requests(scheduler, requests=900, penalized=256)
     scheduler._add_request_to_queue(Request(presence_penalty=1.0))
     scheduler.waiting_queue.clear()
     assert scheduler.get_num_allocatable_reqs(0) == 900

@@ -12,6 +12,7 @@ from sglang_moe_patches.memory.kv_sizing.facts import GIB
 PLAIN = a_pool("MHATokenToKVPool", mem_usage=2)
 WINDOWS = a_pool("SWAKVPool", size_swa=70_000, mem_usage=2)  # addresses, most of which have no memory
 TABLE = a_pool("HybridReqToTokenPool", mamba_pool=SimpleNamespace(mem_usage=3))
+NUMBERS = {"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999}
 STATES = a_pool("HybridLinearKVPool", mem_usage=2), TABLE
 
 
@@ -27,13 +28,14 @@ def test_pools_are_told_by_their_kind(pools, kind, window, fixed_gib):
     allocator = SimpleNamespace(**({"size_swa": 700} if pools[0] is WINDOWS else {}))
     told = facts.server_facts(a_runner(*pools, sliding_window_size=128, token_to_kv_pool_allocator=allocator))
     assert (told.hybrid, told.window, told.window_tokens, told.fixed_bytes) == (kind, *window, fixed_gib * GIB)
-    limits = phases.derive_limits({}, told)
+    limits = phases.derive_limits({}, told, **NUMBERS)
     assert (limits.window, limits.window_tokens, limits.states) == (*window, kind == "Mamba")
 
 
 @pytest.mark.parametrize("runner", [{"is_multimodal": True}, {}])
 def test_a_model_that_takes_images_says_so(runner):
-    assert phases.derive_limits({}, facts.server_facts(a_runner(PLAIN, **runner))).images == bool(runner)
+    limits = phases.derive_limits({}, facts.server_facts(a_runner(PLAIN, **runner)), **NUMBERS)
+    assert limits.images == bool(runner)
 
 
 @pytest.mark.parametrize("name", ["decode_cuda_graph_runner", "graph_runner"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_moe_patches.core.patch import Patcher
-from sglang_moe_patches.memory.kv_sizing import eligibility, launcher, rehearsal
+from sglang_moe_patches.memory.kv_sizing import eligibility, rehearsal
 from sglang_moe_patches.registry import CHANGES
 
 
@@ -25,7 +25,7 @@ class Resolving:
 def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
     before = vars(Resolving)["__post_init__"]
     monkeypatch.delenv(eligibility.KV_SIZING.name, raising=False)
-    launcher.hook_server_args(SimpleNamespace(ServerArgs=Resolving), Patcher())
+    eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), Patcher())
     assert vars(Resolving)["__post_init__"] is before
     change = next(each for each in CHANGES if each.name == "kv-sizing")
     assert "turns it on" in str(change.skip_reason(Resolving()))
@@ -34,18 +34,18 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
 def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):
     monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
     early, patcher = Resolving(), Patcher()
-    launcher.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
+    eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), patcher)
     try:
-        assert not launcher.given_by_the_user(Resolving())
-        assert launcher.given_by_the_user(Resolving(0.88))
-        assert launcher.given_by_the_user(early)  # it arrived resolved
+        assert not eligibility.given_by_the_user(Resolving())
+        assert eligibility.given_by_the_user(Resolving(0.88))
+        assert eligibility.given_by_the_user(early)  # it arrived resolved
         # Of a server that is not sized no scheduler would take the mark off.
-        assert launcher.MARK not in vars(Resolving(device="cpu"))
+        assert eligibility.MARK not in vars(Resolving(device="cpu"))
     finally:
         patcher.undo()
     for raw in (0.9, None):
         server_args = SimpleNamespace(_raw_input={"mem_fraction_static": raw})
-        assert launcher.given_by_the_user(server_args) == (raw is not None)
+        assert eligibility.given_by_the_user(server_args) == (raw is not None)
 
 
 @pytest.mark.parametrize(("warmup_s", "limits_s"), [(-1, (300, 60)), (60, (30, 15)), (3600, (300, 60))])

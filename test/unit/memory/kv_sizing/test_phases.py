@@ -13,8 +13,14 @@ from kv_servers import LIMITS, of_kind, prompts_of
 from sglang_moe_patches.memory.kv_sizing import phases
 from sglang_moe_patches.memory.kv_sizing.phases import BOUND_FIELDS, Batch, Bound, Limits, PhaseKind
 
-FACTS = phases.ServerFacts(fixed_bytes=1, kv_tokens=20_000, page=1, table_requests=300, context=10_006, vocabulary=5000)
-FEW = phases.ServerFacts(1, 5000, 1, 20, 320, 1000)
+FACTS = phases.ServerFacts(fixed_bytes=1, page=1, vocabulary=5000)
+FEW = {"cache_tokens": 5000, "requests": 20, "input_tokens": 313}
+
+
+def limits_of(info, facts=FACTS, **numbers):
+    return phases.derive_limits(
+        info, facts, **{"cache_tokens": 20_000, "requests": 300, "input_tokens": 9999, **numbers}
+    )
 
 
 def derived(**changed):
@@ -97,10 +103,10 @@ def test_decodes_come_in_sizes_that_rise_and_penalties_for_a_graph_of_them_where
     [(89_915, 2048, True), (89_915, 2048, False), (89_915, 4096, False), (40_000, 512, False), (20_000, 300, False)],
 )
 def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, requests, default):
-    many = {"internal_states": [{"effective_max_running_requests_per_dp": requests}]}
-    info = {"max_total_num_tokens": tokens, "chunked_prefill_size": 8192 if tokens > 80_000 else 1024} | many
-    facts = replace(FACTS, context=40_960, captured=256, kv_tokens=tokens)
-    limits = phases.derive_limits(info | ({} if default else {"max_running_requests": requests}), facts)
+    info = {"chunked_prefill_size": 8192 if tokens > 80_000 else 1024}
+    info |= {} if default else {"max_running_requests": requests}
+    numbers = {"cache_tokens": tokens, "requests": requests, "input_tokens": 40_953}
+    limits = limits_of(info, replace(FACTS, captured=256), **numbers)
     long = of_kind(limits, PhaseKind.LONG_AMONG_SHORT)
     assert sum(lengths(long)) + len(lengths(long)) * (long.new_tokens + 2 * limits.page) <= 0.9 * tokens
 
@@ -116,9 +122,8 @@ def test_a_long_request_and_the_short_ones_beside_it_have_room_at_once(tokens, r
 )
 def test_of_requests_that_nobody_asked_for_run_as_many_as_the_cache_has_room_for(asked, captured, page, requests):
     graphs = {"cuda_graph_max_bs": captured}
-    info = {"max_running_requests": asked, "max_total_num_tokens": 43_840, "chunked_prefill_size": 1024, **graphs}
-    many = {"internal_states": [{"effective_max_running_requests_per_dp": 2048}]}
-    assert phases.derive_limits(info | many, replace(FACTS, page=page)).requests == requests
+    info = {"max_running_requests": asked, "chunked_prefill_size": 1024, **graphs}
+    assert limits_of(info, replace(FACTS, page=page), cache_tokens=43_840, requests=2048).requests == requests
 
 
 def test_no_decode_is_the_first_to_take_much():
@@ -333,7 +338,7 @@ def test_prompts_that_are_shorter_than_a_forward_are_driven_together(changed, co
 )
 def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
     two_ranks = {"device": "cpu", "chunked_prefill_size": 1024, "enable_dp_attention": True, "dp_size": 2}
-    c = phases.derive_limits(two_ranks | info, FACTS)
+    c = limits_of(two_ranks | info)
     assert (c.draft_tokens, c.draft_slots) == (rows, slots)
     for phase in phases.derive_phases(c).phases:
         assert not (rows and phase.output_logprobs)
@@ -355,22 +360,21 @@ def test_a_request_that_speculates_takes_rows_and_room(info, rows, slots):
 )
 def test_data_parallel_attention_is_driven_on_all_ranks_at_once_and_replicas_each_for_itself(info):
     def bounds(**more):
-        c = phases.derive_limits(info | more, FEW)
+        c = limits_of(info | more, **FEW)
         return c.ranks, c.gathered, [phase.bound for phase in phases.derive_phases(c).phases]
 
     ranks, gathered, of_one = bounds()
     assert (ranks, gathered) == (2, 2)
     assert all(bound.all_ranks == 2 * (bound.tokens or bound.requests) > 0 for bound in of_one)
     assert bounds(dp_size=4, attn_dp_size=2) == (8, 2, of_one)
-    c = phases.derive_limits({"dp_size": 4}, FEW)
+    c = limits_of({"dp_size": 4}, **FEW)
     assert (c.ranks, c.gathered) == (4, 1)
     assert {phase.bound.all_ranks for phase in phases.derive_phases(c).phases} == {0}
 
 
 def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
-    facts = replace(FACTS, kv_tokens=50_000, table_requests=20, context=4096)
-    info = {"chunked_prefill_size": 64, "max_req_input_len": 3000}
-    whole, c = (phases.derive_limits({**info, "pp_size": stages}, facts) for stages in (1, 2))
+    info, numbers = {"chunked_prefill_size": 64}, {"cache_tokens": 50_000, "requests": 20, "input_tokens": 2999}
+    whole, c = (limits_of({**info, "pp_size": stages}, **numbers) for stages in (1, 2))
     assert (whole.batch, c.batch) == (20, 10)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
         assert (of_kind(c, kind).bound.requests, len(prompts_of(of_kind(c, kind)))) == (10, 20)
@@ -380,28 +384,7 @@ def test_a_pipelines_stages_are_driven_by_what_one_batch_of_several_may_be():
     captured = of_kind(replace(c, captured=4), PhaseKind.CAPTURED_DECODE)
     assert captured.bound.requests == len(prompts_of(captured)) == 4
     assert of_kind(replace(c, captured=4, page=32), PhaseKind.CAPTURED_DECODE) is None
-    assert phases.derive_limits({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, facts).batch == 3
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        # The engine refuses a prompt of as many tokens as it says.
-        ({}, {"input_tokens": FACTS.context - 7, "prefill_requests": 0}),
-        ({"max_req_input_len": 3000}, {"input_tokens": 2999}),
-        ({"prefill_max_requests": 3}, {"prefill_requests": 3}),
-    ],
-    ids=str,
-)
-def test_the_limits_are_the_servers_own(info, expected):
-    limits = phases.derive_limits(info, FACTS)
-    assert {name: getattr(limits, name) for name in expected} == expected
-
-
-def test_the_fraction_in_force_is_the_schedulers():
-    assert phases.fraction_in_force({"mem_fraction_static": 0.8}) == 0.8
-    told = {"mem_fraction_static": 0.8, "internal_states": [{"mem_fraction_static": 0.9}, {"mem_fraction_static": 0.9}]}
-    assert phases.fraction_in_force(told) == 0.9
+    assert limits_of({**info, "pp_size": 2, "pp_max_micro_batch_size": 3}, **numbers).batch == 3
 
 
 @pytest.mark.parametrize(
@@ -421,7 +404,7 @@ def test_the_fraction_in_force_is_the_schedulers():
 def test_captured_decodes_are_read_from_every_release_s_words(info, largest, captured):
     """And where the engine has captured less than that, it counts."""
     expected = largest if captured is None else min(largest, captured)
-    assert phases.derive_limits(info, replace(FACTS, captured=captured)).captured == expected
+    assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
 
 def test_the_largest_decode_asks_for_all_that_sampling_may_take():

@@ -26,6 +26,20 @@ def test_a_rehearsal_drives_every_phase_and_leaves_nothing_behind(scheduler):
     assert made.send_to_detokenizer.sent == made.send_to_tokenizer.sent == []
 
 
+def test_the_limits_are_the_schedulers_own(monkeypatch):
+    monkeypatch.setattr(rehearsal, "server_facts", lambda runner: phases.ServerFacts(1, 1, 5000))
+    monkeypatch.setattr(rehearsal, "can_plant", lambda scheduler: True)
+    server_args = SimpleNamespace(chunked_prefill_size=1024, prefill_max_requests=3, max_running_requests=500)
+    numbers = {"max_prefill_tokens": 2048, "max_total_num_tokens": 20_000, "max_running_requests": 300}
+    given = {"chunked_prefill_size": 512, "max_req_input_len": 3000, **numbers}
+    made = SimpleNamespace(**given, server_args=server_args, tp_worker=SimpleNamespace(model_runner=None))
+    found = rehearsal.limits_of(made)
+    # The engine refuses a prompt of as many tokens as it says.
+    assert (found.input_tokens, found.chunk, found.prefill_tokens, found.prefill_requests) == (2999, 512, 2048, 3)
+    assert (found.cache_tokens, found.requests, found.plants, found.stop_token) == (20_000, 300, True, False)
+    assert rehearsal.limits_of(made, 40).requests == 40
+
+
 def test_what_somebody_else_tells_all_ranks_meanwhile_is_taken_in(scheduler):
     made = scheduler()
     taken_in: list[object] = []
@@ -49,7 +63,7 @@ def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, schedule
     def read():
         large = PHASES[2] in made.did.phases
         reserved, peak = (5 + taken * large) * GB, (4 + tensors * large) * GB
-        return Memory(9 * GB, 10 * GB, reserved, allocated=4 * GB, peak=peak)
+        return Memory(9 * GB, reserved, allocated=4 * GB, peak=peak)
 
     made.read = read
     found = rehearse(made)
@@ -106,7 +120,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
     limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, default_requests=default_requests)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, requests: limits)
     made = scheduler()
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
     ran, since, original = list[str](), [0], made.process_input_requests
@@ -120,7 +134,7 @@ def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
     made.run = lambda runner: SimpleNamespace(can_run_graph=run(runner) is not None)  # each decode is seen at once
     monkeypatch.setattr(rehearsal.gpu_memory, "reset_peak", lambda gpu: since.append(len(ran)))
     made.read = lambda: Memory(
-        free * GB, 10 * GB, peak=20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
+        free * GB, peak=20_000_000 * max((by_name[name] for name in ran[since[-1] :]), default=0)
     )
     found = rehearse(made, peaks=earlier)
     assert (found.requests, found.stopped, found.lowest) == (requests, stopped, lowest * GB)
@@ -143,7 +157,7 @@ def test_a_longer_prompt_for_which_there_is_no_memory_is_not_put(scheduler):
         original(read)
 
     original, made.process_input_requests = made.process_input_requests, take_in
-    made.read = lambda: Memory(5 * GB, 10 * GB, peak=100_000_000 * longest)
+    made.read = lambda: Memory(5 * GB, peak=100_000_000 * longest)
     found = rehearse(made)
     assert (longest, found.stopped, found.missed, found.lowest) == (40, True, tuple(PHASES[1:]), 200_000_000)
 
@@ -158,14 +172,14 @@ ZERO = "ZeroDivisionError: division by zero"
 def no_answer(scheduler):
     if scheduler.forwards > 3:
         raise RuntimeError("no answer")
-    return Memory(9 * GB, 10 * GB)
+    return Memory(9 * GB)
 
 
 def no_answer_between_forwards(scheduler):
     if scheduler.forwards > 3 and scheduler.did.read_after == scheduler.forwards:
         raise RuntimeError("no answer")
     scheduler.did.read_after = scheduler.forwards
-    return Memory(9 * GB, 10 * GB)
+    return Memory(9 * GB)
 
 
 def divided_by_zero(*given):
@@ -275,7 +289,7 @@ def rehearsed_or_refused(scheduler, refused):
 )
 def test_windows_that_hold_less_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler, monkeypatch):
     made, limits = scheduler(), replace(SMALL, chunk=chunk, window=16, window_tokens=tokens)
-    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, facts, requests: limits)
+    monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, requests: limits)
     rehearsed_or_refused(made, refused)
 
 

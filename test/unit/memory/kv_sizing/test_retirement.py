@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_moe_patches.memory.kv_sizing.retirement import Retirement
+from sglang_moe_patches.memory.kv_sizing.serving import Retirement
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator
 
 
