@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, output, servers, timing, weights
-from sglang_moe_patches.core import triton_sequence
+from sglang_moe_patches.core import fused_moe_call
 from sglang_moe_patches.core.patch import Patcher
 
 GRAPH_TOKENS = (64, 256, 1024)
@@ -177,7 +177,7 @@ def triton_skeleton(engine: Any, folder: Path, install: Callable[[Patcher], None
 
     if not torch.cuda.is_available():
         triton_runner(pytest.MonkeyPatch())
-    sequence = triton_sequence.NAME
+    sequence = fused_moe_call.NAME
     patches = Patcher()
     with engine.arguments(quantization=None, moe_runner_backend="triton"):
         stock = engine.load(folder)

@@ -127,7 +127,7 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
 
     try:
         drive(log)
-        load.ask([Tokens("after", load.c.vocabulary).some(8)], 4, threading.Event())
+        load.ask([Tokens("after", load.limits.vocabulary).some(8)], 4, threading.Event())
     except ServerFailed as error:
         load.errors.insert(0, str(error).partition(". ")[0])
     return {
@@ -140,7 +140,7 @@ def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], N
     }
 
 
-def filling(c: Limits) -> tuple[int, int, int]:
+def filling(limits: Limits) -> tuple[int, int, int]:
     """Choose requests that together want more than the KV cache has.
 
     The engine admits by 70 % of the new tokens (``SGLANG_INIT_NEW_TOKEN_RATIO``): all but a request or two come in, and
@@ -148,16 +148,17 @@ def filling(c: Limits) -> tuple[int, int, int]:
 
     :returns: requests, tokens of each prompt, new tokens of each.
     """
-    chunk = c.largest
-    count = max(1, min(c.requests, max(MIN_FILLING_REQUESTS, -(-c.cache_tokens * 5 // (c.input_tokens * 4)))))
-    prompt = int(PROMPT_FRACTION * c.cache_tokens / count)
-    whole = chunk * max(1, -(-(c.cache_tokens // c.requests - MAX_DECODED_TOKENS) // chunk))
-    fewer = min(c.requests, int(PROMPT_FRACTION * c.cache_tokens / whole))
+    chunk = limits.largest
+    several = max(MIN_FILLING_REQUESTS, -(-limits.cache_tokens * 5 // (limits.input_tokens * 4)))
+    count = max(1, min(limits.requests, several))
+    prompt = int(PROMPT_FRACTION * limits.cache_tokens / count)
+    whole = chunk * max(1, -(-(limits.cache_tokens // limits.requests - MAX_DECODED_TOKENS) // chunk))
+    fewer = min(limits.requests, int(PROMPT_FRACTION * limits.cache_tokens / whole))
     # Of a few large requests too large a part is not let in.
-    if chunk < prompt and fewer >= MIN_FILLING_REQUESTS // 8 and 2 * whole <= c.input_tokens:
+    if chunk < prompt and fewer >= MIN_FILLING_REQUESTS // 8 and 2 * whole <= limits.input_tokens:
         count, prompt = fewer, whole
-    prompt, share = max(1, min(prompt, c.input_tokens * 9 // 10)), c.cache_tokens / count
-    return count, prompt, max(1, min(c.input_tokens - prompt, int(share - prompt + 3 / count * share) + 1))
+    prompt, share = max(1, min(prompt, limits.input_tokens * 9 // 10)), limits.cache_tokens / count
+    return count, prompt, max(1, min(limits.input_tokens - prompt, int(share - prompt + 3 / count * share) + 1))
 
 
 def random_length(draw: random.Random, longest: int) -> int:
@@ -166,13 +167,13 @@ def random_length(draw: random.Random, longest: int) -> int:
 
 
 class _Load:
-    def __init__(self, client: Client, c: Limits, may_abort: bool) -> None:
-        self.client, self.c, self.may_abort = client, c, may_abort
+    def __init__(self, client: Client, limits: Limits, may_abort: bool) -> None:
+        self.client, self.limits, self.may_abort = client, limits, may_abort
         self.max_new_tokens = MAX_DECODED_TOKENS if may_abort else MAX_NEW_TOKENS_UNABORTED
         self.answered = self.aborted = 0
         self.errors: list[str] = []
-        half = max(1, c.input_tokens // 2)
-        self._prefixes = [Tokens(f"overfill {n}", c.vocabulary).some(half) for n in range(SHARED_PREFIXES)]
+        half = max(1, limits.input_tokens // 2)
+        self._prefixes = [Tokens(f"overfill {n}", limits.vocabulary).some(half) for n in range(SHARED_PREFIXES)]
         self._lock = threading.Lock()
 
     def run(
@@ -202,24 +203,24 @@ class _Load:
 
     def fill(self, number: int, stop: threading.Event) -> None:
         """Growing prompts, then requests that overfill the KV cache, again and again."""
-        count, prompt, new_tokens = filling(self.c)
+        count, prompt, new_tokens = filling(self.limits)
         if not self.may_abort:
             new_tokens = min(new_tokens, self.max_new_tokens)
-        tokens = Tokens("fill", self.c.vocabulary)
-        for length in growing_lengths(self.c.largest):
+        tokens = Tokens("fill", self.limits.vocabulary)
+        for length in growing_lengths(self.limits.largest):
             if not stop.is_set():
-                self.ask([tokens.some(length) for _ in range(self.c.ranks)], 1, stop)
+                self.ask([tokens.some(length) for _ in range(self.limits.ranks)], 1, stop)
         while not stop.is_set():
-            self.ask([tokens.some(prompt) for _ in range(count * self.c.ranks)], new_tokens, stop)
+            self.ask([tokens.some(prompt) for _ in range(count * self.limits.ranks)], new_tokens, stop)
 
     def random(self, number: int, stop: threading.Event) -> None:
         """One client's requests: lengths over all orders of magnitude, half of them behind a prefix that others use."""
-        draw, tokens = random.Random(number), Tokens(f"client {number}", self.c.vocabulary)
+        draw, tokens = random.Random(number), Tokens(f"client {number}", self.limits.vocabulary)
         while not stop.is_set():
             prefix = draw.choice(self._prefixes) if draw.random() < 0.5 else []
             prefix = prefix[: random_length(draw, len(prefix))]
-            prompt = prefix + tokens.some(random_length(draw, self.c.input_tokens // 2 - 1))
-            new_tokens = min(random_length(draw, self.max_new_tokens), self.c.input_tokens - len(prompt))
+            prompt = prefix + tokens.some(random_length(draw, self.limits.input_tokens // 2 - 1))
+            new_tokens = min(random_length(draw, self.max_new_tokens), self.limits.input_tokens - len(prompt))
             goes_away = draw.random() < ABORTED_FRACTION and self.may_abort
             patience_s = 0.05 + 2 * draw.random() if goes_away else None
             sampling = PENALIZED if draw.random() < PENALIZED_FRACTION else SAMPLED

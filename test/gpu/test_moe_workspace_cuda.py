@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 from moe_alignment import align  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, streams, triton  # noqa: E402
 from sglang_moe_patches.changes.moe_workspace.kernels import moe_sum  # noqa: E402
-from sglang_moe_patches.core import triton_sequence  # noqa: E402
+from sglang_moe_patches.core import fused_moe_call  # noqa: E402
 from sglang_moe_patches.core.dead_input import channel, takers  # noqa: E402
 from sglang_moe_patches.core.patch import Patcher  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -55,7 +55,7 @@ def modules():
         warnings.simplefilter("ignore")
         from sglang_moe_patches.core import engine
 
-        module = engine.module(triton_sequence.MODULE)
+        module = engine.module(fused_moe_call.MODULE)
         kernels = engine.module(getattr(module, triton.INVOKE).__module__)
     arguments = SimpleNamespace(
         enable_fused_moe_sum_all_reduce=False, moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
@@ -209,7 +209,7 @@ def layer(
 
 def run(modules, given):
     """The output of the sequence as the module has it now; the input is a fresh copy."""
-    sequence = getattr(modules.sequence, triton.SEQUENCE)
+    sequence = getattr(modules.sequence, triton.FUSED_MOE)
     # What this layer does not have is off, as in the engine's own calls.
     off = dict.fromkeys(inspect.signature(sequence).parameters)
     off |= {
@@ -345,7 +345,7 @@ def test_whatever_the_sequence_is_asked_for(modules, ran, more, slices):
 @pytest.mark.usefixtures("small")
 def test_an_activation_inside_the_first_gemm_leaves_the_second_tensor_deferred(modules, ran, monkeypatch):
     """From 0.5.20 on, off by default: the sequence has no first tensor then, and its GEMM fills the second one."""
-    if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.SEQUENCE)).parameters:
+    if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
     invoke = getattr(modules.sequence, triton.INVOKE)
 

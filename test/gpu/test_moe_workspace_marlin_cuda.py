@@ -424,7 +424,7 @@ def test_what_stays_whole(module, ran, monkeypatch, caplog, more, reason):
     assert [len(found) for found in ran] == [1, 1]
     assert len(whole) == 2
     assert original is getattr(module, marlin.NAME)
-    said = [record.getMessage() for record in caplog.records if "stays whole" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "stays uncut" in record.getMessage()]
     assert len(said) == (reason is not None)
     assert reason is None or reason in said[0]
 

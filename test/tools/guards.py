@@ -219,7 +219,7 @@ MUTATIONS = tuple(
         ),
         (
             FP4,
-            "    engine.own(utils, _REPACK)\n",
+            "    engine.require_unpatched(utils, _REPACK)\n",
             "",
             REPACKED + "where_a_hook_point_is_somebody_elses_it_does_nothing",
         ),

@@ -188,9 +188,9 @@ def _plan() -> Plan:
 
     deepseek = engine.module(f"sglang.srt.models.{DEEPSEEK}")
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
-    moe = engine.own(deepseek, "DeepseekV2MoE")
-    init = engine.own(moe, "__init__")
-    forward = engine.own(moe, "forward_normal")
+    moe = engine.require_unpatched(deepseek, "DeepseekV2MoE")
+    init = engine.require_unpatched(moe, "__init__")
+    forward = engine.require_unpatched(moe, "forward_normal")
     experts = runners.probe_inplace(fused_moe)
     engine.require_mentions(
         init, "_fuse_shared_experts_inside_sbo", "num_fused_shared_experts", "experts", "_enable_a2a_moe"
@@ -199,14 +199,14 @@ def _plan() -> Plan:
     engine.require(DEEPSEEK in offers.families, offers.note)
     defers_itself = engine.mentions(forward, "defer_shared") or engine.mentions(init, "defer_shared")
     if not defers_itself:
-        shared = engine.own(moe, "_forward_shared_experts")
+        shared = engine.require_unpatched(moe, "_forward_shared_experts")
         engine.require_parameters(forward, ["self", "hidden_states"])
         engine.require_parameters(shared, ["self", "hidden_states"])
         engine.require(
             "final_hidden_states += shared_output" in engine.source(forward),
             "forward_normal does not add the shared experts' output in place",
         )
-    behind_trtllm = engine.sets(engine.own(experts, "__init__"), "inplace")
+    behind_trtllm = engine.sets(engine.require_unpatched(experts, "__init__"), "inplace")
     is_compiling = torch.compiler.is_compiling
     clear_while_deferring = functools.partial(
         runners.out_of_place_while, asked=lambda: not is_compiling() and _deferring.get()

@@ -76,8 +76,8 @@ def _probe_attention_inputs() -> Install:
         deepseek = engine.module("sglang.srt.models.deepseek_v2")
     except engine.Unsupported:  # the engine serves none of its models either
         return lambda patcher: None
-    attention = engine.own(deepseek, "DeepseekV2AttentionMLA")
-    engine.own(attention, "forward")
+    attention = engine.require_unpatched(deepseek, "DeepseekV2AttentionMLA")
+    engine.require_unpatched(attention, "forward")
     engine.require("forward" in vars(attention), "DeepseekV2AttentionMLA has no forward of its own")
     context = engine.get(communicator, "get_attn_tp_context")()
     engine.get(context, "set_attn_inputs")

@@ -1,7 +1,7 @@
 """One language for probing the installed engine: by its code, never at its version number.
 
-A change probes with :func:`own`, :func:`get` and :func:`require`. What is not as expected raises :class:`Unsupported`,
-whose message becomes the change's reason.
+A change probes with :func:`require_unpatched`, :func:`get` and :func:`require`. What is not as expected raises
+:class:`Unsupported`, whose message becomes the change's reason.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ def get(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def own(owner: Any, name: str, package: str = "sglang") -> Any:
+def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     """The function or class that will run as ``owner.name``, which must be the package's own.
 
     Another plugin may have wrapped or replaced it (:mod:`sglang.srt.plugins.hook_registry`): what is read here then
     would not be what runs, and what is put around it might undo what that plugin did. Wrappers of ours are looked
     through.
 
-    :param owner: a module or class, itself found by ``own`` where it is a class.
+    :param owner: a module or class, itself found by this function where it is a class.
     :param package: the package that it must come from.
     :raises Unsupported: it does not exist, or comes from another package.
     """

@@ -192,8 +192,10 @@ def probe_inplace(fused_moe: Any) -> Any:
 
     :raises engine.Unsupported: they do not tell it by ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
     """
-    layer = engine.own(fused_moe, "FusedMoE")
-    engine.require_mentions(engine.own(layer, "__init__"), "use_flashinfer_trtllm_moe", "moe_runner_config")
+    layer = engine.require_unpatched(fused_moe, "FusedMoE")
+    engine.require_mentions(
+        engine.require_unpatched(layer, "__init__"), "use_flashinfer_trtllm_moe", "moe_runner_config"
+    )
     return layer
 
 

@@ -135,7 +135,7 @@ def test_offering_the_residual_would_be_seen(engine, checkpoint, stock, monkeypa
     path = checkpoint(dense_layers=0)
     right = stock(path)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
-    monkeypatch.setattr(DeepseekV2DecoderLayer, offer._OFFERS_FROM, 0, raising=False)  # of the first one, too
+    monkeypatch.setattr(DeepseekV2DecoderLayer, offer._MIN_OFFER_BYTES, 0, raising=False)  # of the first one, too
     assert not same(patched(engine, path), right)
 
 
@@ -148,13 +148,13 @@ def test_a_layer_without_residual_offers_nothing(engine, checkpoint, kernels):
         offered = []
         kernels.at_entry = lambda: offered.append(channel.offered())
         for layer in model.model.layers:
-            setattr(layer, offer._OFFERS_FROM, 0)
+            setattr(layer, offer._MIN_OFFER_BYTES, 0)
         engine.generate(model, PROMPTS[:1], 0)
         # What is taken is on offer no more, at least not to ours; the first layer offered nothing.
         assert kernels.buffers_of(lambda: engine.generate(model, PROMPTS[:1], 0)) == (4, 1)
         assert offered[0] is None
         nextn = DeepseekModelNextN(model.config, None)
-        assert not hasattr(nextn.decoder, offer._OFFERS_FROM)
+        assert not hasattr(nextn.decoder, offer._MIN_OFFER_BYTES)
 
 
 def inside_a_forward(engine, monkeypatch, model, prompts, work):

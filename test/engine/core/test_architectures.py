@@ -191,7 +191,7 @@ def test_an_architecture_answers_as_stock_or_says_why_it_offers_nothing(name, ru
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: isinstance(hidden_states, torch.Tensor))
     monkeypatch.setattr(offer, "residual_of_stream", lambda *given: None)
     for kind in {type(layer) for layer in stack.layers}:
-        monkeypatch.setattr(kind, offer._OFFERS_FROM, 0, raising=False)
+        monkeypatch.setattr(kind, offer._MIN_OFFER_BYTES, 0, raising=False)
     with installed(output_buffer.CHANGE):
         assert not same(run(name), stock)
     assert TAKEN[0]

@@ -16,7 +16,7 @@ from harness import Keeper, Kernels, Pool, norms_out_of_place, watch
 from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, moe_workspace, output_buffer
 from sglang_moe_patches.changes.moe_workspace import column_slices
 from sglang_moe_patches.core import engine as engine_code
-from sglang_moe_patches.core import log, triton_sequence
+from sglang_moe_patches.core import fused_moe_call, log
 from sglang_moe_patches.core.dead_input import channel, offer, proofs
 from sglang_moe_patches.core.patch import Patcher, Plan, Status, probe
 from sglang_moe_patches.lab.observers import acted
@@ -288,7 +288,7 @@ def layer_class(family):
 def test_offering_a_familys_residual_would_be_seen(family, path, run, monkeypatch):
     """The guard removed: the first layer offers its input, which becomes the residual."""
     stock = run(path)
-    monkeypatch.setattr(layer_class(family), offer._OFFERS_FROM, 0, raising=False)
+    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     assert same(run(path, output_buffer.CHANGE), stock)  # the residual is looked at in every forward
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, output_buffer.CHANGE), stock)
@@ -460,7 +460,7 @@ def test_what_the_changes_did_in_triton_s_layers_is_said(bf16, run):
 def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, monkeypatch):
     path = bf16(family)
     stock = run(path)
-    monkeypatch.setattr(layer_class(family), offer._OFFERS_FROM, 0, raising=False)
+    monkeypatch.setattr(layer_class(family), offer._MIN_OFFER_BYTES, 0, raising=False)
     monkeypatch.setattr(offer, "may_offer", lambda hidden_states, residual: True)
     assert not same(run(path, *TRITON[selected]), stock)
 
@@ -468,7 +468,7 @@ def test_a_residual_in_tritons_hands_would_be_seen(family, selected, bf16, run, 
 @pytest.fixture
 def in_no_pool():
     """Releases up to 0.5.15.post1. Later ones make Triton's output in the pool themselves."""
-    if engine_code.mentions(triton_sequence.probe()[1], "use_symmetric_memory"):
+    if engine_code.mentions(fused_moe_call.probe()[1], "use_symmetric_memory"):
         pytest.skip("this engine release asks for the pool itself")
 
 

@@ -324,7 +324,7 @@ def called():
 
     def run(deferred, output):
         gemms, sums = [], []
-        call = deferred_tensor.SequenceCall(2 * INNER, 0, 1.0, False, False, 1)
+        call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, 1)
         token = deferred_tensor.current_call.set(call)
         try:
             deferred_tensor.gemm_and_sum(
@@ -348,7 +348,7 @@ def test_the_dead_input_holds_the_activation_only_where_the_engine_has_written_i
     """Some activations return a tensor of their own. The limit has room for the whole tensor and nothing beside it."""
     deferred, rows = capture(), TOKENS * TOP_K
     activations = deferred.gemm.activations
-    call = deferred_tensor.SequenceCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
+    call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
     call.dead_input_address = activations.data_ptr() if own else torch.empty_like(activations).data_ptr()
     token = deferred_tensor.current_call.set(call)
     try:

@@ -171,7 +171,7 @@ def test_the_wrappers_are_transparent_to_torch_compile(run, monkeypatch):
 
     monkeypatch.setattr(Layer, "forward", offer.make_layer_forward(Layer.forward, torch.compiler.is_compiling))
     layer = Layer()
-    setattr(layer, offer._OFFERS_FROM, 0)
+    setattr(layer, offer._MIN_OFFER_BYTES, 0)
     hidden, residual = torch.ones(2, 3), torch.zeros(2, 3)
     eager = layer(None, hidden.clone(), None, residual)
     monkeypatch.setattr(channel, "fits", lambda *args, **kwargs: pytest.fail("asked for a buffer while tracing"))
@@ -217,7 +217,7 @@ def test_a_layer_offers_what_its_runner_has_a_use_for(inplace, runner, least):
         offer.mark(layer, None, SimpleNamespace(moe_runner_config=config, quant_method=method))
         # Of TRT-LLM's kernels those for NVFP4 alone take it.
         takes = kind is NvFp4Method or runner not in runners.TRTLLM
-        assert getattr(layer, offer._OFFERS_FROM, None) == (least if takes else None)
+        assert getattr(layer, offer._MIN_OFFER_BYTES, None) == (least if takes else None)
         assert offer.offers(layer) == (takes and least is not None)
     scheme = SimpleNamespace(moe_runner_config=config, quant_method=Fp8Method(runner=backend), scheme=NvFp4Method())
     assert runners.is_nvfp4(scheme)
@@ -297,7 +297,7 @@ class Run:
 
 
 def a_layer(least=0):
-    return SimpleNamespace(modules=list, **({} if least is None else {offer._OFFERS_FROM: least}))
+    return SimpleNamespace(modules=list, **({} if least is None else {offer._MIN_OFFER_BYTES: least}))
 
 
 def test_a_layer_offers_its_input_where_it_is_dead():
@@ -685,7 +685,7 @@ def toy_answer(layer, patched):
     ],
 )
 def test_a_toy_layer_answers_as_stock_or_is_refused(layer, reason, monkeypatch):
-    monkeypatch.setattr(engine, "own", getattr)
+    monkeypatch.setattr(engine, "require_unpatched", getattr)
     with pytest.raises(engine.Unsupported, match=reason) if reason else nullcontext():
         probe.require_attention_lets_go(layer, probe.probe_layer(type(layer)).attention, ToyExperts)
     if not isinstance(layer._modules["self_attn"], torch.nn.ModuleList):

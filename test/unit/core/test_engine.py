@@ -40,7 +40,7 @@ def module():
 
 def test_what_is_missing_is_named(module):
     with pytest.raises(Unsupported, match=r"sglang\.srt\.made_up has no walk"):
-        engine.own(module, "walk")
+        engine.require_unpatched(module, "walk")
     with pytest.raises(Unsupported, match="Layer has no backward"):
         engine.get(module.Layer, "backward")
     with pytest.raises(Unsupported, match=r"the engine has no sglang_moe_patches\.a or sglang_moe_patches\.b"):
@@ -68,22 +68,22 @@ def test_whose_a_function_is_that_was_wrapped(module, wrappers, own):
         functions.append(wrapped_by(name, functions[-1]))
     module.run = functions[-1]
     if isinstance(own, int):
-        assert engine.own(module, "run") is functions[own]
+        assert engine.require_unpatched(module, "run") is functions[own]
     else:
         with pytest.raises(Unsupported, match=f"run is wrapped or replaced by {own}"):
-            engine.own(module, "run")
+            engine.require_unpatched(module, "run")
 
 
 def test_a_function_that_somebody_replaced_is_not_the_engines_own(module):
     module.run = of_module(template, "somebody_else")
     with pytest.raises(Unsupported, match="replaced by somebody_else"):
-        engine.own(module, "run")
+        engine.require_unpatched(module, "run")
 
 
 def test_a_class_that_somebody_replaced_is_not_the_engines_own(module):
     module.Layer = type("Better", (module.Layer,), {"__module__": "somebody_else"})
     with pytest.raises(Unsupported, match=r"made_up.Layer is somebody_else.Better"):
-        engine.own(module, "Layer")
+        engine.require_unpatched(module, "Layer")
 
 
 def test_mentions_reads_compiled_code_also_inside_and_behind_decorators(module):

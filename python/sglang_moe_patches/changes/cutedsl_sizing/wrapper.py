@@ -255,16 +255,18 @@ def plan() -> Plan:
         return absent
     modelopt = engine.module("sglang.srt.layers.quantization.modelopt_quant")
     server_args_module = engine.module("sglang.srt.server_args")
-    server_args = engine.own(server_args_module, "ServerArgs")
+    server_args = engine.require_unpatched(server_args_module, "ServerArgs")
     flashinfer = engine.module("flashinfer")
     if not hasattr(flashinfer, "CuteDslMoEWrapper"):
         return Plan.not_needed("this FlashInfer has no CuteDslMoEWrapper (no CuTe DSL installed)")
-    run = engine.own(engine.own(flashinfer, "CuteDslMoEWrapper", "flashinfer"), "run", "flashinfer")
+    run = engine.require_unpatched(
+        engine.require_unpatched(flashinfer, "CuteDslMoEWrapper", "flashinfer"), "run", "flashinfer"
+    )
     if not keeps_buffers(flashinfer.CuteDslMoEWrapper):
         return Plan.native("this FlashInfer's wrapper keeps no buffers and refuses no forward")
 
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
-    ensure = engine.own(runner, "ensure_cutedsl_wrapper")
+    ensure = engine.require_unpatched(runner, "ensure_cutedsl_wrapper")
     engine.require_parameters(ensure, ["layer"])
     constructions = engine.calls(ensure, "CuteDslMoEWrapper")
     keywords = {k.arg for call in constructions for k in call.keywords}
@@ -274,13 +276,13 @@ def plan() -> Plan:
     )
     engine.require_mentions(ensure, "_cutedsl_wrapper")
     engine.require_mentions(run, "_moe_output")
-    method = engine.own(modelopt, "ModelOptNvFp4FusedMoEMethod")
-    engine.require_parameters(engine.own(method, "apply"), ["self", "layer", "dispatch_output"])
-    model_runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
-    engine.own(model_runner, "init_memory_pool")
+    method = engine.require_unpatched(modelopt, "ModelOptNvFp4FusedMoEMethod")
+    engine.require_parameters(engine.require_unpatched(method, "apply"), ["self", "layer", "dispatch_output"])
+    model_runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    engine.require_unpatched(model_runner, "init_memory_pool")
     capture = engine.module(*_CAPTURE_MODULES)
     engine.get(capture, "get_is_capture_mode")
-    engine.own(server_args, "check_server_args")
+    engine.require_unpatched(server_args, "check_server_args")
     fields = getattr(server_args, "__dataclass_fields__", {})
     for name in (*_ARGUMENTS, *(() if "cuda_graph_config" in fields else _GRAPH_ARGUMENTS)):
         engine.require(name in fields, f"ServerArgs has no {name}")

@@ -219,12 +219,12 @@ def _probe_shuffle() -> Install:
         ("_maybe_get_cached_w3_w1_permute_indices", {"num_elts_per_sf", "is_gated_act_gemm"}),
         ("get_w2_permute_indices_with_cache", {"num_elts_per_sf"}),
     ):
-        taken = set(engine.parameters(engine.own(core, helper, "flashinfer")))
+        taken = set(engine.parameters(engine.require_unpatched(core, helper, "flashinfer")))
         engine.require(keywords <= taken, f"flashinfer's {helper} takes other arguments")
     ours = engine.parameters(shuffle.prepare_static_weights_for_trtllm_fp4_moe)
-    engine.require_parameters(engine.own(utils, _FUNCTION), ours, exactly=True)
+    engine.require_parameters(engine.require_unpatched(utils, _FUNCTION), ours, exactly=True)
 
-    align = engine.own(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
+    align = engine.require_unpatched(runner, "align_fp4_moe_weights_for_flashinfer_trtllm")
     engine.require(
         not hasattr(runner, _FUNCTION) and engine.mentions(align, _UTILS, _FUNCTION),
         f"align_fp4_moe_weights_for_flashinfer_trtllm no longer looks {_FUNCTION} up in {_UTILS} when called",
@@ -248,15 +248,15 @@ def _probe_shuffle() -> Install:
 def _probe_placeholders() -> Install:
     """:raises engine.Unsupported: where the swizzled block scales are made, or whether they are read, is not known."""
     modelopt = engine.module(_MODELOPT)
-    method = engine.own(modelopt, _METHOD)
-    create_weights = engine.own(method, "create_weights")
+    method = engine.require_unpatched(modelopt, _METHOD)
+    create_weights = engine.require_unpatched(method, "create_weights")
     engine.require_parameters(create_weights, ["self", "layer"])
     if engine.mentions(create_weights, "enable_flashinfer_trtllm_moe"):  # it leaves them out for TRT-LLM itself
         return lambda patcher: None
-    engine.require_parameters(engine.own(modelopt, _SWIZZLE), ["scale"], exactly=True)
+    engine.require_parameters(engine.require_unpatched(modelopt, _SWIZZLE), ["scale"], exactly=True)
     engine.require_mentions(create_weights, _SWIZZLE)
     engine.require_mentions(
-        engine.own(method, "process_weights_after_loading"),
+        engine.require_unpatched(method, "process_weights_after_loading"),
         *("enable_flashinfer_trtllm_moe", "reorder_rows_for_gated_act_gemm", "shuffle_matrix_sf_a"),
     )
 
@@ -272,19 +272,19 @@ def _probe_marlin() -> Install | None:
 
     :raises engine.Unsupported: what Marlin reads, or where the engine decides for it, is not known.
     """
-    method = engine.own(engine.module(_MODELOPT), _METHOD)
-    process = engine.own(method, "process_weights_after_loading")
+    method = engine.require_unpatched(engine.module(_MODELOPT), _METHOD)
+    process = engine.require_unpatched(method, "process_weights_after_loading")
     if not engine.mentions(process, _PREPARE_FOR_MARLIN):
         return None
-    create_moe_runner = engine.own(method, "create_moe_runner")
+    create_moe_runner = engine.require_unpatched(method, "create_moe_runner")
     engine.require_parameters(create_moe_runner, ["self", "layer", "moe_runner_config"], exactly=True)
     engine.require(
         engine.sets(create_moe_runner, "_moe_runner_backend") and "_moe_runner_backend" in engine.source(process),
         "create_moe_runner does not decide by which kernels a layer runs",
     )
-    read = [engine.own(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
+    read = [engine.require_unpatched(engine.module(_MARLIN_UTILS), _PREPARE_FOR_MARLIN)]
     if hasattr(method, "get_marlin_quant_info"):
-        read.append(engine.own(method, "get_marlin_quant_info"))
+        read.append(engine.require_unpatched(method, "get_marlin_quant_info"))
     for function in read:
         for name in _SWIZZLED:
             engine.require(not engine.mentions(function, name), f"{function.__name__} reads {name}")
@@ -307,9 +307,13 @@ def _serves_by_marlin_alone() -> bool:
 
 def _probe_unread() -> Install | None:
     """:returns: ``None`` where the engine has none of the methods."""
-    methods = [engine.own(engine.module(module), name) for module, name in _MXFP4_METHODS if engine.has_module(module)]
+    methods = [
+        engine.require_unpatched(engine.module(module), name)
+        for module, name in _MXFP4_METHODS
+        if engine.has_module(module)
+    ]
     for method in methods:
-        engine.require_parameters(engine.own(method, "process_weights_after_loading"), ["self", "layer"])
+        engine.require_parameters(engine.require_unpatched(method, "process_weights_after_loading"), ["self", "layer"])
 
     def install(patcher: Patcher) -> None:
         for method in methods:
@@ -328,17 +332,19 @@ def _probe_repack() -> Install | None:
     utils = engine.module(_MARLIN_UTILS) if engine.has_module(_MARLIN_UTILS) else None
     if utils is None or not hasattr(utils, _REPACK):  # without CUDA
         return None
-    engine.own(utils, _REPACK)
-    helper = engine.own(utils, _REPACK_EXPERTS) if hasattr(utils, _REPACK_EXPERTS) else None
+    engine.require_unpatched(utils, _REPACK)
+    helper = engine.require_unpatched(utils, _REPACK_EXPERTS) if hasattr(utils, _REPACK_EXPERTS) else None
     hook_points: list[tuple[Any, str]] = []
     for name in (_PREPARE_FOR_MARLIN, _PREPARE_MXFP4_FOR_MARLIN):
         if not hasattr(utils, name):
             continue
-        prepare = engine.own(utils, name)
+        prepare = engine.require_unpatched(utils, name)
         if engine.mentions(helper or prepare, _REPACK, "stack"):
             repack.require_last_use(prepare, helper)
             importers = (utils, sys.modules.get(_MODELOPT))
-            hook_points += [(owner, name) for owner in importers if hasattr(owner, name) and engine.own(owner, name)]
+            hook_points += [
+                (owner, name) for owner in importers if hasattr(owner, name) and engine.require_unpatched(owner, name)
+            ]
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(utils, _REPACK, repack.wrap_kernel)

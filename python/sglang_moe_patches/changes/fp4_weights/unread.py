@@ -80,7 +80,7 @@ def attributes_read(method: Any, layer: Any) -> set[str]:
 
     :raises engine.Unsupported: the source does not show it.
     """
-    apply = engine.own(type(method), "apply")
+    apply = engine.require_unpatched(type(method), "apply")
     names = engine.parameters(apply)
     engine.require(names[:2] == ["self", "layer"], "apply takes no layer")
     return _Reader(apply, {"self": method, "layer": layer}, "layer", frozenset()).read()
@@ -330,7 +330,10 @@ class _Reader:
             return set()
         match call.func:
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                function, receiver = engine.own(type(self.known["self"]), name), {"self": self.known["self"]}
+                function, receiver = (
+                    engine.require_unpatched(type(self.known["self"]), name),
+                    {"self": self.known["self"]},
+                )
             case ast.Name(id=name):
                 function, receiver = self._lookup(name), {}
             case _:

@@ -18,8 +18,8 @@ Costs
     ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` whatever the slices cost; below the threshold one comparison.
 
 How
-    In the order of a Triton forward: :mod:`.triton` runs the engine's own sequence with three replaced globals, in
-    which :mod:`.deferred_tensor` stands in for the tensor; :mod:`.column_slices` says how many slices;
+    In the order of a Triton forward: :mod:`.triton` runs the engine's own fused-MoE function with three replaced
+    globals, in which :mod:`.deferred_tensor` stands in for the tensor; :mod:`.column_slices` says how many slices;
     :mod:`.streams`, whether they need a staging buffer.
 
 Upstream

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_tensor, marlin, streams, triton
-from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor, SecondGemm, SequenceCall
+from sglang_moe_patches.changes.moe_workspace.deferred_tensor import DeferredTensor, FusedMoeCall, SecondGemm
 from sglang_moe_patches.core import runners
 from sglang_moe_patches.core.dead_input import channel, probe
 from sglang_moe_patches.core.patch import COLUMNS, OUTPUT_IN_DEAD_INPUT, SCRATCH_IN_DEAD_INPUT, Built, Decision
@@ -56,7 +56,7 @@ def _decide_triton(experts: Any, built: Built, *, offered: bool) -> Decision:
     how = {"use_fp8_w8a8": quantized and second.is_floating_point(), "use_int8_w8a8": False, "block_shape": blocks}
     gemm = SecondGemm(*operands, (*rest, tiles), how)
     deferred = DeferredTensor((tokens, top_k, hidden), "meta", torch.bfloat16, gemm)
-    call = SequenceCall(
+    call = FusedMoeCall(
         first.shape[1],
         first.nbytes + second.nbytes,
         triton.local_row_fraction(experts.num_experts != experts.num_local_experts),

@@ -61,7 +61,7 @@ class SecondGemm(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DeferredTensor:
-    """A [tokens, top-k, hidden] tensor that the sequence believes to have allocated.
+    """A [tokens, top-k, hidden] tensor that the engine's function believes to have allocated.
 
     All state is on this object: two forwards in flight, in whatever threads, share nothing.
     """
@@ -113,8 +113,8 @@ class QuantizedOnce:
 
 
 @dataclass(slots=True)
-class SequenceCall:
-    """A run of the sequence in column slices: what its deferred tensor needs of the rest.
+class FusedMoeCall:
+    """A ``fused_moe`` call in column slices: what its deferred tensor needs of the rest.
 
     :param gate_columns: of the first GEMM's output.
     :param weight_bytes: of both GEMMs.
@@ -135,7 +135,7 @@ class SequenceCall:
     dead_input_address: int | None = None
 
 
-current_call: ContextVar[SequenceCall] = ContextVar("moe_workspace_call")
+current_call: ContextVar[FusedMoeCall] = ContextVar("moe_workspace_call")
 
 
 # --- Running slices --------------------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ def column_skip_reason(gemm: SecondGemm, deferred: DeferredTensor, output: Any, 
 
 
 def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[int, int]]:
-    """The column slices in which the deferred tensor is computed and summed; one if it stays whole."""
+    """The column slices in which the deferred tensor is computed and summed; one if it stays uncut."""
     gemm, (tokens, top_k, hidden) = deferred.gemm, deferred.shape
     assert gemm is not None
     scale = gemm.weights_scale
     group = columns_per_scale(scale, hidden, gemm.kwargs.get("block_shape"))
     if (reason := column_skip_reason(gemm, deferred, output, group)) is not None:
-        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays whole, because %s")
+        message = log.of("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.once(logging.INFO, f"columns {reason}", message, reason)
         return [(0, hidden)]
     call = current_call.get()

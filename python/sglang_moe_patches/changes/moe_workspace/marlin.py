@@ -181,7 +181,7 @@ def choose_column_slices(arguments: dict[str, Any], max_bytes: int | None) -> li
     w2, scale = arguments["w2"], arguments["w2_scale"]
     tokens, hidden = hidden_states.shape
     if (reason := column_skip_reason(arguments, hidden, w2, scale)) is not None:
-        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays whole, because %s")
+        message = log.of("moe-workspace", "Marlin's [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.once(logging.INFO, f"marlin {reason}", message, reason)
         return column_slices.split_columns(hidden, hidden)
     second_bytes = w2.nbytes + scale.nbytes
@@ -356,7 +356,7 @@ def find_function(module: ModuleType) -> FunctionType:
         arguments = getattr(torch.ops.sglang, NAME).default._schema.arguments
         function.__defaults__ = tuple(a.default_value for a in arguments if a.has_default_value())
     else:
-        engine.own(module, NAME)
+        engine.require_unpatched(module, NAME)
         function = inspect.unwrap(called)
     require(getattr(function, "__globals__", None) is vars(module), f"{NAME} is not the engine's own operator")
     return function
@@ -370,7 +370,7 @@ def plan() -> Plan:
     require(engine.has_module("triton"), "there is no Triton")
     function = find_function(module)
     engine.require_parameters(function, _PARAMETERS)
-    gemm = engine.own(module, GEMM)
+    gemm = engine.require_unpatched(module, GEMM)
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):

@@ -48,10 +48,10 @@ def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
     :param look_at: is given each model, too.
     """
     try:
-        runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
-        engine.own(runner, "load_model")
-        experts = engine.own(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
-        engine.require_mentions(engine.own(experts, "__init__"), "num_fused_shared_experts")
+        runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+        engine.require_unpatched(runner, "load_model")
+        experts = engine.require_unpatched(engine.module("sglang.srt.layers.moe.fused_moe_triton.layer"), "FusedMoE")
+        engine.require_mentions(engine.require_unpatched(experts, "__init__"), "num_fused_shared_experts")
     except engine.Unsupported:
         return _assume_concurrent_reader
 

@@ -128,11 +128,13 @@ def plan(max_tokens: int) -> Plan:
     """
     import torch
 
-    layer = engine.own(engine.module(_LAYER_MODULE), "FusedMoE")
-    engine.require_parameters(engine.own(layer, "run_moe_core"), ("self", "dispatch_output"), exactly=True)
-    dispatch_type = engine.own(engine.module(_DISPATCH_MODULE), "StandardDispatchOutput")
-    topk_type = engine.own(engine.module(_TOPK_MODULE), "StandardTopKOutput")
-    combine_type = engine.own(engine.module(_DISPATCH_MODULE), "StandardCombineInput")
+    layer = engine.require_unpatched(engine.module(_LAYER_MODULE), "FusedMoE")
+    engine.require_parameters(
+        engine.require_unpatched(layer, "run_moe_core"), ("self", "dispatch_output"), exactly=True
+    )
+    dispatch_type = engine.require_unpatched(engine.module(_DISPATCH_MODULE), "StandardDispatchOutput")
+    topk_type = engine.require_unpatched(engine.module(_TOPK_MODULE), "StandardTopKOutput")
+    combine_type = engine.require_unpatched(engine.module(_DISPATCH_MODULE), "StandardCombineInput")
     for type_, fields in (
         (dispatch_type, {"hidden_states", "topk_output"}),
         (topk_type, {"topk_weights", "topk_ids"}),

@@ -1,7 +1,7 @@
-"""Column slices in the Triton runner: the engine's own sequence with a few globals replaced.
+"""Column slices in the Triton runner: the engine's own fused-MoE function with a few globals replaced.
 
 In a forward ``route`` compares the tensor's size, and ``run_in_columns`` runs the engine's own code with three names of
-its globals replaced: ``torch`` (:class:`_SequenceTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs
+its globals replaced: ``torch`` (:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_``). The sum runs
 both, slice by slice (:mod:`.deferred_tensor`).
 """
 
@@ -17,22 +17,22 @@ from sglang_moe_patches.changes.moe_workspace import column_slices, deferred_ten
 from sglang_moe_patches.changes.moe_workspace.column_slices import LayerShape, TritonGemm
 from sglang_moe_patches.changes.moe_workspace.deferred_tensor import (
     DeferredTensor,
+    FusedMoeCall,
     QuantizedOnce,
     SecondGemm,
-    SequenceCall,
 )
-from sglang_moe_patches.core import engine, runners, triton_sequence
+from sglang_moe_patches.core import engine, fused_moe_call, runners
 from sglang_moe_patches.core.dead_input import channel, takers
 from sglang_moe_patches.core.engine import require
 from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
 
-SEQUENCE = triton_sequence.NAME
+FUSED_MOE = fused_moe_call.NAME
 COMBINE = "moe_combine_topk"
 INVOKE = "invoke_fused_moe_kernel"
 SUM = "moe_sum_reduce"
 
-#: How the engine's sequence uses the [tokens, top-k, hidden] tensor: all that a deferred tensor can do, and what is
-#: reached only where columns are not used (top-k of 2, LoRA hooks, a deferred sum).
+#: How the engine's fused-MoE function uses the [tokens, top-k, hidden] tensor: all that a deferred tensor can do, and
+#: what is reached only where columns are not used (top-k of 2, LoRA hooks, a deferred sum).
 _EXPECTED_USES = {
     "intermediate_cache3.view",
     "intermediate_cache3.shape",
@@ -56,10 +56,10 @@ _QUANTIZERS = {
 _MAX_COMPILED_SUM_TOKENS = 32
 
 
-class _SequenceTorch(takers.OutputTorch):
-    """Stands in for the name ``torch`` inside the sequence: three-dimensional tensors are deferred.
+class _FusedMoeTorch(takers.OutputTorch):
+    """Stands in for the name ``torch`` inside that function: three-dimensional tensors are deferred.
 
-    The layer's dead input, where it is offered, becomes the output of a sequence that is not in place. In one that is,
+    The layer's dead input, where it is offered, becomes the output of a call that is not in place. In one that is,
     the activation's output lies in it: at the runner's peak that is the first GEMM's output and this one.
     """
 
@@ -75,11 +75,11 @@ class _SequenceTorch(takers.OutputTorch):
         return self._torch.empty(size, device=device, dtype=dtype)
 
 
-# --- Running the sequence in columns ---------------------------------------------------------------------------------
+# --- Running it in columns -------------------------------------------------------------------------------------------
 
 
 def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> bool:
-    """Whether a sequence with a large tensor may run in columns.
+    """Whether a call with a large tensor may run in columns.
 
     LoRA's hooks and a deferred sum read the tensor. A top-k of 1 or 2 has no sum, or a plain addition.
     """
@@ -99,10 +99,10 @@ def local_row_fraction(filter_expert: Any) -> float:
 
 
 def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
-    """Wrap the engine's sequence, of ``module``, whose GEMM is of ``kernels``."""
-    original: FunctionType = engine.own(module, SEQUENCE)
+    """Wrap the engine's fused-MoE function, of ``module``, whose GEMM is of ``kernels``."""
+    original: FunctionType = engine.require_unpatched(module, FUSED_MOE)
     symmetric_memory = runners.symmetric_memory()
-    by_columns = _sequence_in_columns(original, patcher, module, kernels, symmetric_memory)
+    by_columns = _fused_moe_in_columns(original, patcher, module, kernels, symmetric_memory)
     max_bytes = column_slices.read_max_bytes()
     names = engine.parameters(original)
     config, down_config = names.index("config"), names.index("down_config")
@@ -113,9 +113,9 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         inplace, row_fraction = kwargs["inplace"], local_row_fraction(kwargs.get("filter_expert"))
         gate_columns, weight_bytes = w1.shape[1], w1.nbytes + w2.nbytes
         uses_staging = inplace and streams.has_concurrent_reader
-        # Where one slice is best, the engine's own sequence runs, but for three cases in which by_columns serves even
-        # then: a dead input on offer, which holds the activation or the output; a tensor that the engine never writes
-        # (no_combine); an output that must lie in the pool of symmetric memory.
+        # An uncut call goes to the engine's own function, but for three cases that by_columns serves: a dead input on
+        # offer, which holds the activation or the output; a tensor that the engine never writes (no_combine); an output
+        # that must lie in the pool of symmetric memory.
         needs_pool = not inplace and symmetric_memory.is_on
         if channel.offered() is None and not kwargs.get("no_combine") and not needs_pool:
             tokens, top_k = positional[4].shape
@@ -127,7 +127,7 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
                 return original(*args, **kwargs)
         # The MoE input is still read while the dead input is written: both must not be the same memory.
         channel.withhold_if_shared(hidden_states)
-        call = SequenceCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
+        call = FusedMoeCall(gate_columns, weight_bytes, row_fraction, inplace, uses_staging, max_bytes)
         token = deferred_tensor.current_call.set(call)
         try:
             output = by_columns(*args, **kwargs)
@@ -143,22 +143,22 @@ def install(patcher: Patcher, module: ModuleType, kernels: ModuleType) -> None:
         return run_in_columns if may_run else None
 
     # First: where the output goes into the dead input, it does so in columns, too.
-    triton_sequence.add_route(patcher, route, first=True)
+    fused_moe_call.add_route(patcher, route, first=True)
     if has_unwritten_sum(original):
-        triton_sequence.add_route(patcher, make_top_1_route(module), first=True)
+        fused_moe_call.add_route(patcher, make_top_1_route(module), first=True)
 
 
-def has_unwritten_sum(sequence: FunctionType) -> bool:
-    """Whether the sequence sums a tensor that it never writes, with a top-k of 1 and a factor other than 1.
+def has_unwritten_sum(fused_moe: FunctionType) -> bool:
+    """Whether the function sums a tensor that it never writes, with a top-k of 1 and a factor other than 1.
 
     Up to 0.5.17 at least: the GEMM writes the output itself then, which the sum overwrites.
     """
-    return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(sequence)
+    return "_use_intermediate = not no_combine and (topk != 1 or hooks)\n" in engine.source(fused_moe)
 
 
-def make_top_1_route(module: ModuleType) -> triton_sequence.Route:
-    """The route of those: the sequence without the factor, by which its output is then multiplied."""
-    following = getattr(module, SEQUENCE)
+def make_top_1_route(module: ModuleType) -> fused_moe_call.Route:
+    """The route of those: the function without the factor, by which its output is then multiplied."""
+    following = getattr(module, FUSED_MOE)
 
     def scale_afterwards(*args: Any, **kwargs: Any) -> Any:
         factor = kwargs["routed_scaling_factor"]
@@ -172,14 +172,14 @@ def make_top_1_route(module: ModuleType) -> triton_sequence.Route:
     return route
 
 
-def _sequence_in_columns(
+def _fused_moe_in_columns(
     original: FunctionType,
     patcher: Patcher,
     module: ModuleType,
     kernels: ModuleType,
     symmetric_memory: runners.SymmetricMemory,
 ) -> FunctionType:
-    """The engine's sequence with the names replaced through which it allocates, computes and sums."""
+    """The engine's fused-MoE function with the names replaced through which it allocates, computes and sums."""
     import torch
 
     from sglang_moe_patches.changes.moe_workspace.kernels.moe_sum import moe_sum
@@ -220,7 +220,7 @@ def _sequence_in_columns(
         else:
             whole_sum(expert_outputs, output, scale)
 
-    stand_ins = {"torch": _SequenceTorch(torch, symmetric_memory), INVOKE: invoke}
+    stand_ins = {"torch": _FusedMoeTorch(torch, symmetric_memory), INVOKE: invoke}
     if SUM in original.__code__.co_names:
         return with_globals(original, module, patcher, **stand_ins, **{SUM: sum_})
     combine = with_globals(getattr(module, COMBINE), module, patcher, **{SUM: sum_})
@@ -239,14 +239,14 @@ def _require_globals(function: Any, *names: str) -> None:
 
 
 def plan() -> Plan:
-    """Probe the sequence, its GEMM and its sum."""
-    if getattr(engine.module(triton_sequence.MODULE), "_is_hip", False):
+    """Probe the fused-MoE function, its GEMM and its sum."""
+    if getattr(engine.module(fused_moe_call.MODULE), "_is_hip", False):
         return Plan.not_needed("AMD's sums over the top-k have not been tried")
-    module, sequence = triton_sequence.probe()
+    module, fused_moe = fused_moe_call.probe()
     require(engine.has_module("triton"), "there is no Triton")
-    gemm = engine.own(module, INVOKE)
+    gemm = engine.require_unpatched(module, INVOKE)
     kernels = engine.module(gemm.__module__)
-    require(engine.own(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
+    require(engine.require_unpatched(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
     engine.require_parameters(gemm, deferred_tensor.GEMM_PARAMETERS)
     config = deferred_tensor.CONFIG
     require(engine.parameters(gemm)[config] == "config", f"parameter {config} of {INVOKE} is not its config")
@@ -254,22 +254,23 @@ def plan() -> Plan:
     require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
     _require_globals(gemm, *quantizers)
 
-    summing = sequence if SUM in sequence.__code__.co_names else engine.own(module, COMBINE)
-    _require_globals(sequence, "torch", INVOKE, *([] if summing is sequence else [COMBINE]))
+    summing = fused_moe if SUM in fused_moe.__code__.co_names else engine.require_unpatched(module, COMBINE)
+    _require_globals(fused_moe, "torch", INVOKE, *([] if summing is fused_moe else [COMBINE]))
     _require_globals(summing, SUM)
     require(
-        {"config", "down_config"} <= set(engine.parameters(sequence)), f"{SEQUENCE} takes no config, or no down_config"
+        {"config", "down_config"} <= set(engine.parameters(fused_moe)),
+        f"{FUSED_MOE} takes no config, or no down_config",
     )
-    uses = engine.uses(sequence, "intermediate_cache3") | engine.uses(summing, "intermediate_cache3")
+    uses = engine.uses(fused_moe, "intermediate_cache3") | engine.uses(summing, "intermediate_cache3")
     unknown = ", ".join(sorted(uses - _EXPECTED_USES))
-    require(not unknown, f"{SEQUENCE} has another use for its tensor: {unknown}")
-    allocated = [ast.unparse(call.args[0]) for call in engine.calls(sequence, "torch.empty")]
+    require(not unknown, f"{FUSED_MOE} has another use for its tensor: {unknown}")
+    allocated = [ast.unparse(call.args[0]) for call in engine.calls(fused_moe, "torch.empty")]
     three_dimensional = [size for size in allocated if size.count(",") > 1]
     require(
         "(total_tokens, N // 2)" in allocated
         and allocated.count("(num_tokens, topk, w2.shape[1])") == 2
         and len(set(three_dimensional)) == 1,
-        f"{SEQUENCE} allocates {', '.join(allocated)}",
+        f"{FUSED_MOE} allocates {', '.join(allocated)}",
     )
     runners.symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, kernels=kernels))

@@ -171,7 +171,7 @@ def layer_class() -> type:
     :raises engine.Unsupported: there is none, or it is not the engine's own.
     """
     module = engine.module("sglang.srt.layers.moe.ep_moe.layer")
-    layer: type = engine.own(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
+    layer: type = engine.require_unpatched(module, "MoriEPMoE" if hasattr(module, "MoriEPMoE") else "FusedMoE")
     return layer
 
 
@@ -181,18 +181,18 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
     :raises engine.Unsupported: where the engine cuts is not known.
     """
     if engine.mentions(run_moe_core, _ENGINE_LIMIT):
-        engine.require_mentions(engine.own(layer, "__init__"), _ENGINE_LIMIT)
+        engine.require_mentions(engine.require_unpatched(layer, "__init__"), _ENGINE_LIMIT)
         return lambda patcher: None
     engine.require(engine.has_module(_RUNNER_MODULE), f"{layer.__name__}.run_moe_core does not use {_ENGINE_LIMIT}")
     runner = engine.module(_RUNNER_MODULE)
-    function = engine.own(runner, _RUNNER_FUNCTION)
+    function = engine.require_unpatched(runner, _RUNNER_FUNCTION)
     if _RECV_CAP in dispatched._fields:
         engine.require_mentions(function, _RECV_CAP)
         return lambda patcher: None
     reads = [ast.unparse(call) for call in engine.calls(function, "get_int_env_var")]
     engine.require(any(LIMIT.name in call for call in reads), f"{_RUNNER_FUNCTION} does not read {LIMIT.name}")
     for name in ("get_int_env_var", *([_ENGINE_BOUND] if hasattr(runner, _ENGINE_BOUND) else [])):
-        engine.own(runner, name)
+        engine.require_unpatched(runner, name)
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(runner, "get_int_env_var", _wrap_get_int_env_var)
@@ -225,8 +225,8 @@ def plan() -> Plan:
     moriep = engine.module("sglang.srt.layers.moe.token_dispatcher.moriep")
 
     layer = layer_class()
-    run_moe_core = engine.own(layer, "run_moe_core")
-    engine.own(layer, "__init__")
+    run_moe_core = engine.require_unpatched(layer, "run_moe_core")
+    engine.require_unpatched(layer, "__init__")
     engine.require_parameters(run_moe_core, ["self", "dispatch_output"], exactly=True)
     needed_fields = {*_CUT_TENSORS, "num_recv_tokens_per_expert", "origin_topk_ids"}
     for name in ("MoriEPNormalDispatchOutput", "MoriEPLLDispatchOutput"):
@@ -240,8 +240,8 @@ def plan() -> Plan:
         hasattr(environ.envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER"), "SGLANG_SCHEDULER_SKIP_ALL_GATHER is unknown"
     )
     _require_layout(dp_attention)
-    dp_buffer = engine.own(dp_attention, "_DpGatheredBufferWrapper")
-    set_dp_buffer_len = engine.own(dp_buffer, "set_dp_buffer_len")
+    dp_buffer = engine.require_unpatched(dp_attention, "_DpGatheredBufferWrapper")
+    set_dp_buffer_len = engine.require_unpatched(dp_buffer, "set_dp_buffer_len")
     engine.require_parameters(
         set_dp_buffer_len, ["cls", "global_dp_buffer_len", "local_dp_buffer_len", "dp_max_padding", "global_num_tokens"]
     )

@@ -14,7 +14,7 @@ from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
-_OFFERS_FROM = "_moe_patches_offers_its_input_from"
+_MIN_OFFER_BYTES = "_moe_patches_offers_its_input_from"
 """Attribute of a layer whose input may be offered: the least bytes of an input that is worth it."""
 _PRODUCER = "_moe_patches_producer"
 """Of such a layer: the layer whose output its input is. In a tuple, as a module would become a part of this one."""
@@ -125,7 +125,7 @@ def make_layer_forward(
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        min_bytes = None if is_compiling() else getattr(self, _OFFERS_FROM, None)
+        min_bytes = None if is_compiling() else getattr(self, _MIN_OFFER_BYTES, None)
         if min_bytes is not None:
             # Written out three times: this is done for each layer of each step.
             by_place = len(args)
@@ -184,12 +184,12 @@ def mark(layer: Any, producer: Any, experts: Any) -> None:
         return
     in_large_forwards = runner == "marlin" or (runner == "triton" and runners.is_in_place(experts))
     setattr(layer, _PRODUCER, (producer,))
-    setattr(layer, _OFFERS_FROM, MIN_SCRATCH_BYTES if in_large_forwards else 0)
+    setattr(layer, _MIN_OFFER_BYTES, MIN_SCRATCH_BYTES if in_large_forwards else 0)
 
 
 def offers(layer: Any) -> bool:
     """Whether a decoder layer offers its input where it is dead (:func:`mark`)."""
-    return hasattr(layer, _OFFERS_FROM)
+    return hasattr(layer, _MIN_OFFER_BYTES)
 
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:

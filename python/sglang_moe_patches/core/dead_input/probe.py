@@ -94,11 +94,11 @@ def offers() -> Offers:
     if _installed is not None:
         return _installed
     engines_channel = _engines_channel() if engine_offers() else None
-    engine.own(engine.module(LOADER), INITIALIZE)
+    engine.require_unpatched(engine.module(LOADER), INITIALIZE)
     try:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
-        probe_layer(engine.own(module, "DeepseekV2DecoderLayer"))
-        require_loop(engine.own(module, "DeepseekV2Model"))
+        probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
+        require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
     except engine.Unsupported as error:  # without its module the engine serves none of its models either
         return Offers((), f"some models are left alone: {error}", engines_channel)
     except Exception as error:  # one broken family takes nothing else with it
@@ -236,10 +236,10 @@ def probe_layer(layer: type) -> LayerFacts:
 
     def method_of(attribute: str) -> Any:
         is_method = isinstance(inspect.getattr_static(layer, attribute, None), FunctionType)
-        return engine.own(layer, attribute) if is_method else None
+        return engine.require_unpatched(layer, attribute) if is_method else None
 
     kind = next(kind for kind in layer.__mro__ if "forward" in vars(kind))
-    forward = engine.own(kind, "forward")
+    forward = engine.require_unpatched(kind, "forward")
     reason = proofs.layer_skip_reason(name, forward, method_of)
     engine.require(reason is None, str(reason))
     attention = proofs.follow_attention(forward, method_of)
@@ -271,7 +271,7 @@ def require_attention_lets_go(layer: Any, attention: proofs.AttentionFacts, expe
             returns_own = (
                 is_engines
                 and "forward" not in vars(module)
-                and _returns_own(engine.own(type(module), "forward"), places)
+                and _returns_own(engine.require_unpatched(type(module), "forward"), places)
             )
             engine.require(returns_own, f"{name} may get from {attribute} what it gave it")
 
@@ -292,7 +292,7 @@ def require_own_parts(layer: Any, own_methods: Callable[[type], None]) -> None:
         own_methods(type(module))
         for name, value in vars(module).items():
             if isinstance(value, FunctionType | MethodType):  # put on the instance, or chosen when it was made
-                engine.own(module, name)
+                engine.require_unpatched(module, name)
             elif name in _HANDLES_TENSORS:
                 own_methods(type(value))
 
@@ -308,7 +308,7 @@ def require_own_methods(kind: type) -> None:
         for name, value in vars(base).items() if _home(base) == "sglang" else ():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod)
             if is_method and (name == "__call__" or not name.startswith("__")):
-                engine.own(base, name)
+                engine.require_unpatched(base, name)
 
 
 _HOMES = ("sglang", "torch", "builtins", "abc", "typing")
@@ -322,7 +322,7 @@ def require_loop(model: type) -> None:
     """:raises engine.Unsupported: a model's loop over its layers may keep their inputs, or is not the engine's own."""
     home = model.__module__
     engine.require(home.partition(".")[0] == "sglang", f"{model.__name__} is {home}.{model.__qualname__}")
-    reason = proofs.loop_skip_reason(model.__name__, engine.own(model, "forward"))
+    reason = proofs.loop_skip_reason(model.__name__, engine.require_unpatched(model, "forward"))
     engine.require(reason is None, str(reason))
 
 
@@ -335,8 +335,8 @@ def _sums_plainly(layer: Any) -> bool:
     if boundary is not None:
         return offer.norms_plainly(boundary.declaration.read)
     communicators = engine.module("sglang.srt.layers.communicator")
-    prepare = engine.own(engine.own(communicators, "LayerCommunicator"), "prepare_attn")
-    return engine.own(type(layer.layer_communicator), "prepare_attn") is prepare
+    prepare = engine.require_unpatched(engine.require_unpatched(communicators, "LayerCommunicator"), "prepare_attn")
+    return engine.require_unpatched(type(layer.layer_communicator), "prepare_attn") is prepare
 
 
 def _find_residual(layer: str, takes: tuple[str, ...]) -> Callable[[Any, Any], Any]:
@@ -369,7 +369,7 @@ def _find_tensor(forward: Any) -> Callable[[Any], Any]:
     access, name = proofs.TENSOR_OF_HANDLE.split(".")
     if not engine.mentions(forward, access, name):
         return offer.the_input_itself
-    return engine.own(forward.__globals__[access], name)
+    return engine.require_unpatched(forward.__globals__[access], name)
 
 
 # --- The engine's own offer ------------------------------------------------------------------------------------------
@@ -382,9 +382,9 @@ def _engines_channel() -> Channel:
         the engine's own.
     """
     base = engine.module(ENGINE_MODULE)
-    engine.own(base, ENGINE_OFFER)
+    engine.require_unpatched(base, ENGINE_OFFER)
     for module in (engine.module(runners.SYMMETRIC_MEMORY_MODULE), *_asking()):
-        engine.own(module, runners.IN_POOL)
+        engine.require_unpatched(module, runners.IN_POOL)
     if hasattr(base, "_moe_output_buf"):
         return Channel(base._moe_output_buf.get, base._moe_output_buf.set)
     flags = engine.get(engine.module("sglang.srt.runtime_context"), "get_forward")

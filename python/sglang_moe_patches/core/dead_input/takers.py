@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from sglang_moe_patches.core import engine, runners, triton_sequence
+from sglang_moe_patches.core import engine, fused_moe_call, runners
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.dead_input.channel import shares_storage
 from sglang_moe_patches.core.patch import Install, Patcher, with_globals
@@ -90,7 +90,7 @@ def trtllm() -> Install:
     fused_moe = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer")
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_trtllm")
 
-    function = engine.own(runner, TRTLLM_RUNNER)
+    function = engine.require_unpatched(runner, TRTLLM_RUNNER)
     engine.require_parameters(function, ["dispatch_output", "quant_info", "runner_config"])
     allocations = [
         call for name in ("empty", "empty_like", "zeros") for call in engine.calls(function, f"torch.{name}")
@@ -117,10 +117,10 @@ def trtllm() -> Install:
 # --- Triton, where it is not in place --------------------------------------------------------------------------------
 
 
-def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> triton_sequence.Route:
+def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: SymmetricMemory) -> fused_moe_call.Route:
     """The route of calls that are not in place and have a buffer on offer, or whose output may have to lie in the pool.
 
-    :param into_buffer: the engine's sequence, which takes the buffer.
+    :param into_buffer: the engine's fused-MoE function, which takes the buffer.
     """
 
     def route(hidden_states: Any, topk_ids: Any, how: dict[str, Any]) -> Callable[..., Any] | None:
@@ -140,16 +140,16 @@ def triton() -> Install:
     """
     import torch
 
-    module, sequence = triton_sequence.probe()
-    name, symmetric_memory = sequence.__name__, runners.symmetric_memory()
-    outputs = [ast.unparse(call) for call in engine.calls(sequence, "torch.empty_like")]
+    module, function = fused_moe_call.probe()
+    name, symmetric_memory = function.__name__, runners.symmetric_memory()
+    outputs = [ast.unparse(call) for call in engine.calls(function, "torch.empty_like")]
     engine.require(
         outputs == ["torch.empty_like(hidden_states)"], f"{name} allocates {', '.join(outputs) or 'no output'}"
     )
-    engine.require(engine.only_a_global(sequence, "torch"), f"in {name}, torch is not only the module's global")
+    engine.require(engine.only_a_global(function, "torch"), f"in {name}, torch is not only the module's global")
 
     def install(patcher: Patcher) -> None:
-        into_buffer = with_globals(sequence, module, patcher, torch=OutputTorch(torch, symmetric_memory))
-        triton_sequence.add_route(patcher, make_triton_route(into_buffer, symmetric_memory))
+        into_buffer = with_globals(function, module, patcher, torch=OutputTorch(torch, symmetric_memory))
+        fused_moe_call.add_route(patcher, make_triton_route(into_buffer, symmetric_memory))
 
     return install

@@ -177,12 +177,12 @@ def probe() -> Install:
     """
     import torch
 
-    scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
-    engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
+    scheduler = engine.require_unpatched(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
     parallel = engine.module("sglang.srt.distributed.parallel_state")
-    engine.own(parallel, "get_world_group")
-    coordinator = engine.own(parallel, "GroupCoordinator")
-    engine.require_mentions(engine.own(coordinator, "graph_capture"), "ca_comm", "capture")
+    engine.require_unpatched(parallel, "get_world_group")
+    coordinator = engine.require_unpatched(parallel, "GroupCoordinator")
+    engine.require_mentions(engine.require_unpatched(coordinator, "graph_capture"), "ca_comm", "capture")
     graph = torch.cuda.CUDAGraph
     for name in ("capture_begin", "capture_end"):
         engine.get(graph, name)

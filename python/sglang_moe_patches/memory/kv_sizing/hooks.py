@@ -63,21 +63,25 @@ def probe() -> Install:
 
     :raises engine.Unsupported: the engine is not as expected.
     """
-    runner = engine.own(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
+    runner = engine.require_unpatched(engine.module("sglang.srt.model_executor.model_runner"), "ModelRunner")
     maker = runner
     if not hasattr(maker, "_init_pools"):
-        maker = engine.own(engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator")
-    profile = engine.own(maker, "_profile_available_bytes")
+        maker = engine.require_unpatched(
+            engine.module("sglang.srt.mem_cache.kv_cache_configurator"), "KVCacheConfigurator"
+        )
+    profile = engine.require_unpatched(maker, "_profile_available_bytes")
     engine.require_mentions(profile, "mem_fraction_static", "pre_model_load_memory")
-    engine.require_parameters(engine.own(maker, "_resolve_memory_pool_config"), ("self", "pre_model_load_memory"))
-    engine.require_mentions(engine.own(maker, "_init_pools"), "max_running_requests")
-    scheduler = engine.own(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
-    engine.require_mentions(engine.own(scheduler, "run_event_loop"), "dispatch_event_loop")
-    engine.require_mentions(engine.own(scheduler, "get_init_info"), "max_total_num_tokens")
-    engine.own(scheduler, "_add_request_to_queue")
-    engine.require_parameters(engine.own(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))
-    engine.own(scheduler, "is_fully_idle")
-    engine.own(scheduler, "flush_cache")
+    engine.require_parameters(
+        engine.require_unpatched(maker, "_resolve_memory_pool_config"), ("self", "pre_model_load_memory")
+    )
+    engine.require_mentions(engine.require_unpatched(maker, "_init_pools"), "max_running_requests")
+    scheduler = engine.require_unpatched(engine.module("sglang.srt.managers.scheduler"), "Scheduler")
+    engine.require_mentions(engine.require_unpatched(scheduler, "run_event_loop"), "dispatch_event_loop")
+    engine.require_mentions(engine.require_unpatched(scheduler, "get_init_info"), "max_total_num_tokens")
+    engine.require_unpatched(scheduler, "_add_request_to_queue")
+    engine.require_parameters(engine.require_unpatched(scheduler, "get_num_allocatable_reqs"), ("self", "running_bs"))
+    engine.require_unpatched(scheduler, "is_fully_idle")
+    engine.require_unpatched(scheduler, "flush_cache")
     ranks.require_inbox(scheduler)
 
     def install(patcher: Patcher) -> None:

@@ -233,9 +233,11 @@ class _Inbox:
 
 def require_inbox(scheduler: type) -> None:
     """:raises engine.Unsupported: this release's scheduler does not read as :class:`Orders` expects."""
-    engine.own(scheduler, "process_input_requests")
+    engine.require_unpatched(scheduler, "process_input_requests")
     if engine.has_module(RECEIVER):
-        receiver = engine.own(engine.module(RECEIVER), "SchedulerRequestReceiver")
-        engine.require_mentions(engine.own(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
+        receiver = engine.require_unpatched(engine.module(RECEIVER), "SchedulerRequestReceiver")
+        engine.require_mentions(engine.require_unpatched(receiver, "_pull_raw_reqs"), "recv_from_tokenizer")
     else:
-        engine.require_mentions(engine.own(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj")
+        engine.require_mentions(
+            engine.require_unpatched(scheduler, "recv_requests"), "recv_from_tokenizer", "recv_pyobj"
+        )

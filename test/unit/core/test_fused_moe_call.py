@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from sglang_moe_patches.core import engine, triton_sequence
+from sglang_moe_patches.core import engine, fused_moe_call
 from sglang_moe_patches.core.patch import Patcher
 
 CALL = ("hidden", "w1", "w2", "weights", "ids")
@@ -20,8 +20,8 @@ def sequence_of_the_engine(hidden_states, w1, w2, topk_weights, topk_ids, config
 
 @pytest.fixture
 def module(monkeypatch):
-    module = ModuleType(triton_sequence.MODULE)
-    setattr(module, triton_sequence.NAME, sequence_of_the_engine)
+    module = ModuleType(fused_moe_call.MODULE)
+    setattr(module, fused_moe_call.NAME, sequence_of_the_engine)
     monkeypatch.setattr(engine, "module", lambda name: module)
     return module
 
@@ -40,7 +40,7 @@ FIRST = {IN_PLACE: True, HOOKED: False}
 
 
 def answerer(module, **how):
-    name, *operands = getattr(module, triton_sequence.NAME)(*CALL, 7, **how)
+    name, *operands = getattr(module, fused_moe_call.NAME)(*CALL, 7, **how)
     assert operands == [*CALL, 7, how["inplace"], how.get("hooks")]
     return name
 
@@ -50,8 +50,8 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
     patchers = []
     for route in order:
         patchers.append(Patcher())
-        triton_sequence.add_route(patchers[-1], route, first=FIRST[route])
-    assert getattr(module, triton_sequence.NAME).__wrapped__ is sequence_of_the_engine
+        fused_moe_call.add_route(patchers[-1], route, first=FIRST[route])
+    assert getattr(module, fused_moe_call.NAME).__wrapped__ is sequence_of_the_engine
     assert answerer(module, inplace=False) == "the engine's"
     assert answerer(module, inplace=True) == "in place"
     assert answerer(module, inplace=True, hooks="hooks") == "in place"
@@ -60,27 +60,27 @@ def test_two_changes_share_one_wrapper_in_whatever_order_they_come(module, order
     assert answerer(module, inplace=True, hooks="hooks") == ("in place" if order[0] is IN_PLACE else "hooked")
     assert answerer(module, inplace=order[0] is HOOKED) == "the engine's"
     patchers[0].undo()
-    assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
+    assert getattr(module, fused_moe_call.NAME) is sequence_of_the_engine
 
 
 def test_a_change_that_was_taken_back_out_of_turn_leaves_nothing_behind(module):
     patchers = [Patcher(), Patcher()]
     for patcher, route in zip(patchers, FIRST, strict=True):
-        triton_sequence.add_route(patcher, route)
+        fused_moe_call.add_route(patcher, route)
     for patcher in patchers:
         patcher.undo()
-    assert getattr(module, triton_sequence.NAME) is sequence_of_the_engine
-    triton_sequence.add_route(Patcher(), HOOKED)
+    assert getattr(module, fused_moe_call.NAME) is sequence_of_the_engine
+    fused_moe_call.add_route(Patcher(), HOOKED)
     assert answerer(module, inplace=True) == "the engine's"
 
 
 @pytest.mark.parametrize("by_place", range(6))
 def test_arguments_may_come_by_their_names(module, by_place):
-    triton_sequence.add_route(Patcher(), IN_PLACE)
+    fused_moe_call.add_route(Patcher(), IN_PLACE)
     names = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "config")
     given = dict(zip(names, (*CALL, 7), strict=True))
     call = [given.pop(name) for name in names[:by_place]]
-    run = getattr(module, triton_sequence.NAME)
+    run = getattr(module, fused_moe_call.NAME)
     assert run(*call, **given, inplace=True) == ("in place", *CALL, 7, True, None)
     assert run(*call, **given, inplace=False) == ("the engine's", *CALL, 7, False, None)
 
@@ -91,7 +91,7 @@ def test_no_route_is_asked_while_tracing():
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):
         return hidden_states * 2
 
-    wrapped = triton_sequence.wrap_sequence(sequence, lambda *call: pytest.fail("asked while tracing"))
+    wrapped = fused_moe_call.wrap_fused_moe(sequence, lambda *call: pytest.fail("asked while tracing"))
     compiled = torch.compile(wrapped, backend="eager", fullgraph=True)
     ones = torch.ones(2)
     assert torch.equal(compiled(ones, ones, ones, ones, ones, inplace=True), ones * 2)
@@ -108,10 +108,10 @@ def test_no_route_is_asked_while_tracing():
     ],
 )
 def test_a_sequence_that_takes_its_arguments_otherwise_is_left_alone(module, monkeypatch, parameters, reason):
-    monkeypatch.setattr(engine, "own", lambda owner, name: eval(f"lambda {parameters}: None"))
+    monkeypatch.setattr(engine, "require_unpatched", lambda owner, name: eval(f"lambda {parameters}: None"))
     if reason is None:
-        assert triton_sequence.probe()[0] is module
+        assert fused_moe_call.probe()[0] is module
     else:
         with pytest.raises(engine.Unsupported) as refused:
-            triton_sequence.probe()
+            fused_moe_call.probe()
         assert reason in str(refused.value)
