@@ -64,8 +64,8 @@ def _decide(server: dict[str, Any]) -> dict[str, Any]:
             server_args.check_server_args()
         except (SystemExit, Exception) as error:
             return {"refused": f"{type(error).__name__}: {error}"}
-    if reason := change.skip_reason(server_args):
-        return {"skipped": reason}
+    if skip := change.skip(server_args):
+        return {"skipped": skip.reason}
     hooks.ranks.is_first_rank = lambda: True  # there are no process groups
     hooks.ranks.all_gather = lambda told: [told]
     hooks.launch_memory = lambda maker, arguments, before_gib: LaunchMemory(fraction=0.8, free_before_load=100 << 30)

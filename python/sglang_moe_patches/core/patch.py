@@ -50,8 +50,15 @@ ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 """With these a change has patched the engine."""
 
 
-class Off(str):
-    """A skip reason that a variable of ours takes away: the change is off, and may be of use here."""
+@dataclass(frozen=True)
+class Skip:
+    """That a server never reaches a change, and why.
+
+    :param switchable: a variable of ours turns it on: the change is off, and may be of use here.
+    """
+
+    reason: str
+    switchable: bool = False
 
 
 Install = Callable[["Patcher"], None]
@@ -85,9 +92,8 @@ class Plan:
         return cls(Status.NOT_NEEDED, reason)
 
     @classmethod
-    def skipped(cls, skip_reason: str) -> Plan:
-        """Off or not needed, by the kind of the reason."""
-        return cls(Status.OFF if isinstance(skip_reason, Off) else Status.NOT_NEEDED, str(skip_reason))
+    def skipped(cls, skip: Skip) -> Plan:
+        return cls(Status.OFF if skip.switchable else Status.NOT_NEEDED, skip.reason)
 
     @classmethod
     def unsupported(cls, reason: str) -> Plan:
@@ -187,10 +193,9 @@ class Change:
     :param plan: probes the installed engine, importing what it needs of it.
 
         :raises engine.Unsupported: the engine is not what the change expects.
-    :param skip_reason: given the engine's ``ServerArgs``, says why this server never reaches the change, or ``None``.
-        An :class:`Off` where a variable turns it on. Raises :class:`engine.Unsupported` where a variable of ours asks
-        for the change and this server cannot have it. Asked before ``plan``, so that a server imports nothing for a
-        change that it does not need.
+    :param skip: given the engine's ``ServerArgs``, says that this server never reaches the change, and why; ``None``:
+        it may. Raises :class:`engine.Unsupported` where a variable of ours asks for the change and this server cannot
+        have it. Asked before ``plan``, so that a server imports nothing for a change that it does not need.
     :param variables: the environment variables that it reads; wrong values end the start-up where it is selected.
     :param counts: what it does, each to be counted on request.
     :param decide: what it decided for the layers of a model that was built while it was installed, by the functions
@@ -201,7 +206,7 @@ class Change:
     name: str
     summary: str
     plan: Callable[[], Plan]
-    skip_reason: Callable[[Any], str | None] = lambda server_args: None
+    skip: Callable[[Any], Skip | None] = lambda server_args: None
     variables: tuple[Variable[Any], ...] = ()
     counts: tuple[Count, ...] = ()
     decide: Callable[[Built], Decision] | None = None
@@ -306,14 +311,14 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
     try:
-        skip_reason = None if server_args is None else change.skip_reason(engine.resolved(server_args))
+        skip = None if server_args is None else change.skip(engine.resolved(server_args))
     except engine.Unsupported as error:
         return Plan.unsupported(str(error))
     except WrongValue:
         raise
     except Exception as error:
         return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
-    return Plan.skipped(skip_reason) if skip_reason else probe(change)
+    return Plan.skipped(skip) if skip else probe(change)
 
 
 def _apply_one(change: Change, names: set[str], server_args: Any) -> Plan:

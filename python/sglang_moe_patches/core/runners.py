@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher, Plan, best_effort
+from sglang_moe_patches.core.patch import Patcher, Plan, Skip, best_effort
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +22,19 @@ OUT_OF_PLACE = ("triton", "marlin", "cutlass", "flashinfer_cutlass")
 for all of them."""
 
 
-def skip_reason_without(*runners: str) -> Callable[[Any], str | None]:
-    """The skip reason of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
+def skip_without(*runners: str) -> Callable[[Any], Skip | None]:
+    """The ``skip`` of a change that only these ``--moe-runner-backend`` reach, be it for the draft model alone.
 
     ``auto`` may still become one of them.
     """
 
-    def skip_reason(server_args: Any) -> str | None:
+    def skip(server_args: Any) -> Skip | None:
         backends = [str(server_args.moe_runner_backend)]
         if getattr(server_args, "speculative_algorithm", None):
             backends.append(str(getattr(server_args, "speculative_moe_runner_backend", None) or backends[0]))
-        return None if {*runners, "auto"} & set(backends) else f"--moe-runner-backend is {backends[0]}"
+        return None if {*runners, "auto"} & set(backends) else Skip(f"--moe-runner-backend is {backends[0]}")
 
-    return skip_reason
+    return skip
 
 
 def runner_of(experts: Any) -> str | None:

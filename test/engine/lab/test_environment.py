@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from conftest import DEFAULT_ENGINE_ONLY
-from sglang_moe_patches.core.patch import Change, apply
+from sglang_moe_patches.core.patch import Change, Skip, apply
 
 
 # On 0.5.23 (PyTorch 2.14) an answer depends on its batch on some machines, with this package's first version as well:
@@ -60,5 +60,5 @@ def test_a_change_is_asked_by_what_the_engine_made_of_the_arguments(checkpoint):
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")
     if hasattr(arguments, "resolve_once"):
         arguments.resolve_once()
-    asking = Change("a", "", pytest.fail, skip_reason=lambda server_args: f"it is on a {server_args.device}")
+    asking = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"it is on a {server_args.device}"))
     assert apply([asking], {"a"}, arguments)["a"].reason == "it is on a cpu"

@@ -34,15 +34,15 @@ def register():
     wrapt.register_post_import_hook(watch, "sglang.srt.model_executor.model_runner")
 
 def allow(eligibility):
-    original = eligibility.skip_reason
+    original = eligibility.skip
 
-    def skip_reason(asked, environ, pytorch, server_args=None):
+    def skip(asked, environ, pytorch, server_args=None):
         if server_args is not None:  # not what holds for every server
-            assert original(asked, environ, pytorch, server_args) == "--device is cpu"
+            assert original(asked, environ, pytorch, server_args).reason == "--device is cpu"
             server_args = types.SimpleNamespace(**{**vars(server_args), "device": "cuda"})
         return original(asked, environ, pytorch, server_args)
 
-    eligibility.skip_reason = skip_reason
+    eligibility.skip = skip
 
 def stand_in(switch):
     switch.setter = lambda: write

@@ -27,7 +27,7 @@ from sglang_moe_patches.changes.mori_input_truncation.bound import (
 from sglang_moe_patches.changes.mori_input_truncation.hooks import truncate
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy
 from sglang_moe_patches.core import log
-from sglang_moe_patches.core.patch import Plan, Status, check_environment, plan_for
+from sglang_moe_patches.core.patch import Plan, Skip, Status, check_environment, plan_for
 from share import cases
 
 CASES = cases(5_000)
@@ -103,16 +103,15 @@ def test_internode_kernels_are_known_by_the_ranks_and_the_mode(ranks, low_latenc
 def test_not_needed_without_mori_or_without_a_variable(monkeypatch):
     monkeypatch.delenv(LIMIT.name, raising=False)
     monkeypatch.delenv(BOUND.name, raising=False)
-    assert "--moe-a2a-backend is deepep" in mori_input_truncation.CHANGE.skip_reason(
-        SimpleNamespace(moe_a2a_backend="deepep")
-    )
+    skip = mori_input_truncation.CHANGE.skip
+    assert skip(SimpleNamespace(moe_a2a_backend="deepep")) == Skip("--moe-a2a-backend is deepep")
     server = SimpleNamespace(moe_a2a_backend="mori")
-    reason = mori_input_truncation.CHANGE.skip_reason(server)
-    assert Plan.skipped(reason).status is Status.OFF
-    assert "neither" in reason
+    plan = Plan.skipped(skip(server))
+    assert plan.status is Status.OFF
+    assert "neither" in plan.reason
     for name in (LIMIT.name, BOUND.name):
         monkeypatch.setenv(name, "1")
-        assert mori_input_truncation.CHANGE.skip_reason(server) is None
+        assert skip(server) is None
         monkeypatch.delenv(name)
 
 

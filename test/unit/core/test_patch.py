@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_moe_patches.core import engine, log, patch, runners
-from sglang_moe_patches.core.patch import Change, Off, Patcher, PatchError, Plan, Status
+from sglang_moe_patches.core.patch import Change, Patcher, PatchError, Plan, Skip, Status
 from sglang_moe_patches.core.variables import RETIRED, STRICT, Variable, zero_or_one
 from sglang_moe_patches.registry import CHANGES
 
@@ -63,11 +63,19 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
 
 
 @pytest.mark.parametrize(
-    ("selected", "skip_reason", "plan"),
+    ("selected", "skip", "plan"),
     [
         ({"b"}, pytest.fail, Plan(Status.NOT_SELECTED)),
-        ({"a", "b"}, lambda server_args: f"backend is {server_args.backend}", Plan.not_needed("backend is triton")),
-        ({"a", "b"}, lambda server_args: Off("A_VARIABLE is unset"), Plan(Status.OFF, "A_VARIABLE is unset")),
+        (
+            {"a", "b"},
+            lambda server_args: Skip(f"backend is {server_args.backend}"),
+            Plan.not_needed("backend is triton"),
+        ),
+        (
+            {"a", "b"},
+            lambda server_args: Skip("A_VARIABLE is unset", switchable=True),
+            Plan(Status.OFF, "A_VARIABLE is unset"),
+        ),
         ({"a", "b"}, asked_in_vain, Plan.unsupported("A_VARIABLE=on, but --device is cpu")),
         (
             {"a", "b"},
@@ -80,8 +88,8 @@ def test_what_has_nothing_to_install_is_reported_and_an_unexpected_engine_is_uns
     ],
     ids=["not selected", "not needed", "off", "asked in vain", "arguments not as expected"],
 )
-def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected, skip_reason, plan):
-    skipped = Change("a", "", pytest.fail, skip_reason=skip_reason)
+def test_a_change_is_left_out_with_its_reason_before_anything_is_probed(selected, skip, plan):
+    skipped = Change("a", "", pytest.fail, skip=skip)
     plans = patch.apply([skipped, change("b")], selected, SimpleNamespace(backend="triton"))
     assert plans["a"] == plan
     assert plans["b"].status is Status.APPLIED
@@ -206,6 +214,6 @@ def test_undo_restores_in_reverse_and_takes_away_what_was_added():
     ],
 )
 def test_a_runner_is_reached_by_the_model_or_by_its_draft_model(server, needed):
-    reason = runners.skip_reason_without(*runners.TRTLLM)(SimpleNamespace(**server))
-    assert (reason is None) == needed
-    assert needed or "triton" in reason
+    found = runners.skip_without(*runners.TRTLLM)(SimpleNamespace(**server))
+    assert (found is None) == needed
+    assert needed or "triton" in found.reason

@@ -18,7 +18,7 @@ from sglang_moe_patches.memory.activation_segments.eligibility import (
     FEATURES,
     SEGMENTS,
     VIT_GRAPHS,
-    skip_reason,
+    skip,
 )
 
 # --- Which servers ---------------------------------------------------------------------------------------------------
@@ -56,7 +56,8 @@ def arguments(**more):
 
 
 def reason(asked=None, environ=None, pytorch=SEEN, **more):
-    return skip_reason(asked, environ or {}, pytorch, arguments(**more))
+    found = skip(asked, environ or {}, pytorch, arguments(**more))
+    return found and found.reason
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
@@ -112,16 +113,17 @@ def environ(monkeypatch):
 def test_a_server_that_is_skipped_says_so_before_anything_is_probed(environ):
     for asked, why in (("", UNSEEN.format("--dcp-size")), ("on", None), ("off", f"{NAME} is off")):
         environ.setenv(NAME, asked)
-        assert CHANGE.skip_reason(arguments(dcp_size=2)) == why
+        skipped = CHANGE.skip(arguments(dcp_size=2))
+        assert (skipped and skipped.reason) == why
     environ.delenv(NAME)
     for has in ({"enable_memory_saver": True}, {"nnodes": 2}, {"device": "cpu"}):
         environ.delenv(NAME, raising=False)
-        why = CHANGE.skip_reason(arguments(**has))
+        why = CHANGE.skip(arguments(**has)).reason
         environ.setenv(NAME, "on")
         found = patch.plan_for(CHANGE, {CHANGE.name}, arguments(**has))
         assert found == patch.Plan.unsupported(f"{NAME}=on, but {why}")
     environ.delenv(NAME)
-    assert CHANGE.skip_reason(SimpleNamespace(device="cuda")) is None  # of a release without any feature
+    assert CHANGE.skip(SimpleNamespace(device="cuda")) is None  # of a release without any feature
 
 
 NOT_SETTABLE = "this PyTorch's allocator cannot be set while it runs"

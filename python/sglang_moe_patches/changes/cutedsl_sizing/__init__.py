@@ -49,7 +49,7 @@ CHANGE = Change(
     name="cutedsl-sizing",
     summary="CuteDSL buffers that fit every forward, allocated once for all layers",
     plan=wrapper.plan,
-    skip_reason=runners.skip_reason_without(runners.CUTEDSL),
+    skip=runners.skip_without(runners.CUTEDSL),
     variables=(BUDGET,),
     counts=(
         Count(

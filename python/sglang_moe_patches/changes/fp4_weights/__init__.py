@@ -376,7 +376,7 @@ CHANGE = Change(
     name="fp4-weights",
     summary="FP4 expert weights are laid out in place, and keep no scales that nobody reads",
     plan=_plan,
-    skip_reason=runners.skip_reason_without(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
+    skip=runners.skip_without(*runners.TRTLLM, *_MARLIN, TRITON_KERNELS),
     counts=(
         Count(
             "shuffled",

@@ -50,13 +50,14 @@ from sglang_moe_patches.core.patch import (
     Patcher,
     PatchError,
     Plan,
+    Skip,
     Status,
     one_line_error,
 )
 from sglang_moe_patches.core.variables import STRICT
 
 
-def _skip_reason(server_args: Any) -> str | None:
+def _skip(server_args: Any) -> Skip | None:
     """``--moe-runner-backend`` does not matter: experts for which that runner has no kernel run on Triton.
 
     :raises engine.Unsupported: ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB`` is set, and columns need CUDA.
@@ -65,7 +66,7 @@ def _skip_reason(server_args: Any) -> str | None:
         return None
     reason = f"--device is {server_args.device}"
     _require_unasked(reason)
-    return None if MAX_MOE_TOKENS.read() is not None else reason
+    return None if MAX_MOE_TOKENS.read() is not None else Skip(reason)
 
 
 def _require_unasked(reason: str) -> None:
@@ -187,7 +188,7 @@ CHANGE = Change(
     summary="Triton and Marlin sum over the top-k in columns where their tensor is large, in as little as a fifth of "
     "their memory; other runners are left alone",
     plan=_plan,
-    skip_reason=_skip_reason,
+    skip=_skip,
     variables=(MAX_MOE_TOKENS, MOE_WORKSPACE_MB),
     counts=(COLUMNS, counts.OFFERED, counts.AS_SCRATCH, TOKEN_SLICES),
     decide=decide,

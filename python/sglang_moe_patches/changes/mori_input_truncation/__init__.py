@@ -35,14 +35,14 @@ from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation import hooks
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT
-from sglang_moe_patches.core.patch import Change, Count, Off
+from sglang_moe_patches.core.patch import Change, Count, Skip
 
 
-def _skip_reason(server_args: Any) -> str | None:
+def _skip(server_args: Any) -> Skip | None:
     if server_args.moe_a2a_backend != "mori":
-        return f"--moe-a2a-backend is {server_args.moe_a2a_backend}"
+        return Skip(f"--moe-a2a-backend is {server_args.moe_a2a_backend}")
     if not (LIMIT.read() or BOUND.read()):
-        return Off(f"neither {LIMIT.name} nor {BOUND.name} is set")
+        return Skip(f"neither {LIMIT.name} nor {BOUND.name} is set", switchable=True)
     return None
 
 
@@ -56,7 +56,7 @@ CHANGE = Change(
     name="mori-input-truncation",
     summary="the MoE input behind MoRI is cut to the rows that can have arrived, never below",
     plan=hooks.plan,
-    skip_reason=_skip_reason,
+    skip=_skip,
     variables=(LIMIT, BOUND),
     counts=(Count("cut", "cut the input", hooks.__name__, "truncate", _rows_cut, unit="rows"),),
 )

@@ -133,7 +133,7 @@ def run(
         try:
             for each in ask.servers(subject, logs) if isinstance(subject, ServerSpec) else ask.addresses(subject):
                 runs.append(each)
-                # Where we are killed, the next server's keeper puts it into `output`.
+                # Where we are killed, the next server's supervisor puts it into `output`.
                 (logs / f"{each.name}.json").write_bytes(_answers(each))
             comparison = compare(*runs, **asdict(criterion))
             report.print_table(comparison, console)

@@ -23,7 +23,7 @@ class Scratch:
 
 
 in_use: list[Scratch] = []
-"""Of this process: what is left if it is killed, which a server's keeper then clears (:func:`clear`)."""
+"""Of this process: what is left if it is killed, which a server's supervisor then clears (:func:`clear`)."""
 
 
 @contextmanager

@@ -42,9 +42,9 @@ CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """In the command lines of processes that remove what others have left in shared memory, once these are gone."""
 CLEANING_S = 5.0
 OURS_S = 20.0
-"""How long a keeper may take for all that before we do it ourselves."""
+"""How long a supervisor may take for all that before we do it ourselves."""
 ON_PURPOSE = b"."
-"""What a keeper reads before the end of its pipe, unless we were killed."""
+"""What a supervisor reads before the end of its pipe, unless we were killed."""
 PATIENCE_S = 120.0
 """How long killed processes may take to go: a GPU's driver frees their memory first."""
 
@@ -54,11 +54,11 @@ class StillRunning(RuntimeError):
 
 
 class Supervised:
-    """``command``, running under a keeper of its own.
+    """``command``, running under a supervisor of its own.
 
     :param environment: the whole environment of the process.
     :param output: file that takes its standard output and standard error.
-    :param scratch: our folders, which the keeper clears if we are killed.
+    :param scratch: our folders, which the supervisor clears if we are killed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Supervised:
         left = [[str(each.folder), each.keep_in and str(each.keep_in)] for each in scratch]
         own = json.dumps({"temporary": self._temporary, "scratch": left})
         # A session of its own: Ctrl-C in a terminal reaches us alone.
-        self._keeper = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, own, *command],
             env=_with_temporary(environment, self._temporary),
             cwd=cwd,
@@ -83,12 +83,12 @@ class Supervised:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._root = psutil.Process(self._keeper.pid)
+        self._root = psutil.Process(self._supervisor.pid)
         self._ended = False
 
     def exit_code(self) -> int | None:
         """Of the command, negative for the signal that ended it; ``None`` while it runs."""
-        return self._keeper.poll()
+        return self._supervisor.poll()
 
     def end(self) -> None:
         """End the command and every process it started. May be called again.
@@ -97,18 +97,18 @@ class Supervised:
         """
         if self._ended:
             return
-        assert self._keeper.stdin is not None
-        if not self._keeper.stdin.closed:
+        assert self._supervisor.stdin is not None
+        if not self._supervisor.stdin.closed:
             with suppress(BrokenPipeError):  # it has ended already
-                self._keeper.stdin.write(ON_PURPOSE)
-                self._keeper.stdin.close()
+                self._supervisor.stdin.write(ON_PURPOSE)
+                self._supervisor.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(OURS_S)
+            self._supervisor.wait(OURS_S)
         left = end_family(self._root, PATIENCE_S)
         if left:
             raise StillRunning(f"still running after {PATIENCE_S:.0f} s: {', '.join(map(_described, left))}")
-        self._keeper.wait()
-        if self._temporary:  # where the keeper could not
+        self._supervisor.wait()
+        if self._temporary:  # where the supervisor could not
             remove(Path(self._temporary))
         self._ended = True
 

@@ -38,7 +38,7 @@ import os
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Change, Plan
+from sglang_moe_patches.core.patch import Change, Plan, Skip
 from sglang_moe_patches.memory.activation_segments import eligibility
 
 
@@ -48,12 +48,12 @@ def _pytorch() -> str:
     return str(torch.__version__)
 
 
-def _skip_reason(server_args: Any = None) -> str | None:
+def _skip(server_args: Any = None) -> Skip | None:
     """:raises engine.Unsupported: ``SGLANG_MOE_PATCHES_SEGMENTS=on``, and the server cannot have it."""
     asked = eligibility.SEGMENTS.read()
-    reason = eligibility.skip_reason(asked, os.environ, _pytorch(), server_args)
-    engine.require(not asked or reason is None, f"{eligibility.SEGMENTS.name}=on, but {reason}")
-    return reason
+    skip = eligibility.skip(asked, os.environ, _pytorch(), server_args)
+    engine.require(not asked or skip is None, f"{eligibility.SEGMENTS.name}=on, but {skip and skip.reason}")
+    return skip
 
 
 def _plan() -> Plan:
@@ -62,8 +62,8 @@ def _plan() -> Plan:
     if reason := switch.allocator_skip_reason():
         engine.require(not eligibility.SEGMENTS.read(), f"{eligibility.SEGMENTS.name}=on, but {reason}")
         return Plan.not_needed(reason)
-    if reason := _skip_reason():  # without a server too, as for doctor
-        return Plan.skipped(reason)
+    if skip := _skip():  # without a server too, as for doctor
+        return Plan.skipped(skip)
     return Plan.applied(switch.probe())
 
 
@@ -72,6 +72,6 @@ CHANGE = Change(
     summary="after the start, activations come from expandable segments, of which the allocator keeps less: where "
     "that was seen on a GPU, elsewhere with SGLANG_MOE_PATCHES_SEGMENTS=on",
     plan=_plan,
-    skip_reason=_skip_reason,
+    skip=_skip,
     variables=(eligibility.SEGMENTS,),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_moe_patches.core.patch import Off
+from sglang_moe_patches.core.patch import Skip
 from sglang_moe_patches.core.variables import Variable
 
 _ASKED = {"": None, "on": True, "off": False}
@@ -94,9 +94,7 @@ VIT_GRAPHS = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
 """The engine's variable by which a vision tower captures graphs while it serves. Not tested on a GPU."""
 
 
-def skip_reason(
-    asked: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None
-) -> str | None:
+def skip(asked: bool | None, environ: Mapping[str, str], pytorch: str, server_args: Any | None = None) -> Skip | None:
     """Why a server's allocator is left as it is; ``None``: it is switched over.
 
     :param asked: ``SGLANG_MOE_PATCHES_SEGMENTS``; ``None``: unset.
@@ -104,21 +102,21 @@ def skip_reason(
     :param server_args: the engine's ``ServerArgs``, resolved; ``None``: what holds for all servers of this environment.
     """
     if asked is False:
-        return Off(f"{SEGMENTS.name} is off")
+        return Skip(f"{SEGMENTS.name} is off", switchable=True)
     if server_args is not None and server_args.device != "cuda":
-        return f"--device is {server_args.device}"
+        return Skip(f"--device is {server_args.device}")
     for name in CONFIGURATIONS:
         if environ.get(name, "").strip():
-            return f"{name} is set, and the switch would undo it"
+            return Skip(f"{name} is set, and the switch would undo it")
     features = [feature for feature in FEATURES if feature.has(getattr(server_args, feature.argument, None))]
     for feature in features:
         if feature.why:
-            return f"of {feature}, {feature.why}"
+            return Skip(f"of {feature}, {feature.why}")
     unseen = list(map(str, features))
     if (release := ".".join(pytorch.split(".")[:2])) not in SEEN_PYTORCH:
         unseen.insert(0, f"PyTorch {release}")
     if server_args is not None and environ.get(VIT_GRAPHS, "").strip().lower() in ("1", "true"):
         unseen.append(VIT_GRAPHS)
     if unseen and not asked:
-        return Off(f"{unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on")
+        return Skip(f"{unseen[0]} was not seen with it on a GPU; {SEGMENTS.name}=on turns it on", switchable=True)
     return None

@@ -55,7 +55,7 @@ CHANGE = Change(
     summary="a start measures what forwards need and gives the rest to the KV cache; "
     "with SGLANG_MOE_PATCHES_KV_SIZING=auto",
     plan=_plan,
-    skip_reason=eligibility.server_skip_reason,
+    skip=eligibility.skip,
     variables=(eligibility.KV_SIZING, eligibility.KV_MARGIN),
     launcher_hooks=(("sglang.srt.server_args", eligibility.hook_server_args),),
 )

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher
+from sglang_moe_patches.core.patch import Patcher, Skip
 from sglang_moe_patches.core.variables import Variable
 from sglang_moe_patches.memory.kv_sizing.phases import attention_ranks, speculates
 
@@ -178,10 +178,11 @@ def is_on(name: str, environ: Mapping[str, str]) -> bool:
     return environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "t", "on")
 
 
-def server_skip_reason(server_args: Any) -> str | None:
+def skip(server_args: Any) -> Skip | None:
     """:func:`skip_reason` of a server's own arguments, in this process's environment."""
     asked = KV_SIZING.read()
-    return skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
+    reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
+    return Skip(reason) if reason else None
 
 
 # --- Whether the fraction was given ----------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _make_post_init(original: Callable[..., None]) -> Callable[..., None]:
         by_rule = self.mem_fraction_static is None
         original(self, *args, **kwargs)
         # Schedulers that size nothing would show it among their arguments.
-        if by_rule and server_skip_reason(self) is None:
+        if by_rule and skip(self) is None:
             setattr(self, MARK, True)
 
     return __post_init__

@@ -20,7 +20,7 @@ from sglang_moe_patches.core.patch import (
     SHARED_LAST,
     Change,
     Decision,
-    Off,
+    Skip,
 )
 from sglang_moe_patches.lab import doctor
 from sglang_moe_patches.lab.predict import config, engine_query, forward, model_report
@@ -452,7 +452,7 @@ def test_programs_are_told_all_that_is_known(monkeypatch):
 
 
 def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
-    left_out = Change("a", "", pytest.fail, skip_reason=lambda server_args: Off(f"{server_args.variable} is unset"))
+    left_out = Change("a", "", pytest.fail, skip=lambda server_args: Skip(f"{server_args.variable} is unset", True))
     monkeypatch.setattr(engine_query, "CHANGES", (left_out, replace(left_out, name="b", decide=pytest.fail)))
     found = engine_query._apply_changes(SimpleNamespace(variable="A"))
     assert {name: (str(plan.status), plan.reason) for name, plan in found.items()} == dict.fromkeys(

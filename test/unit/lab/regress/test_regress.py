@@ -27,7 +27,7 @@ from sglang_moe_patches.lab.servers.server import Server
 
 STANDIN = ROOT / "test/standins/engine_for_regress"
 FAMILY = 6
-"""Processes of a running stand-in: keeper, server, worker, daemon and resource tracker, and ``regress``."""
+"""Processes of a running stand-in: supervisor, server, worker, daemon and resource tracker, and ``regress``."""
 QUESTIONS = 100
 """All answered alike, they show a drop to be below three points."""
 
@@ -289,14 +289,14 @@ def test_processes_that_cannot_be_ended_are_named_and_end_the_run(given, monkeyp
     assert not given.happened("started-patched")
 
 
-def test_the_family_is_ended_even_if_its_keeper_hangs(given, tmp_path, monkeypatch):
+def test_the_family_is_ended_even_if_its_supervisor_hangs(given, tmp_path, monkeypatch):
     environment = {**os.environ, **given.environment(), "SGLANG_MOE_PATCHES_OBSERVE": str(tmp_path)}
     monkeypatch.setattr(supervisor, "OURS_S", 0.5)
     with Server("x", [], environment, tmp_path / "log") as server:
         server._process._root.suspend()
     assert given.processes() == []
     assert list(given.temporary.iterdir()) == []
-    for path in given.had():  # the keeper would have removed them
+    for path in given.had():  # the supervisor would have removed them
         path.unlink(missing_ok=True)
 
 

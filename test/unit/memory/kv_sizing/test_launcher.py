@@ -28,7 +28,7 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), Patcher())
     assert vars(Resolving)["__post_init__"] is before
     change = next(each for each in CHANGES if each.name == "kv-sizing")
-    assert "turns it on" in str(change.skip_reason(Resolving()))
+    assert "turns it on" in change.skip(Resolving()).reason
 
 
 def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):
