@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +92,21 @@ def start_server(arguments: list[str], variables: dict[str, str], output: Path) 
     return Start(tokens, server.startup_s, lines)
 
 
+def insert(page: Path, fragments: Mapping[str, str]) -> None:
+    """Add to a page that was written before.
+
+    :param fragments: HTML, by the name of the marker in front of which it goes: ``<!-- name -->`` in the page.
+    :raises ValueError: the page has no such marker.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, fragment in fragments.items():
+        before, marker, after = text.partition(f"<!-- {name} -->")
+        if not marker:
+            raise ValueError(f"{page}: has no marker {name!r}")
+        text = f"{before}{fragment}{marker}{after}"
+    pages.replace({page.name: text}, page.parent)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -115,7 +130,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     start = start_server(environment.server_arguments(arguments), variables, output)
     if options.report is not None:
-        pages.insert(options.report, fragments(start, gpu=has_gpu()))
+        insert(options.report, fragments(start, gpu=has_gpu()))
         print(f"Added to {options.report}")
     if start.growth:
         return 0

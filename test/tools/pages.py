@@ -108,12 +108,11 @@ def changes(found: dict[str, Any]) -> str:
 def variables() -> str:
     """A table with a line for each environment variable that users set."""
     stated, patch = package()
-    from sglang_moe_patches.core.variables import BY_COMMANDS
 
     rows = [
         (f"`{variable.name}`", f"`{variable.default}`" if variable.default else "unset", reader, variable.meaning)
         for reader, variable in patch.variables(stated.CHANGES)
-        if reader not in BY_COMMANDS
+        if reader != "observers"  # which `regress` sets
     ]
     return table(("variable", "default", "read by", "meaning"), rows)
 

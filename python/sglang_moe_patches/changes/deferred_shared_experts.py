@@ -5,7 +5,7 @@ Why
 
 Hook points
     ``DeepseekV2MoE.__init__``; in 0.5.11 its ``forward_normal`` and ``_forward_shared_experts``, too. Of
-    :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and the Triton runner's sequence.
+    :mod:`sglang_moe_patches.core.dead_input`: the layers that offer their dead input, and Triton's fused-MoE function.
 
 Skipped
     layer by layer: with runners that do not leave their input alone, fused shared experts, all-to-all, or single-batch

@@ -88,5 +88,3 @@ OWN: tuple[tuple[str, Variable[Any]], ...] = (
     ("observers", OBSERVE),
 )
 """Who reads it, and the variable."""
-BY_COMMANDS = ("observers",)
-"""Readers whose variables our commands set: `doctor` shows them, and the table for users does not."""

@@ -22,21 +22,6 @@ def render(template: Path, **values: Any) -> str:
     return environment.get_template(template.name).render(**values)
 
 
-def insert(page: Path, fragments: Mapping[str, str]) -> None:
-    """Add to a page that was written before.
-
-    :param fragments: HTML, by the name of the marker in front of which it goes: ``<!-- name -->`` in the page.
-    :raises ValueError: the page has no such marker.
-    """
-    text = page.read_text(encoding="utf-8")
-    for name, fragment in fragments.items():
-        before, marker, after = text.partition(f"<!-- {name} -->")
-        if not marker:
-            raise ValueError(f"{page}: has no marker {name!r}")
-        text = f"{before}{fragment}{marker}{after}"
-    replace({page.name: text}, page.parent)
-
-
 def replace(contents: Mapping[str, str], directory: Path) -> None:
     """Write files, each whole or not at all, and none before all could be written.
 

@@ -6,8 +6,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from growing_server import insert
 from rich.console import Console
-from sglang_moe_patches.lab.regress import pages, report
+from sglang_moe_patches.lab.regress import report
 from sglang_moe_patches.lab.regress.compare import Answer, Comparison, Memory, Run, compare
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/a.png onerror=alert(1)> {{ 7*7 }} & \"quoted\""
@@ -298,12 +299,12 @@ def test_the_page_is_whole_and_loads_nothing(comparison):
 
 def test_a_written_report_can_be_added_to(tmp_path):
     path = report.write(same(), tmp_path)
-    pages.insert(path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>"})
+    insert(path, {"overview": "<tr><th>KV cache</th></tr>", "sections": "<h2>Second start</h2>"})
     text = Page(path.read_text()).text
     places = [text.index(each) for each in ("Answers", "KV cache", "At a glance", "Second start", "What the figures")]
     assert places == sorted(places)
     with pytest.raises(ValueError, match="no marker 'x'"):
-        pages.insert(path, {"x": ""})
+        insert(path, {"x": ""})
 
 
 def test_hostile_text_is_shown_and_not_run():
