@@ -76,7 +76,8 @@ class FreeMemory:
 class Serving:
     """One rank, from its first request on.
 
-    :param counts: of the KV cache; another number goes through :func:`.token_count.set_token_count`.
+    :param shown: takes what ``/metrics`` has.
+    :param ranks: how many the server has.
     """
 
     def __init__(
