@@ -86,8 +86,8 @@ AGAIN = KV_UNIT + "growth.py::test_what_is_larger_afterwards_is_rehearsed_once_m
 BESIDE_LONG = KV_UNIT + "phases.py::test_a_long_request_and_the_short_ones_beside_it_have_room_at_once"
 LEAST = KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least"
 TAIL = KV_UNIT + "retirement.py::test_in_every_turn_free_and_held_slots_add_up_to_what_the_engine_believes"
-PLANT, DRIVER, SERVING, RETIREMENT, REHEARSAL, ADDRESSES = (
-    f"{KV}{name}.py" for name in ("planted_prefix", "driver", "serving", "retirement", "rehearsal", "address_space")
+PLANT, DRIVER, SERVING, REHEARSAL, ADDRESSES = (
+    f"{KV}{name}.py" for name in ("planted_prefix", "driver", "serving", "rehearsal", "address_space")
 )
 NO_PREFIX = PLANTED + "where_a_cache_wants_more_than_a_prefix_nothing_is_planted"
 NO_SLOT_LOST = PLANTED + "no_slot_is_lost_or_held_twice_whatever_the_cache_has_already"
@@ -353,7 +353,7 @@ MUTATIONS = tuple(
         (KV + "hooks.py", "again = self._pass < sizing.MAX_PASSES", "again = False", AGAIN),
         (KV + "sizing.py", "min(need.fits for need in needs)", "max(need.fits for need in needs)", LEAST),
         (KV + "sizing.py", "if fits > now and needs[0].missed:", "if False:", LEAST),
-        (KV + "serving.py", "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
+        (SERVING, "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
         (KV + "rehearsal.py", "(must or times * taken <= largest)", "True", JUDGED),
         (KV + "rehearsal.py", "if left >= MIN_FREE_BYTES and", "if left >= 0 and", JUDGED),
         (
@@ -393,18 +393,18 @@ MUTATIONS = tuple(
             "[]",
             KV_UNIT + "address_space.py::test_new_memory_is_zero_whatever_was_there_before",
         ),
-        (RETIREMENT, "self.held[gone.cpu() - self.kept - 1] = False", "pass", TAIL),
-        (RETIREMENT, "        if changed:", "        if False:", TAIL),
-        (RETIREMENT, "each.held[:] = False", "pass", TAIL),
-        (RETIREMENT, "any(taken) or self._flushed", "any(taken)", COME_BACK),
+        (SERVING, "self.held[gone.cpu() - self.kept - 1] = False", "pass", TAIL),
+        (SERVING, "        if changed:", "        if False:", TAIL),
+        (SERVING, "each.held[:] = False", "pass", TAIL),
+        (SERVING, "any(taken) or self._flushed", "any(taken)", COME_BACK),
         (
-            RETIREMENT,
+            SERVING,
             "int(held[-1]) + 1 if len(held) else 0",
             "len(held)",
             KV_UNIT + "retirement.py::test_when_nobody_holds_a_slot_of_the_tail_the_allocator_is_as_one_of_that_size",
         ),
         (
-            RETIREMENT,
+            SERVING,
             "[each.take_out() for each in self._tails.values()]",
             "(each.take_out() for each in self._tails.values())",
             KV_UNIT + "retirement.py::test_both_kinds_of_a_sliding_window_cache_come_back",
@@ -525,19 +525,19 @@ MUTATIONS = tuple(
             KV_ENGINE + "each_argument_that_kv_sizing_reads_is_one_of_the_engines",
         ),
         (
-            KV + "admission.py",
+            SERVING,
             "any(not req.finished() for req in with_penalties)",
             "False",
             KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
         ),
         (
-            KV + "admission.py",
+            SERVING,
             "any(not req.finished() for req in with_penalties)",
             "bool(with_penalties)",
             KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
         ),
         (
-            KV + "admission.py",
+            SERVING,
             "most - running_bs",
             "most",
             KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
