@@ -52,6 +52,10 @@ class Mutation(NamedTuple):
     until: str = ""
 
 
+SWIZZLED_UNTIL = OFFERS_ALL_UNTIL = "0.5.12.post1"
+"""Later releases allocate no swizzled scales beside those that were loaded, and offer buffers themselves."""
+SIZED_UNTIL = "0.5.15.post1"
+"""Later releases size CuteDSL's buffers themselves."""
 OFFER = OURS + "core/dead_input/offer.py"
 CUTEDSL = OURS + "changes/cutedsl_sizing/wrapper.py"
 OUTPUT_BUFFER = ENGINE + "changes/test_output_buffer.py::test_"
@@ -168,6 +172,7 @@ MUTATIONS = tuple(
             "_placeholder(scale) if _no_swizzled_scales.get() else original(scale)",
             "original(scale)",
             WEIGHTS + "placeholders_are_not_allocated",
+            SWIZZLED_UNTIL,
         ),
         (
             FP4,
@@ -269,7 +274,7 @@ MUTATIONS = tuple(
             "pass",
             SAID.format("a GPU that shares its memory"),
         ),
-        (QUERY, 'name.endswith("_blockscale_swizzled")', "False", SAID.format("NVFP4 on TRT-LLM")),
+        (QUERY, 'name.endswith("_blockscale_swizzled")', "False", SAID.format("NVFP4 on TRT-LLM"), SWIZZLED_UNTIL),
         (QUERY, '["skip_reason"] or skip_reason', '["skip_reason"]', SAID.format("a KV cache of another kind")),
         (
             QUERY,
@@ -334,7 +339,7 @@ MUTATIONS = tuple(
             "[OUTPUT_IN_DEAD_INPUT] if offering",
             SAID.format("gathered from four ranks, 4,096 tokens each"),
         ),
-        (BUFFER, " and _has_attention_inputs(built.model)", "", SAID.format("BF16 on TRT-LLM")),
+        (BUFFER, " and _has_attention_inputs(built.model)", "", SAID.format("BF16 on TRT-LLM"), OFFERS_ALL_UNTIL),
         (
             OURS + "changes/deferred_shared_experts.py",
             "if None in orders:",
@@ -346,6 +351,7 @@ MUTATIONS = tuple(
             "((OUTPUT_IN_DEAD_INPUT,) if takes else ())",
             "()",
             SAID.format("NVFP4 on CuteDSL"),
+            SIZED_UNTIL,
         ),
         (KV + "hooks.py", "self._counts_before if mapped else self.pools.counts", "self.pools.counts", ALIKE),
         (KV + "hooks.py", "self.pools.unmap_from(counts)\n        self._requests", "self._requests", ALIKE),
