@@ -56,6 +56,8 @@ SWIZZLED_UNTIL = OFFERS_ALL_UNTIL = "0.5.12.post1"
 """Later releases allocate no swizzled scales beside those that were loaded, and offer buffers themselves."""
 SIZED_UNTIL = "0.5.15.post1"
 """Later releases size CuteDSL's buffers themselves."""
+FLAGS_UNTIL = "0.5.13"
+"""Later releases have graphs' settings in one argument."""
 OFFER = OURS + "core/dead_input/offer.py"
 CUTEDSL = OURS + "changes/cutedsl_sizing/wrapper.py"
 OUTPUT_BUFFER = ENGINE + "changes/test_output_buffer.py::test_"
@@ -255,6 +257,7 @@ MUTATIONS = tuple(
             'resolved["disable_cuda_graph"] or resolved["disable_piecewise_cuda_graph"]',
             "False",
             SAID.format("no graphs of prefills"),
+            FLAGS_UNTIL,
         ),
         (
             QUERY,
