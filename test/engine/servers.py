@@ -17,11 +17,20 @@ from typing import Any
 
 import httpx
 import pages
+import pytest
 from common import processes
 from releases import ROOT
+from sglang_moe_patches.changes import cutedsl_sizing, deferred_shared_experts, fp4_weights, moe_workspace
 from sglang_moe_patches.core import machine
 from sglang_moe_patches.core.dead_input import counts
-from sglang_moe_patches.core.patch import Plan
+from sglang_moe_patches.core.patch import (
+    COLUMNS,
+    OUTPUT_IN_DEAD_INPUT,
+    SCRATCH_IN_DEAD_INPUT,
+    SHARED_BUFFERS,
+    SHARED_LAST,
+    Plan,
+)
 from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.observers import events
 from sglang_moe_patches.lab.observers.acted import of_count
@@ -157,6 +166,40 @@ def check_patched(patched: events.Process, moe_layers: int, backend: str = ROUTE
     assert offered == set(patched.acted.layers) - {0}  # the input of the model's first layer becomes the residual
     assert taken == (offered if not NATIVE_BUFFER or backend == "flashinfer_cutedsl" else set())  # else by the engine
     assert {name: status for name, status, _ in patched.changes} == expected_statuses(backend)
+
+
+COUNTED = {
+    SHARED_LAST: deferred_shared_experts.DEFERS,
+    SCRATCH_IN_DEAD_INPUT: counts.AS_SCRATCH,
+    COLUMNS: moe_workspace.COLUMNS,
+    SHARED_BUFFERS: cutedsl_sizing.CHANGE.counts[0],
+}
+"""By what doctor says of a change, what an observed server counts of it."""
+NEED_CUDA = ("activation-segments", "moe-workspace")
+"""Changes that no server on a CPU applies."""
+
+
+def check_doctor(report: dict[str, Any], ran: events.Process, backend: str) -> None:
+    """What ``doctor --model`` says of a server is what the server became and did.
+
+    :param report: of the same model and flags, on a GPU.
+    """
+    assert report["server"]["runner"] == backend
+    rows = {row["name"]: row for row in report["changes"]}
+    for name, status, _ in ran.changes:
+        # Without its variable kv-sizing is off; doctor says what it would do.
+        if name not in (*NEED_CUDA, "kv-sizing"):
+            assert rows[name]["status"] == status, rows[name]
+    said = "; ".join(row["does"] for row in rows.values() if row["acts"])
+    if "the engine defers them by itself" in rows[deferred_shared_experts.CHANGE.name]["reason"]:
+        said += SHARED_LAST  # who defers is not counted apart
+    is_ours = not NATIVE_BUFFER or backend == "flashinfer_cutedsl"  # else the engine takes what we offer
+    outputs = {OUTPUT_IN_DEAD_INPUT: counts.AS_OUTPUT if is_ours else counts.OFFERED}
+    for effect, count in {**COUNTED, **outputs}.items():
+        assert (effect in said) == bool(of_count(ran.acted, count.name)), (effect, said, ran.acted)
+    shuffled = of_count(ran.acted, fp4_weights.CHANGE.counts[0].name)
+    assert rows["fp4-weights"]["acts"] == bool(shuffled), rows["fp4-weights"]
+    assert report["fit"]["token_bytes"] == pytest.approx(ran.memory.cache_token_bytes, rel=0.001)
 
 
 class _Arguments(SimpleNamespace):

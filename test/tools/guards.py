@@ -285,6 +285,14 @@ MUTATIONS = tuple(
             "pass",
             SAID.format("a KV cache that the engine cannot be asked for"),
         ),
+        (OURS + "changes/output_buffer.py", '"" if taking else reason', "reason", SAID.format("NVFP4 on TRT-LLM")),
+        (
+            OURS + "memory/kv_sizing/pools.py",
+            "= rule, top, page, rule",
+            "= rule, top, page, top",
+            ENGINE + "memory/test_kv_sizing.py::"
+            "test_a_first_start_grows_serves_more_and_gives_memory_back_when_it_is_short",
+        ),
         (
             QUERY,
             '"in_place": runners.is_in_place(experts)',

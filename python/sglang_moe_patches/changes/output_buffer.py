@@ -105,7 +105,8 @@ def decide(built: Built) -> Decision:
         effects.append(INPUTS_DROPPED)
     used = ", ".join(sorted({str(runners.runner_of(experts)) for experts in runners.layers_of(built.model)}))
     takes_none = f"what {used} runs here takes no output buffer"
-    return Decision(tuple(effects), takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}")
+    reason = takes_none if offering or not reasons else f"{takes_none}, and {reasons[0]}"
+    return Decision(tuple(effects), "" if taking else reason)
 
 
 def _has_attention_inputs(model: Any) -> bool:

@@ -23,9 +23,11 @@ from servers import (
     NATIVE_BUFFER,
     PATIENCE,
     QUESTIONS,
+    SERVER,
     TRTLLM,
     answers,
     answers_in_process,
+    check_doctor,
     check_figures,
     figures,
     generate,
@@ -34,6 +36,7 @@ from servers import (
     server,
     started,
 )
+from sglang_moe_patches.lab.predict import model_report
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_reference import environment
 from tiny_moe.mutations import plugin
@@ -82,6 +85,15 @@ def test_stock_and_patched_answer_alike_and_patched_uses_one_buffer(pair):
     assert stock == patched
     check_figures(*map(figures, pair), moe_layers=4)
     assert FIRST in pair[1].log.read_text(errors="replace")
+
+
+@DEFAULT_ENGINE_ONLY
+def test_the_patched_server_runs_what_doctor_says_of_it(pair, checkpoint, monkeypatch):
+    """Other kinds: `test_doctor_servers.py`."""
+    answers(pair[1])
+    monkeypatch.setenv("SGLANG_MOE_PATCHES", "all")
+    report = model_report.examine(str(checkpoint(dense_layers=0)), [*SERVER, TRTLLM, *RANKS], "b200")  # has NVFP4
+    check_doctor(report, figures(pair[1]), TRTLLM)
 
 
 @pytest.mark.every_release

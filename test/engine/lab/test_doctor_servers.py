@@ -1,0 +1,52 @@
+"""A server of each kind of model that a CPU starts: it runs what ``doctor --model`` says of it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common import plugins
+from releases import ROOT
+from servers import ROUTED, SERVER, TRTLLM, answers, check_doctor, figures, on_path, server, started
+from sglang_moe_patches.lab.predict import model_report
+from sglang_moe_patches.memory.kv_sizing import eligibility
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek": (ROUTED, {}),
+    "DeepSeek, whose kernel routes": (TRTLLM, {"dense_layers": 0}),
+    "DeepSeek on CuteDSL": ("flashinfer_cutedsl", {"dense_layers": 0}),
+    "Qwen3": (ROUTED, {"family": "qwen3-moe"}),
+    "GLM-4.5": (ROUTED, {"family": "glm4-moe"}),
+    "MiniMax-M2": (ROUTED, {"family": "minimax-m2"}),
+}
+"""``--moe-runner-backend``, and the model's options. Without a GPU the engine has no Triton or Marlin, no format but
+NVFP4, and none of the KV caches but those of MHA and MLA."""
+FLAGS = ["--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320"]
+PROMPT = list(range(3, 203))
+
+
+@pytest.mark.product
+@pytest.mark.long("a server for each kind of model")
+@pytest.mark.every_release
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_started_server_runs_what_doctor_said(kind: str, tmp_path: Path, checkpoint, monkeypatch) -> None:
+    """With a stand-in for the driver, so that its KV cache grows. CI asks one that others ask, too."""
+    backend, options = KINDS[kind]
+    model = checkpoint(**options)
+    plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())
+    variables = {eligibility.KV_SIZING.name: "auto", eligibility.KV_MARGIN.name: "200"}
+    path = on_path(str(tmp_path / "plugin"))
+    asked = server("asked", model, tmp_path, *FLAGS, backend=backend, **variables, PYTHONPATH=path)
+    limit = asked._arguments.index("--max-total-tokens")
+    del asked._arguments[limit : limit + 2]
+    with started(asked) as (running,):
+        answers(running, prompts=[PROMPT])
+        ran, log = figures(running), running.log_text()
+    for variable, value in {"SGLANG_MOE_PATCHES": "all", **variables}.items():
+        monkeypatch.setenv(variable, value)
+    report = model_report.examine(str(model), [*SERVER, backend, *FLAGS], "b200")  # has NVFP4
+    check_doctor(report, ran, backend)
+    assert report["server"]["tokens"] == 64
+    (sizing,) = (row for row in report["changes"] if row["name"] == "kv-sizing")
+    assert sizing["acts"] == (" KV tokens instead of " in log), sizing
