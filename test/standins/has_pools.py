@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import wrapt
 
-WINDOW = 32
+WINDOW = int(os.environ.get("WINDOW", "32"))
 
 
 def register():

@@ -90,6 +90,8 @@ class Scheduler:
         runner = type("Runner", (), {"forward": lambda runner, batch: self.run(runner)})()
         runner.forward_pass_id = 11
         self.tp_worker = SimpleNamespace(model_runner=runner)
+        self.running_batch, self.chunked_req = SimpleNamespace(is_empty=lambda: True), None
+        self.waiting_queue: list[object] = []
 
     @property
     def forwards(self):

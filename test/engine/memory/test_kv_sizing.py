@@ -593,6 +593,21 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, folder: Path
     assert not any("not reached" in each for each in said(running))
 
 
+@pytest.mark.product
+@pytest.mark.every_release
+def test_a_prefix_keeps_no_more_windows_than_leave_room_for_a_chunk_behind_it(folder: Path, checkpoint):
+    """The cache counts windows by the parts in which it learned a prefix, of which the last would be less than one."""
+    place = folder / "prefix"
+    place.mkdir()
+    few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
+    running = sized("grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60")
+    with started(running):
+        answers(running, prompts=PROMPTS[:1])
+    (line,) = [line for line in said(running) if line.startswith("rehearsed in ")]
+    assert "prefill chunk behind the longest prefix" in line
+    assert "not reached" not in line
+
+
 def ran(folder: Path) -> list[list[list[str]]]:
     """Of both ranks, what each forward of the rehearsal was: mode, tokens, requests, tokens of data-parallel ranks."""
     return [[line.split() for line in (folder / "steps" / rank).read_text().splitlines()] for rank in "01"]

@@ -73,7 +73,7 @@ class LoadDriver:
         self._numbers = count(1)
         self._waiting: set[str] = set()
         self._phase: Phase | None = None
-        self._reached = self._decoding = self._idle = self._ended = self._planted = False
+        self._reached = self._decoding = self._idle = self._stuck = self._ended = self._planted = False
         self._steps = self._run()
 
     @property
@@ -103,12 +103,13 @@ class LoadDriver:
         """No further phase; what runs is aborted, or ends by its length."""
         self._ended = True
 
-    def put(self, idle: bool) -> list[Any]:
+    def put(self, idle: bool, stuck: bool = False) -> list[Any]:
         """What to put now: requests, or one :class:`Plant`; nothing while requests are waited for.
 
         :param idle: the scheduler has nothing to do: what is waited for has been lost.
+        :param stuck: it runs nothing and admits none of the requests that wait: they are aborted.
         """
-        self._idle = idle
+        self._idle, self._stuck = idle, stuck
         try:
             return next(self._steps)
         except StopIteration:
@@ -149,6 +150,11 @@ class LoadDriver:
     def _stopping(self) -> bool:
         return self._ended or self._seconds_to_deadline(0.0) < 0
 
+    @property
+    def _over_with_this(self) -> bool:
+        """Whether nothing more comes of the requests that were put."""
+        return self._idle or self._stuck or self._ended
+
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
         self._decoding = self._planted = False
         if phase.planted:
@@ -158,7 +164,7 @@ class LoadDriver:
         if phase.background:
             others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
             yield self._requests(others, max_new_tokens(phase.background, self.limits, 4096), phase)
-            while self._waiting and not (self._decoding or self._idle or self._ended):
+            while self._waiting and not (self._decoding or self._over_with_this):
                 yield []
         behind = set(self._waiting)
         prompts, last_tokens = phase.prompts(tokens), 0
@@ -173,16 +179,16 @@ class LoadDriver:
                 self.end()
                 break
             yield self._requests(turn, phase.new_tokens, phase)
-            while self._waiting - behind and not self._idle and not self._ended:
+            while self._waiting - behind and not self._over_with_this:
                 if self._reached and not phase.to_the_end and not phase.in_turn:
                     break
                 yield []
             if phase.growth:
                 self._slowest_s = max(self._slowest_s, left_s - self._seconds_to_deadline(self._grace_s))
-            if self._ended:
+            if self._ended or self._stuck:
                 break
         if self._waiting and not self._idle:
-            yield self.abort_all()
+            yield [self._abort()] if self._stuck else self.abort_all()
             while self._waiting and not self._idle:
                 # The engine aborts in the batch whose turn it is, and a pipeline has several.
                 yield self.abort_all() if self.limits.stages > 1 else []

@@ -640,6 +640,19 @@ def growing_parts(longest: int, chunk: int) -> list[int]:
     return lengths[1:]
 
 
+def _parts(longest: int, chunk: int, limits: Limits) -> list[int]:
+    """:func:`growing_parts`, the last of which holds a sliding window and hardly more.
+
+    The cache keeps the windows of a prefix in use by the parts in which it came to know it: a larger last part, or one
+    that is smaller than a window and has a large one before it, would leave no room for a chunk behind it.
+    """
+    if not limits.window_tokens:
+        return growing_parts(longest, chunk)
+    behind = limits.window + 2 * limits.page
+    first = max(0, longest - behind) // limits.page * limits.page
+    return [*(growing_parts(first, chunk) if first else []), longest]
+
+
 def _several(length: int, count: int) -> Callable[[Tokens], list[list[int]]]:
     """Prompts that are computed together: what is put at once is there before the next forward begins."""
     return lambda tokens: [tokens.some(length) for _ in range(count)]
@@ -661,7 +674,7 @@ def _behind(before: int, chunk: int, limits: Limits) -> Callable[[Tokens], list[
             return [prefix[:first] + tokens.some(chunk), prefix + tokens.some(chunk)]
         # Whole chunks, and so many that the whole takes no longer than the square of the fraction says.
         first = math.ceil((before + chunk) * FIRST_PART_FRACTION / chunk) * chunk
-        parts = growing_parts(before, chunk) if limits.radix_cache else [first]
+        parts = _parts(before, chunk, limits) if limits.radix_cache else [first]
         return [*(prefix[:length] for length in parts), prefix + tokens.some(chunk)]
 
     return prompts

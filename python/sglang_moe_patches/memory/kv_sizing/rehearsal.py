@@ -47,6 +47,8 @@ REHEARSAL_TIMEOUT_S = 300.0
 """After which no further phase begins. The engine's own first request gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
+STUCK_AFTER_S = 10.0
+"""Without a forward, while requests wait and nothing runs: the scheduler will admit none of them."""
 ALL = "all"
 """Of :attr:`Measured.seconds`: the whole rehearsal, beside its phases."""
 
@@ -233,7 +235,7 @@ class Rehearsal:
 
     def begin(self) -> None:
         """Install all wrappers. If this raises, the caller must call :meth:`end`."""
-        self._began = time.monotonic()
+        self._began = self._last_forward = time.monotonic()
         gpu_memory.reset_peak(self.gpu)
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
@@ -326,6 +328,7 @@ class Rehearsal:
                 facts = None
                 self._fail(error)
             result = original(batch, *args, **kwargs)
+            self._last_forward = time.monotonic()
             try:
                 self._look()
                 if self._driver is not None and facts is not None:
@@ -380,7 +383,7 @@ class Rehearsal:
         try:
             if self._seconds_to_deadline() < 0 or (not self._driver.over and self._any_low()):
                 self._driver.end()
-            put = self._driver.put(idle) if not self._driver.over else []
+            put = self._driver.put(idle, self._is_stuck()) if not self._driver.over else []
         except Exception as error:
             self._fail(error)
             self._driver.over, put = True, self._driver.abort_all()
@@ -389,6 +392,19 @@ class Rehearsal:
             return [Broadcast(tuple(put))] if put else []
         self._flushing = True
         return [Broadcast((make_flush(),))]
+
+    def _is_stuck(self) -> bool:
+        """Whether requests wait that the scheduler will not admit: nothing runs that could make room for them.
+
+        It goes by what is free for a request and by what its prefix keeps others from evicting, and says nothing.
+        """
+        if time.monotonic() - self._last_forward < STUCK_AFTER_S:
+            return False
+        scheduler = self.scheduler
+        stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))
+        batches = [each for each in (scheduler.running_batch, *stages) if each is not None]
+        runs = scheduler.chunked_req is not None or not all(each.is_empty() for each in batches)
+        return bool(scheduler.waiting_queue) and not runs
 
     def _swallow(self, output: Any, recv_obj: Any = None) -> None:
         """In the place of sending an answer."""

@@ -48,8 +48,8 @@ class Server:
     def make(self, name, prompt, new, phase):
         return SimpleNamespace(name=name, prompt=prompt, new=new, phase=phase)
 
-    def step(self, idle=False):
-        got = self.driver.put(idle)
+    def step(self, idle=False, stuck=False):
+        got = self.driver.put(idle, stuck)
         self.aborts += got.count("abort")
         for each in got:
             if isinstance(each, Plant):
@@ -149,6 +149,21 @@ def test_a_phase_that_is_never_seen_at_its_bound_is_tried_again_and_then_named()
     server = Server(refuses=("prefill chunk",))
     assert server.run().missed == ["prefill chunk"]
     assert sum(len(each.prompt) == LIMITS.chunk for each in server.put) >= ATTEMPTS_PER_PHASE > 1
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
+    """With speculation as well, where nothing that runs is aborted."""
+    server = Server(draft_tokens=draft_tokens)
+    first, *later = server.driver.load.phases
+    for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
+        waiting = server.step()
+        assert [each.phase for each in waiting] == [first]
+        assert (server.step(), server.aborts) == ([], attempt - 1)
+        assert (server.step(stuck=True), server.aborts) == ([], attempt)
+        server.answer(waiting)
+    assert server.step()[0].phase in later
+    assert server.driver.missed == [first.name]
 
 
 def test_requests_that_a_server_loses_are_not_waited_for():
