@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from changes import cutedsl_memory, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
+from changes import cutedsl_memory, marlin_repack, mori_rows, nvfp4_hopper, overhead, residual_hole, weight_shuffle
 from common import headlines, machine, moe_tables, output, same, verdicts
 from memory import segments, serving
 from tiny_moe import mutations
@@ -86,7 +86,9 @@ SEGMENTS = under(
     "segments", *("kimi-k2.5", "kimi-k2.5-0.5.17", "kimi-k2.5-0.5.17-stock", "qwen3-30b", "qwen3-30b-0.5.17")
 )
 # Of servers whose KV cache grew in their start.
-SERVING: tuple[str, ...] = under("serving", "qwen3-30b-default", "qwen3-235b-fp8", "qwen3-30b-h100")
+SERVING: tuple[str, ...] = under(
+    "serving", *("qwen3-30b-default", "qwen3-235b-fp8", "gpt-oss-120b-30-layers", "qwen3-30b-h100")
+)
 SERVING_RECIPES: tuple[str, ...] = under("serving")
 # What the newest refuses is shown of the default, on which it was measured.
 RECIPES = under("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
@@ -104,6 +106,7 @@ SECTIONS = {
     "launched": Section(under("serving", *headlines.LAUNCHED), headlines=headlines.launched),
     "index": Section(headlines=headlines.index),
     "weight-shuffle": one("weight-shuffle/h200", lambda result: weight_shuffle.tables(result, shards=("tp4", "ep8"))),
+    "marlin-repack": one("marlin-repack/h100", marlin_repack.tables),
     "nvfp4-hopper": one("nvfp4-hopper/h200-0.5.17", nvfp4_hopper.tables),
     "regress-verdicts": Section(headlines=lambda load: verdicts.tables()),
     "mutations": Section((mutations.RESULT,), headlines=mutations.on_the_page),

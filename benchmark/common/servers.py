@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -135,14 +135,20 @@ def prompt(tokens: int, seed: object) -> list[int]:
     return random.Random(f"{tokens}/{seed}").choices(range(3, model.vocab_size()), k=tokens)
 
 
-def answer_digests(server: Server, longest: int, new_tokens: int, part: str = "tokens") -> list[str]:
-    """A digest of each answer to random prompts of many lengths, the longest of so many tokens.
-
-    :param part: of the answer: its ``tokens``, or their ``logprobs``.
-    """
+def answer_all(server: Server, longest: int, new_tokens: int, *, logprobs: bool = False) -> list[dict[str, Any]]:
+    """Answers to random prompts of many lengths, the longest of so many tokens, as :func:`generate` gives them."""
     lengths = [max(1, longest * number // QUESTIONS) for number in range(1, QUESTIONS + 1)]
-    found = [generate(server, prompt(length, 0), new_tokens, logprobs=part == "logprobs")[part] for length in lengths]
-    return [hashlib.sha256(str(values).encode()).hexdigest()[:16] for values in found]
+    return [generate(server, prompt(length, 0), new_tokens, logprobs=logprobs) for length in lengths]
+
+
+def digests(answers: Sequence[Mapping[str, Any]], part: str = "tokens") -> list[str]:
+    """A digest of each answer's ``tokens``, or of their ``logprobs``."""
+    return [hashlib.sha256(str(answer[part]).encode()).hexdigest()[:16] for answer in answers]
+
+
+def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
+    """What :func:`digests` makes of :func:`answer_all`."""
+    return digests(answer_all(server, longest, new_tokens))
 
 
 def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "answers") -> str:
@@ -151,6 +157,23 @@ def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str, part: st
     if name == "stock" or not own or not stocks:
         return ""
     return f"{sum(mine == stock for mine, stock in zip(own, stocks, strict=True))} of {len(stocks)}"
+
+
+def first_tokens(answers: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Of each answer its first token, and that token's log-probability."""
+    return [(answer["tokens"][0], answer["logprobs"][0]) for answer in answers]
+
+
+def difference(measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "first") -> str:
+    """By how much log-probabilities of a server's :func:`first_tokens` differ from stock's at the most; "": by nothing,
+    or not known."""
+    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, "stock"))
+    if name == "stock" or not own or not stocks:
+        return ""
+    same = [abs(mine[1] - stock[1]) for mine, stock in zip(own, stocks, strict=True) if mine[0] == stock[0]]
+    other = len(stocks) - len(same)
+    most = max(same, default=0.0)
+    return f"; first tokens by up to {most:.2g}, {other} others" if most or other else ""
 
 
 def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:

@@ -11,8 +11,8 @@
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
 are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
 `patched`: all changes. `grown`: kv-sizing besides (SGLANG_MOE_PATCHES_KV_SIZING=auto); `stock-grown`: kv-sizing alone.
-`grown-again`: as `grown`, and asked nothing but the questions: does another first start give the same? `post-capture`
-is the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
+`grown-again` and `stock-again` are asked nothing but the questions: does another start give the same? `post-capture` is
+the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
 --mem-fraction-static behind `--` the KV cache grows all the same (SGLANG_MOE_PATCHES_KV_SIZING=always).
 
 Each server has an empty home of its own, where it leaves no file of this package. Compiled kernels lie in --work: the
@@ -82,6 +82,7 @@ class Kind(NamedTuple):
 
 SERVERS = {
     "stock": Kind("none"),
+    "stock-again": Kind("none", loaded=False),
     "post-capture": Kind("none", variables={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
     "patched": Kind("all"),
     "stock-grown": Kind("kv-sizing", grows=True),
@@ -369,7 +370,8 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
         new_tokens = min(ANSWER_TOKENS, options.output)
         ask = partial(servers.answer_digests, server, max(options.input), new_tokens)
         found["answers"] = ask()
-        found["logprobs"] = servers.answer_digests(server, max(options.input), new_tokens, "logprobs")
+        answers = servers.answer_all(server, max(options.input), new_tokens, logprobs=True)
+        found["logprobs"], found["first"] = servers.digests(answers, "logprobs"), servers.first_tokens(answers)
         if kind.loaded:
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             warm(client, options, vocabulary)
@@ -460,7 +462,8 @@ def tables(results: Sequence[output.Result]) -> str:
             cells.append("" if one["rehearsed_s"] is None else f"{one['rehearsed_s']:.0f}")
             cells.append(servers.equal_answers(figures["servers"], name))
             if more:
-                cells += [servers.equal_answers(figures["servers"], name, "logprobs"), _mb(one.get("loaded"))]
+                alike = servers.equal_answers(figures["servers"], name, "logprobs")
+                cells += [alike + servers.difference(figures["servers"], name), _mb(one.get("loaded"))]
             rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
     table = output.table(header, rows, left=2)

@@ -100,6 +100,8 @@ NO_SLOT_LOST = PLANTED + "no_slot_is_lost_or_held_twice_whatever_the_cache_has_a
 ROOM = KV_UNIT + "serving.py::test_the_longest_request_and_two_prefills_keep_their_room"
 LACKS = KV_UNIT + "serving.py::test_the_first_rank_orders_what_another_one_lacks"
 COME_BACK = KV_UNIT + "serving.py::test_slots_that_are_held_come_back_later_and_a_flush_brings_all"
+STUCK = f"{KV_UNIT}rehearsal.py::test_who_waits_is_stuck_when_nothing_has_run_for_long"
+ABORTED = f"{KV_UNIT}driver.py::test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins"
 JUDGED = f"{KV_UNIT}rehearsal.py::test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much"
 MUTATIONS = tuple(
     Mutation(*parts)
@@ -373,6 +375,11 @@ MUTATIONS = tuple(
         (SERVING, "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
         (KV + "rehearsal.py", "(must or times * taken <= largest)", "True", JUDGED),
         (KV + "rehearsal.py", "if left >= MIN_FREE_BYTES and", "if left >= 0 and", JUDGED),
+        (KV + "rehearsal.py", "bool(scheduler.waiting_queue) and not runs", "not runs", STUCK),
+        (KV + "rehearsal.py", "            self._last_forward = time.monotonic()\n", "", STUCK),
+        (KV + "rehearsal.py", "scheduler.chunked_req is not None or ", "", STUCK),
+        (KV + "driver.py", "yield [self._abort()] if self._stuck else", "yield", ABORTED),
+        (KV + "driver.py", "if self._ended or self._stuck:", "if self._ended:", ABORTED),
         (
             KV + "phases.py",
             "min(short.new_tokens, max_new_tokens(limits.requests, half, wanted))",

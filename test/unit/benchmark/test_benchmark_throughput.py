@@ -263,7 +263,7 @@ def test_a_server_that_leaves_a_file_of_ours_in_its_home_is_refused(monkeypatch,
     monkeypatch.setattr(serving, "has_gpu", lambda: True)
     monkeypatch.setattr(serving, "Server", Started)
     monkeypatch.setattr(serving.Client, "info", lambda client: {"max_total_num_tokens": 5, "mem_fraction_static": 0.8})
-    monkeypatch.setattr(serving.servers, "answer_digests", lambda *asked: ["a"])
+    monkeypatch.setattr(serving.servers, "generate", lambda *asked, **how: {"tokens": [1], "logprobs": [-0.5]})
     with pytest.raises(serving.Failed, match=r"left files in its home: \.cache/sglang-moe-patches"):
         serving.serve("grown-again", options(monkeypatch), tmp_path, tmp_path)
     monkeypatch.setattr(Started, "__enter__", lambda server: None)

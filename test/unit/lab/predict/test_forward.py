@@ -27,6 +27,7 @@ WITHOUT = {
     "launcher-cost": "times",
     "mori-rows": "rows and times",
     "mutations": "answers",
+    "marlin-repack": "loading, not a forward",
     "nvfp4-hopper": "what weights keep, beside its own prediction on the page",
     "overhead": "times",
     "regress": "answers, accuracy and the whole server's memory",

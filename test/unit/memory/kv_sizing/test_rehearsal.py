@@ -213,12 +213,39 @@ def test_a_stage_is_not_idle_while_batches_are_under_way(scheduler, monkeypatch)
     """Else what is under way would count as lost, and the next would be put beside it."""
     made, idle = scheduler(), []
     made.mbs = [None, object()]
-    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle: idle.append(is_idle) or [])
+    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle, is_stuck: idle.append(is_idle) or [])
     OneRank(made).begin()
     made.turn()
     made.mbs[1] = None
     made.turn()
     assert idle == [False, True]
+
+
+FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changed", "stuck"),
+    [
+        pytest.param(11, {}, True, id="one waits and nothing runs"),
+        pytest.param(9, {}, False, id="not yet for long"),
+        pytest.param(11, {"waiting_queue": []}, False, id="nothing waits"),
+        pytest.param(11, {"running_batch": FULL}, False, id="some decode"),
+        pytest.param(11, {"chunked_req": object()}, False, id="one is computed in chunks"),
+        pytest.param(11, {"mbs": [None, EMPTY], "running_mbs": [EMPTY, FULL]}, False, id="another stage's decode"),
+    ],
+)
+def test_who_waits_is_stuck_when_nothing_has_run_for_long(seconds, changed, stuck, scheduler, monkeypatch):
+    made, said, now = scheduler(), [], [0.0]
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rehearsal.LoadDriver, "put", lambda driver, is_idle, is_stuck: said.append(is_stuck) or [])
+    OneRank(made).begin()
+    now[0] = 5.0
+    made.tp_worker.model_runner.forward(Batch("EXTEND", 1, 1))
+    vars(made).update({"waiting_queue": ["one"], **changed})
+    now[0] += seconds
+    made.turn()
+    assert said == [stuck]
 
 
 def test_a_rank_that_does_not_read_learns_the_end_from_the_flush(scheduler):
