@@ -43,8 +43,8 @@ class Layer(NamedTuple):
     biased: bool = False
 
     @property
-    def prepare(self) -> str:
-        """The engine's function; a release that has none runs no such experts by Marlin."""
+    def function(self) -> str:
+        """The engine's function that prepares it, by name; a release without it runs no such experts by Marlin."""
         return f"prepare_moe_{self.format}_layer_for_marlin"
 
 
@@ -119,7 +119,7 @@ def prepare(layer: Layer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     torch.cuda.reset_peak_memory_stats()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     start = time.perf_counter()
-    getattr(engine_code.module(UTILS), layer.prepare)(module)
+    getattr(engine_code.module(UTILS), layer.function)(module)
     torch.cuda.synchronize()
     figures = {
         "seconds": time.perf_counter() - start,
@@ -199,7 +199,7 @@ def main() -> None:
     machine.require_gpu("marlin_repack")
     engine_code.module("sglang.srt.layers.quantization")  # first: the engine's imports are circular
     utils = engine_code.module(UTILS)
-    known = {name: layer for name, layer in (SMALL | LAYERS).items() if hasattr(utils, layer.prepare)}
+    known = {name: layer for name, layer in (SMALL | LAYERS).items() if hasattr(utils, layer.function)}
     figures = {
         "small": {name: compare(name, layer) for name, layer in known.items() if name in SMALL},
         "layers": {name: compare(name, layer) for name, layer in known.items() if name in options.layers},

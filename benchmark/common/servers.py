@@ -164,16 +164,15 @@ def first_tokens(answers: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]
     return [(answer["tokens"][0], answer["logprobs"][0]) for answer in answers]
 
 
-def difference(measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "first") -> str:
-    """By how much log-probabilities of a server's :func:`first_tokens` differ from stock's at the most; "": by nothing,
-    or not known."""
-    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, "stock"))
+def first_difference(measured: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """How far a server's :func:`first_tokens` are from stock's; "": they are the same, or not known."""
+    own, stocks = (measured.get(each, {}).get("first", []) for each in (name, "stock"))
     if name == "stock" or not own or not stocks:
         return ""
     same = [abs(mine[1] - stock[1]) for mine, stock in zip(own, stocks, strict=True) if mine[0] == stock[0]]
     other = len(stocks) - len(same)
     most = max(same, default=0.0)
-    return f"; first tokens by up to {most:.2g}, {other} others" if most or other else ""
+    return f"; of first tokens {most:.2g} apart at most, {other} are other tokens" if most or other else ""
 
 
 def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:

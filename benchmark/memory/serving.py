@@ -463,7 +463,7 @@ def tables(results: Sequence[output.Result]) -> str:
             cells.append(servers.equal_answers(figures["servers"], name))
             if more:
                 alike = servers.equal_answers(figures["servers"], name, "logprobs")
-                cells += [alike + servers.difference(figures["servers"], name), _mb(one.get("loaded"))]
+                cells += [alike + servers.first_difference(figures["servers"], name), _mb(one.get("loaded"))]
             rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
     table = output.table(header, rows, left=2)

@@ -330,10 +330,8 @@ class _Reader:
             return set()
         match call.func:
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                function, receiver = (
-                    engine.require_unpatched(type(self.known["self"]), name),
-                    {"self": self.known["self"]},
-                )
+                receiver = {"self": self.known["self"]}
+                function = engine.require_unpatched(type(receiver["self"]), name)
             case ast.Name(id=name):
                 function, receiver = self._lookup(name), {}
             case _:

@@ -151,8 +151,8 @@ class LoadDriver:
         return self._ended or self._seconds_to_deadline(0.0) < 0
 
     @property
-    def _over_with_this(self) -> bool:
-        """Whether nothing more comes of the requests that were put."""
+    def _nothing_more_comes(self) -> bool:
+        """Whether the requests that were put are waited for in vain: they were lost, are not admitted, or must end."""
         return self._idle or self._stuck or self._ended
 
     def _attempt(self, phase: Phase, tokens: Tokens) -> Iterator[list[Any]]:
@@ -164,7 +164,7 @@ class LoadDriver:
         if phase.background:
             others = [tokens.some(SHORT_PROMPT_TOKENS) for _ in range(phase.background)]
             yield self._requests(others, max_new_tokens(phase.background, self.limits, 4096), phase)
-            while self._waiting and not (self._decoding or self._over_with_this):
+            while self._waiting and not (self._decoding or self._nothing_more_comes):
                 yield []
         behind = set(self._waiting)
         prompts, last_tokens = phase.prompts(tokens), 0
@@ -179,7 +179,7 @@ class LoadDriver:
                 self.end()
                 break
             yield self._requests(turn, phase.new_tokens, phase)
-            while self._waiting - behind and not self._over_with_this:
+            while self._waiting - behind and not self._nothing_more_comes:
                 if self._reached and not phase.to_the_end and not phase.in_turn:
                     break
                 yield []

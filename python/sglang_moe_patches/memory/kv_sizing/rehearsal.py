@@ -48,7 +48,7 @@ REHEARSAL_TIMEOUT_S = 300.0
 ABANDON_AFTER_S = 60.0
 """More, after which what still runs is left to itself, and nothing counts."""
 STUCK_AFTER_S = 10.0
-"""Without a forward, while requests wait and nothing runs: the scheduler will admit none of them."""
+"""Seconds without a forward after which a scheduler that runs nothing will admit none of the requests that wait."""
 ALL = "all"
 """Of :attr:`Measured.seconds`: the whole rehearsal, beside its phases."""
 
@@ -396,7 +396,8 @@ class Rehearsal:
     def _is_stuck(self) -> bool:
         """Whether requests wait that the scheduler will not admit: nothing runs that could make room for them.
 
-        It goes by what is free for a request and by what its prefix keeps others from evicting, and says nothing.
+        The engine admits a request by the slots that are free, or become free when its own prefix is in use, and does
+        not say that it will never do so.
         """
         if time.monotonic() - self._last_forward < STUCK_AFTER_S:
             return False
