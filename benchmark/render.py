@@ -87,7 +87,8 @@ SEGMENTS = under(
 )
 # Of servers whose KV cache grew in their start.
 SERVING: tuple[str, ...] = under(
-    "serving", *("qwen3-30b-default", "qwen3-235b-fp8", "gpt-oss-120b-30-layers", "qwen3-30b-h100")
+    "serving",
+    *("qwen3-30b-default", "qwen3-235b-fp8", "gpt-oss-120b-30-layers", "gpt-oss-120b-8-layers", "qwen3-30b-h100"),
 )
 SERVING_RECIPES: tuple[str, ...] = under("serving")
 # What the newest refuses is shown of the default, on which it was measured.

@@ -151,10 +151,12 @@ def answer_digests(server: Server, longest: int, new_tokens: int) -> list[str]:
     return digests(answer_all(server, longest, new_tokens))
 
 
-def equal_answers(measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "answers") -> str:
-    """How many of a server's answers equal those of the server ``stock``; "": one of both gave none, or it is stock."""
-    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, "stock"))
-    if name == "stock" or not own or not stocks:
+def equal_answers(
+    measured: Mapping[str, Mapping[str, Any]], name: str, part: str = "answers", expected: str = "stock"
+) -> str:
+    """How many of a server's answers equal those of the server ``expected``; "": one gave none, or both are one."""
+    own, stocks = (measured.get(each, {}).get(part, []) for each in (name, expected))
+    if name == expected or not own or not stocks:
         return ""
     return f"{sum(mine == stock for mine, stock in zip(own, stocks, strict=True))} of {len(stocks)}"
 

@@ -11,8 +11,10 @@
 Servers are started one after the other, at the engine's own fraction and with its default graphs, random weights, and
 are asked the same requests at once; before that eight questions, one after the other. `stock`: SGLANG_MOE_PATCHES=none.
 `patched`: all changes. `grown`: kv-sizing besides (SGLANG_MOE_PATCHES_KV_SIZING=auto); `stock-grown`: kv-sizing alone.
-`grown-again` and `stock-again` are asked nothing but the questions: does another start give the same? `post-capture` is
-the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
+`grown-again` and `stock-again` are asked nothing but the questions: does another start give the same? Nor is a server
+that has the names of its changes, as in `fp4-weights` or `kv-sizing+moe-workspace`: what does each do alone?
+`stock-zeros`: stock, but for what Hopper's MXFP4 kernels read behind a layer's scales, which is zeros there.
+`post-capture` is the engine's own sizing (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1: from 0.5.17 on, not for MLA). With
 --mem-fraction-static behind `--` the KV cache grows all the same (SGLANG_MOE_PATCHES_KV_SIZING=always).
 
 Each server has an empty home of its own, where it leaves no file of this package. Compiled kernels lie in --work: the
@@ -26,6 +28,7 @@ kv-sizing's margin is free: the server is to give KV cache back and to go on ans
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -59,7 +62,9 @@ from common.client import Client
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.core.patch import SELECT_VARIABLE
 from sglang_moe_patches.lab.servers.server import Server
+from sglang_moe_patches.memory import kv_sizing
 from sglang_moe_patches.memory.kv_sizing.eligibility import KV_MARGIN, KV_SIZING
+from sglang_moe_patches.registry import CHANGES
 from sglang_moe_reference import environment
 
 MB = 1e6
@@ -80,9 +85,11 @@ class Kind(NamedTuple):
     variables: Mapping[str, str] = {}
 
 
+ZEROS = "stock-zeros"
 SERVERS = {
     "stock": Kind("none"),
     "stock-again": Kind("none", loaded=False),
+    ZEROS: Kind("none", loaded=False, variables={dummy_weights.ZEROS_BEHIND_SCALES: "1"}),
     "post-capture": Kind("none", variables={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}),
     "patched": Kind("all"),
     "stock-grown": Kind("kv-sizing", grows=True),
@@ -90,6 +97,29 @@ SERVERS = {
     "grown-again": Kind("all", grows=True, loaded=False),
 }
 DEFAULT = ("stock", "grown")
+
+
+def kind_of(name: str) -> Kind:
+    """The server of a name: of ``SERVERS``, or of changes joined by ``+``.
+
+    :raises argparse.ArgumentTypeError: it is neither.
+    """
+    if name in SERVERS:
+        return SERVERS[name]
+    known, changes = [change.name for change in CHANGES], name.split("+")
+    if not set(changes) <= set(known):
+        raise argparse.ArgumentTypeError(f"{name}: not known; known: {', '.join([*SERVERS, *known])}; + joins changes")
+    return Kind(",".join(changes), grows=kv_sizing.CHANGE.name in changes, loaded=False)
+
+
+def named(text: str) -> list[str]:
+    """``type=`` of ``--servers``."""
+    names = text.split(",")
+    for name in names:
+        kind_of(name)
+    return names
+
+
 #: Of the engine's own result.
 KEPT = (
     *("duration", "completed", "total_input_tokens", "total_output_tokens", "total_throughput", "output_throughput"),
@@ -159,7 +189,7 @@ def server_arguments(options: Any, model: Path, name: str) -> list[str]:
     given = ["--model-path", str(model), *given, "--stream-interval", str(STREAMED)]
     if options.quick:
         given += ["--context-length", str(options.context)]
-        if "grown" in name:  # without the limit that servers without a GPU have
+        if kind_of(name).grows:  # without the limit that servers without a GPU have
             given += ["--max-total-tokens", "100000000"]
     if options.take:
         given.append("--enable-metrics")  # which say what was given back
@@ -325,7 +355,7 @@ def fraction_in_force(info: Mapping[str, Any]) -> float:
 
 def variables(name: str, options: Any, work: Path) -> dict[str, str]:
     """The environment of a server."""
-    kind, home = SERVERS[name], work / "homes" / name
+    kind, home = kind_of(name), work / "homes" / name
     folders = dummy_weights.write_plugin(work / "plugin")
     if pretends := kind.grows and not has_gpu():
         shutil.rmtree(stand_in := work / "stand-in", ignore_errors=True)
@@ -344,7 +374,7 @@ def variables(name: str, options: Any, work: Path) -> dict[str, str]:
 
 def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
     """One server, from start to end."""
-    kind, own = SERVERS[name], variables(name, options, work)
+    kind, own = kind_of(name), variables(name, options, work)
     home = Path(own["HOME"])
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
@@ -388,7 +418,7 @@ def serve(name: str, options: Any, work: Path, model: Path) -> dict[str, Any]:
 
 def by_the_rule(name: str, found: dict[str, Any]) -> bool:
     """Whether a server that was to grow has what the engine's own fraction gives, by its log."""
-    return SERVERS[name].grows and found["growth"] is None
+    return kind_of(name).grows and found["growth"] is None
 
 
 def failures(found: dict[str, Any]) -> list[str]:
@@ -460,9 +490,9 @@ def tables(results: Sequence[output.Result]) -> str:
             cells.append(_mb(one["growth"] and one["growth"]["need_bytes"]))
             cells.append(f"{one['startup_s']:.0f}")
             cells.append("" if one["rehearsed_s"] is None else f"{one['rehearsed_s']:.0f}")
-            cells.append(servers.equal_answers(figures["servers"], name))
+            cells.append(_answers_alike(figures["servers"], name, "answers"))
             if more:
-                alike = servers.equal_answers(figures["servers"], name, "logprobs")
+                alike = _answers_alike(figures["servers"], name, "logprobs")
                 cells += [alike + servers.first_difference(figures["servers"], name), _mb(one.get("loaded"))]
             rows.append(tuple(cells))
             besides += _loads_besides(run, label, one)
@@ -474,6 +504,12 @@ def tables(results: Sequence[output.Result]) -> str:
         )
         table += f"\n{output.table(of_loads, besides, left=3)}"
     return table
+
+
+def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
+    """Of how many answers a part equals stock's, and that of a stock server with zeros behind its scales."""
+    zeros = servers.equal_answers(measured, name, part, ZEROS)
+    return servers.equal_answers(measured, name, part) + (f"; {zeros} {ZEROS}'s" if zeros else "")
 
 
 def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -520,7 +556,7 @@ def main() -> None:
     parser.add_argument(
         "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
     )
-    parser.add_argument("--servers", type=output.choice_of(SERVERS), default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument("--servers", type=named, default=list(DEFAULT), metavar="NAME,...")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there, for later runs"
     )

@@ -71,6 +71,7 @@ FORKS = "test/standins/preloaded/sitecustomize.py"
 FORKED = UNIT + "test_preloaded.py::test_what_a_server_spawns_is_forked_has_its_environment_and_ends_it_when_it_fails"
 FP4, UNREAD = OURS + "changes/fp4_weights/__init__.py", OURS + "changes/fp4_weights/unread.py"
 SCALES = ENGINE + "changes/test_fp4_unread_scales.py::test_"
+ZEROS = SCALES + "behind_hoppers_scales_lie_zeros"
 REPACK, REPACKED = OURS + "changes/fp4_weights/repack.py", ENGINE + "changes/test_fp4_repack.py::test_"
 IN_PLACE = REPACKED + "experts_are_repacked_where_they_were_with_the_same_bits"
 HELD = REPACKED + "weights_that_somebody_holds_are_not_written_over"
@@ -169,6 +170,9 @@ MUTATIONS = tuple(
             'give_up_unread_scales(layer)\n        result = original(self, layer)\n        with best_effort("x',
             SCALES + "what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same",
         ),
+        (FP4, "            put_zeros_behind_scales(self)", "            pass", ZEROS),
+        (FP4, "data.new_zeros(", "data.new_empty(", ZEROS),
+        (FP4, "_SCALE_BYTES_AT_ONCE = 128", "_SCALE_BYTES_AT_ONCE = 64", ZEROS),
         (FP4, " if storage.expired()", "", SCALES + "a_scale_whose_memory_is_read_is_not_counted"),
         (FP4, "    if loader is not None:", "    if False:", SCALES + "an_update_ends_as_on_the_stock_server"),
         (

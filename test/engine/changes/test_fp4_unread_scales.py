@@ -5,6 +5,7 @@ The layers are the engine's own ``FusedMoE``. What lays out their weights and ru
 
 from __future__ import annotations
 
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -222,6 +223,36 @@ def test_layers_are_repacked_for_marlin_where_they_were_loaded(engine, monkeypat
         layer.quant_method.process_weights_after_loading(layer)
     assert [layer.w13_weight.dtype, layer.w2_weight.dtype] == [torch.int32] * 2
     assert [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()] == places
+
+
+def test_behind_hoppers_scales_lie_zeros(engine, monkeypatch):
+    """Its kernels read 128 bytes of a row at once: of w2's scales, which have 64, 64 more behind the last row."""
+    from sglang.srt.layers.quantization import mxfp4
+
+    layout = importlib.import_module("triton_kernels.tensor_details.layout")
+    swizzle = mxfp4._swizzle_mxfp4
+    triton_kernels = made_kind("triton_kernels", engine, monkeypatch)
+    monkeypatch.setattr(mxfp4, "_swizzle_mxfp4", swizzle)
+    monkeypatch.setattr(layout, "cuda_capability_geq", lambda major, minor=0: major <= 9)
+
+    def scales():
+        method = processed(triton_kernels).quant_method
+        configs = (method.w13_precision_config, method.w2_precision_config)
+        found = [getattr(each, "weight_scale", None) or each.b_mx_scale for each in configs]
+        assert [each.storage.layout.name for each in found] == ["HOPPER_SCALE"] * 2
+        return [each.storage.data for each in found]
+
+    stock = scales()
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is 255 everywhere
+    try:
+        with installed(fp4_weights.CHANGE):
+            ours = scales()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(mine, its) and mine.stride() == its.stride() for mine, its in zip(ours, stock, strict=True))
+    assert [each.shape[1] for each in ours] == [128, 64]
+    whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in ours]
+    assert [behind.tolist() for behind in (whole[0][ours[0].numel() :], whole[1][ours[1].numel() :])] == [[], [0] * 64]
 
 
 def test_it_says_which_scales_go_and_why_not(kind):

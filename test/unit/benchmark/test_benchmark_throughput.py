@@ -104,6 +104,30 @@ def test_of_several_ranks_the_one_that_loaded_most_counts():
     assert dummy_weights.allocated_after_loading("begin") is None
 
 
+def test_servers_are_named_and_any_changes_are_one(monkeypatch):
+    given = options(monkeypatch, "--servers", "stock,kv-sizing+moe-workspace,fp4-weights")
+    kinds_asked = [serving.kind_of(name) for name in given.servers]
+    assert [(each.changes, each.grows, each.loaded) for each in kinds_asked] == [
+        ("none", False, True),
+        ("kv-sizing,moe-workspace", True, False),
+        ("fp4-weights", False, False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["stck", "stock+fp4-weights", "fp4-weights+"])
+def test_a_server_that_is_not_known_is_named(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", "--servers", name])
+    with pytest.raises(SystemExit):
+        serving.main()
+    assert f"{name}: not known; known: stock, " in capsys.readouterr().err
+
+
+def test_answers_are_compared_with_stock_and_with_zeros_behind_its_scales():
+    measured = {"stock": {"answers": [1, 2]}, "stock-zeros": {"answers": [1, 3]}, "fp4-weights": {"answers": [1, 3]}}
+    alike = [serving._answers_alike(measured, name, "answers") for name in measured]
+    assert alike == ["; 1 of 2 stock-zeros's", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
+
+
 def test_each_token_is_a_word(monkeypatch):
     made = Tokenizer.from_str(serving.tokenizer_json(300, {298: "<image>"}))
     assert made.get_vocab_size() == 300

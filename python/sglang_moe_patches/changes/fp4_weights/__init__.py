@@ -18,6 +18,8 @@ Hook points
       such a placeholder replaces its scales.
     * ``process_weights_after_loading`` of MXFP4's methods: after it, what :mod:`.unread` proves that the method's
       ``apply`` never reads is replaced by such a placeholder, which takes a weight update as stock's parameter does.
+      What is given up moves what lies behind the scales that are read. On Hopper ``triton_kernels`` reads up to 64
+      bytes of it, so there zeros are put (:func:`put_zeros_behind_scales`).
     * ``prepare_moe_mxfp4_layer_for_marlin``, ``prepare_moe_nvfp4_layer_for_marlin`` and ``gptq_marlin_repack``:
       :mod:`.repack` writes each expert over the one that it was made from.
 
@@ -31,7 +33,8 @@ Upstream
     sglang preallocates the outputs of the shuffle from release 0.5.13 on (no fragmentation, but still a second copy of
     the layer, and slower); frees the placeholders after loading from 0.5.12 on, and makes none from 0.5.13 on. For
     Marlin it keeps them in all releases (#38092, open). DeepSeek-V4's scales behind Marlin are deleted after the repack
-    in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones.
+    in 0.5.17, not yet in 0.5.13. #31898 (open) stacks Marlin's experts without a list, beside the loaded ones. #36456
+    pads the scales that ``triton_kernels`` reads on Hopper: in 0.5.23, not yet in 0.5.17.
 
 Remove when
     the engine shuffles in place, or within a bounded scratch, and does not allocate the placeholders for TRT-LLM, nor
@@ -73,6 +76,11 @@ _MXFP4_METHODS = (
     ("sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod"),
 )
 """The methods for MXFP4 experts: gpt-oss and others, and DeepSeek-V4 on Marlin."""
+
+_HOPPER_SCALES = "HOPPER_SCALE"
+"""What ``triton_kernels`` calls its layout of scales on Hopper."""
+_SCALE_BYTES_AT_ONCE = 128
+"""Bytes of a row of swizzled scales, 32 for each 32 weights, that it reads at once: its tiles are of 128 weights."""
 
 # Set while create_weights runs for a backend whose swizzled block scales nobody reads. A ContextVar, so that another
 # thread that swizzles block scales at the same moment gets real ones.
@@ -140,6 +148,28 @@ def _taking_updates(scale: Any) -> Any:
     return placeholder
 
 
+def put_zeros_behind_scales(method: Any) -> None:
+    """Have ``triton_kernels`` read zeros, and not another tensor, behind the scales of a layer's last expert.
+
+    On Hopper it reads the scales of 128 weights at once, without a mask. Where a row is no multiple of that (gpt-oss'
+    2,880), the last row of all goes on in whatever memory comes next. A byte of 255 there is a NaN, which the limit of
+    gpt-oss' SwiGLU turns into an ordinary number (triton-lang/triton#10772, sglang#36456).
+
+    :param method: the quantization method of a layer whose weights were processed. Its swizzled scales
+        [experts, bytes of a row, rows] stay what they are, and move.
+    """
+    for config in vars(method).values():
+        scales = getattr(config, "weight_scale", None) or getattr(config, "b_mx_scale", None)
+        storage: Any = getattr(scales, "storage", None)
+        if getattr(getattr(storage, "layout", None), "name", "") != _HOPPER_SCALES:
+            continue
+        data = storage.data
+        if missing := -data.shape[-2] % _SCALE_BYTES_AT_ONCE:
+            whole = data.new_zeros(data.untyped_storage().nbytes() + missing * data.stride(-2))
+            moved = whole.as_strided(data.shape, data.stride(), data.storage_offset())
+            storage.data = moved.copy_(data)
+
+
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +192,8 @@ def _wrap_process_weights(original: Any) -> Any:
         with best_effort("a layer's scales that nothing reads"):
             if getattr(layer, "quant_method", None) is self:
                 give_up_unread_scales(layer)
+        with best_effort("what lies behind a layer's scales"):
+            put_zeros_behind_scales(self)
         return result
 
     return process_weights_after_loading
