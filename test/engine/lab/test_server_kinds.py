@@ -47,6 +47,7 @@ def test_each_kind_of_server_answers_alike_and_patched_uses_one_buffer(checkpoin
     check_figures(*map(figures, running), moe_layers=4 - dense_layers)
 
 
+@pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_cutedsl_serves_a_prompt_beyond_the_budget_from_buffers_of_one_layer(engine, checkpoint, tmp_path):
     """With these limits the stock engine ends on the prompt of 300 tokens (test_reference_cutedsl.py). Here it answers

@@ -90,6 +90,7 @@ def turned(checkpoint, tmp_path: Path, *arguments: str, **variables: str) -> tup
     return list(did.values()), log
 
 
+@pytest.mark.ci
 @pytest.mark.long("a server's start")
 @pytest.mark.skipif(RELEASE not in (DEFAULT, releases.ALL[-1]), reason="its seam is that of the default release")
 def test_a_server_is_switched_over_when_it_has_started_and_before_its_first_request(checkpoint, tmp_path: Path):

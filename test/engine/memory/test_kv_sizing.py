@@ -534,6 +534,7 @@ def asked_about_images(running: Server) -> list[Any]:
     return found
 
 
+@pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_a_server_that_takes_images_grows_beside_what_the_rule_keeps_for_them_and_answers_as_stock(folder: Path):
     place = folder / "images"
