@@ -449,6 +449,30 @@ MUTATIONS = tuple(
             "        if False:",
             KV_UNIT + "serving.py::test_the_tail_goes_until_the_margin_is_free_again",
         ),
+        (
+            KV + "hooks.py",
+            "max(self._need, without_forwards - seen.lowest)",
+            "without_forwards - seen.lowest",
+            KV_UNIT + "growth.py::test_a_later_rehearsal_forgets_no_need_of_an_earlier_one",
+        ),
+        (
+            KV + "hooks.py",
+            "without_forwards - seen.lowest)",
+            "without_forwards - min(seen.lowest, seen.expected))",
+            KV_UNIT + "growth.py::test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run",
+        ),
+        (
+            KV + "hooks.py",
+            "            self._rehearsal.end()\n        counts = ",
+            "            pass\n        counts = ",
+            KV_UNIT + "growth.py::test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer",
+        ),
+        (
+            KV + "sizing.py",
+            "min(now, least)",
+            "min(now, 1)",
+            KV_UNIT + "sizing.py::test_all_ranks_have_what_fits_on_the_one_with_the_least",
+        ),
         (SERVING, "self._orders.give(Flush())", "pass", COME_BACK),
         (
             SERVING,

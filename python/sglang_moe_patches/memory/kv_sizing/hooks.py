@@ -116,7 +116,8 @@ class ServerStart:
         self._rehearsal: rehearsal.Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
-        self._seconds, self._phases = dict[str, float](), dict[str, int]()  # of all passes
+        # Of all passes: a later one runs what is larger than it was, and nothing else.
+        self._need, self._seconds, self._phases = 0, dict[str, float](), dict[str, int]()
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -200,8 +201,8 @@ class ServerStart:
         top = min((each for _, each in told), key=lambda each: each.tokens)
         if self.limited:
             top = rule if self.limited <= rule.tokens else top
-        if not problem and (not top.tokens or min(top) < min(rule)):
-            problem = f"there is no address space for more than {rule.tokens:,} tokens"
+        if not problem and any(addresses < tokens for addresses, tokens in zip(top, rule, strict=True)):
+            problem = f"there is no address space for {rule.tokens:,} tokens"
         if problem:
             self.reason = problem
             self.log("no rehearsal because %s", problem, warn=True)
@@ -335,12 +336,15 @@ class ServerStart:
             self._seconds[name] = self._seconds.get(name, 0.0) + took
         for name, taken in seen.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), taken)
+        without_forwards = self.launch.free - self._other_bytes() - self.pools.mapped_bytes()
+        self._need = max(self._need, without_forwards - seen.lowest)
+        lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
-        spare = seen.lowest - self.margin - self.launch.images - not_run
+        spare = lowest - self.margin - self.launch.images - not_run
         mapped = self.pools.bytes_behind(self.pools.counts)
         need = RankNeed(
-            fits=self.pools.tokens_within(mapped + spare),
-            need=int(max(0, self.launch.free - self._other_bytes() - self.pools.mapped_bytes() - seen.lowest)),
+            fits=self.pools.tokens_within(int(mapped + spare)),
+            need=int(without_forwards - lowest),
             failure=seen.failure,
             stopped=seen.stopped,
             missed=seen.missed,
@@ -399,7 +403,7 @@ class ServerStart:
         self.needs = needs
         now = self.pools.counts.tokens
         most = min(self.pools.top.tokens, self.limited or self.pools.top.tokens)
-        verdict = sizing.decide(needs, now, most)
+        verdict = sizing.decide(needs, now, most, serving.least_tokens(self.scheduler))
         if verdict.tokens > now:
             return MapTokens(verdict.tokens)
         again = verdict.tokens < now and any(need.stopped for need in needs) and self._pass < sizing.MAX_PASSES
@@ -435,6 +439,8 @@ class ServerStart:
 
     def _use(self, order: UseTokens) -> None:
         assert self.pools is not None
+        if self._rehearsal is not None:  # else a rank whose rehearsal nobody ended would go on swallowing answers
+            self._rehearsal.end()
         counts = self.pools.counts_for(order.tokens)
         try:
             self._tell(counts)

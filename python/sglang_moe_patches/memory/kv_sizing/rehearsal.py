@@ -74,6 +74,7 @@ class Measured:
     """What a rank has seen in a rehearsal; bytes.
 
     :param lowest: its lowest free memory.
+    :param expected: what a forward that did not run would have left; it may be negative.
     :param graphs: what went into graphs of decodes, and of prefills, before.
     :param slack: what the allocator keeps beyond the most tensors.
     :param phases: the peak of tensors in each phase; only the first rank has the names.
@@ -85,6 +86,7 @@ class Measured:
     """
 
     lowest: int = 0
+    expected: float = math.inf
     graphs: tuple[int, int] = (0, 0)
     slack: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
@@ -239,6 +241,7 @@ class Rehearsal:
         gpu_memory.reset_peak(self.gpu)
         self._first = first = gpu_memory.read(self.gpu)
         self._lowest, self._peak_reserved, self._peak = first.free, first.reserved, first.allocated
+        self._expected = math.inf
         self._phase, self._phases = "", dict[str, int]()
         limits = self.limits = limits_of(self.scheduler, self._requests)
         # Longer prompts would wait for ever, or come in chunks that are smaller.
@@ -367,7 +370,7 @@ class Rehearsal:
         if left >= MIN_FREE_BYTES and (must or times * taken <= largest):
             return True
         if must:
-            self._stopped, self._lowest = True, min(self._lowest, left)
+            self._stopped, self._expected = True, min(self._expected, left)
         return False
 
     def _fail(self, error: Exception) -> None:
@@ -433,6 +436,7 @@ class Rehearsal:
         driver, grown = self._driver, self._peak_reserved - self._first.reserved
         return Measured(
             lowest=lowest_free(self._lowest, self._first.free, grown),
+            expected=self._expected,
             graphs=graph_bytes(self.runner),
             slack=max(0, grown - (self._peak - self._first.allocated)),
             phases=self._phases,

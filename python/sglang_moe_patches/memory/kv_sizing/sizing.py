@@ -91,17 +91,20 @@ class Verdict:
     reason: str = ""
 
 
-def decide(needs: Sequence[RankNeed], now: int, most: int) -> Verdict:
+def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> Verdict:
     """The tokens of a server, the same on all ranks: as many as fit on the rank with the least.
 
     :param now: tokens that have memory.
     :param most: tokens that there are addresses for, which a limit of the user's bounds.
+    :param least: tokens below which a KV cache is not made smaller.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return Verdict(now, f"the rehearsal failed: {'; '.join(failures)}")
     fits = min(need.fits for need in needs)
-    if fits <= 0:
-        return Verdict(now, "not one page fits beside the largest forward")
+    if fits < (floor := min(now, least)):
+        return Verdict(
+            floor, f"beside the largest forward and the margin fit {max(0, fits):,} tokens, too few to serve"
+        )
     if fits > now and needs[0].missed:
         return Verdict(now, f"the rehearsal did not reach: {', '.join(needs[0].missed)}")
     return Verdict(now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most))

@@ -12,7 +12,7 @@ from sglang_moe_patches.memory.kv_sizing import hooks
 from sglang_moe_patches.memory.kv_sizing.address_space import HostMemory
 from sglang_moe_patches.memory.kv_sizing.pools import ElasticPools
 from sglang_moe_patches.memory.kv_sizing.rehearsal import Measured
-from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory
+from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 RULE, TOP, MARGIN = 1000, 9000, 2 * GB
@@ -55,7 +55,11 @@ class Rehearsal:
     limits = SimpleNamespace(default_requests=False)
 
     def __init__(self, scheduler, gpu, over, report_low, any_low, *, leads, load, peaks, requests):
-        self.poll = self.look_at_turn = self.begin = self.end = list
+        self.poll = self.look_at_turn = self.begin = list
+        self.ended = False
+
+    def end(self):
+        self.ended = True
 
 
 class Ranks:
@@ -101,6 +105,7 @@ class Ranks:
                     server_args=None,
                     tp_worker=SimpleNamespace(model_runner=None),
                     token_to_kv_pool_allocator=None,
+                    chunked_prefill_size=50,
                 )
             )
             self.each.append(start)
@@ -192,6 +197,43 @@ def test_what_is_larger_afterwards_is_rehearsed_once_more_and_the_cache_shrinks_
     ranks.measure(-100, 7, phases={"a": 3_000_000, "b": 9_000_000}, seconds={"b": 2.0})
     assert (ranks.tokens(), len(ranks.served)) == ((1400,) * 3, 2)
     assert "largest: b 9 MB, a 5 MB" in caplog.text
+
+
+def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog):
+    """It runs what is larger than it was, which may be little. Between both the allocator gives back what it kept."""
+    caplog.set_level("INFO")
+    ranks = Ranks(monkeypatch)
+    ranks.again = ["a phase"]
+    ranks.measure(500, 500)
+    needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
+    ranks.measure(3000, 3000)
+    assert ranks.tokens() == (1500,) * 3
+    assert f"forwards need {needed:,} MB" in caplog.text
+
+
+def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    ranks.again = ["a phase"]
+    ranks.measure(900, 900, stopped=True, missed=("a phase",), expected=MARGIN + 200_000_000)
+    assert ranks.tokens() == (200,) * 3
+    ranks.measure(1500, 1500)
+    assert ranks.tokens() == (1700,) * 3
+
+
+def test_a_rank_whose_rehearsal_nobody_ended_swallows_no_answer(monkeypatch):
+    """The first has failed to begin its second: no load comes, and the others' does not end by itself."""
+    ranks = Ranks(monkeypatch)
+    ranks.again = ["a phase"]
+    ranks.measure(500, 500)
+    begun = [one._rehearsal for one in ranks.each]
+    ranks.each[0]._publish_need(RankNeed(failure="it cannot"))
+    assert [each.ended for each in begun] == [False] * 2
+    for broadcast in ranks.each[0].orders.instead():  # it has waited long enough
+        for order in broadcast.what:
+            for one in ranks.each:
+                one.obey(order)
+    assert [each.ended for each in begun] == [True] * 2
+    assert ranks.tokens() == (1500,) * 3
 
 
 def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twice(monkeypatch):

@@ -36,15 +36,15 @@ def test_the_page_says_the_margin():
             id="a rank failed",
         ),
         pytest.param(
-            [RankNeed(fits=300), RankNeed(fits=0)],
-            200,
-            "not one page fits beside the largest forward",
-            id="nothing fits",
+            [RankNeed(fits=300), RankNeed(fits=-9)],
+            120,
+            "beside the largest forward and the margin fit 0 tokens, too few to serve",
+            id="nothing fits: two chunks stay",
         ),
     ],
 )
 def test_all_ranks_have_what_fits_on_the_one_with_the_least(needs, tokens, reason):
-    assert sizing.decide(needs, 200, 500) == Verdict(tokens, reason)
+    assert sizing.decide(needs, 200, 500, 120) == Verdict(tokens, reason)
 
 
 @pytest.mark.parametrize(
