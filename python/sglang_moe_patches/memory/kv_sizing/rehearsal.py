@@ -19,7 +19,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -426,9 +425,10 @@ class Rehearsal:
                 self._driver.answered(name)
 
     def _finish(self, flushed: bool) -> None:
-        result = Measured(failure=self._failure or "it was ended by something else")
-        with suppress(Exception):
+        try:
             result = self._measured(flushed)
+        except Exception as error:
+            result = Measured(failure=self._failure or f"{type(error).__name__}: {error}")
         self.end()
         self._over(result)
 
