@@ -337,7 +337,8 @@ class ServerStart:
         for name, taken in seen.phases.items():
             self._phases[name] = max(self._phases.get(name, 0), taken)
         without_forwards = self.launch.free - self._other_bytes() - self.pools.mapped_bytes()
-        self._need = max(self._need, without_forwards - seen.lowest)
+        if not seen.failure:
+            self._need = max(self._need, without_forwards - seen.lowest)
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run

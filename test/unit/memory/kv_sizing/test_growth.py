@@ -211,6 +211,14 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     assert f"forwards need {needed:,} MB" in caplog.text
 
 
+def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    ranks = Ranks(monkeypatch)
+    ranks.measure(-2000, -2000, failure="it ended")
+    assert ranks.tokens() == (RULE,) * 3
+    assert "forwards need 0 MB" in caplog.text
+
+
 def test_what_would_have_been_taken_counts_once_and_is_forgotten_when_it_has_run(monkeypatch):
     ranks = Ranks(monkeypatch)
     ranks.again = ["a phase"]
