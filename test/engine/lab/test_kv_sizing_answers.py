@@ -161,7 +161,9 @@ def decided(running: Server, log: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        name if (name, RELEASE) == ("hidden states", DEFAULT) else pytest.param(name, marks=pytest.mark.product)
+        pytest.param(
+            name, marks=pytest.mark.ci if (name, RELEASE) == ("hidden states", DEFAULT) else pytest.mark.product
+        )
         for name in STARTED
     ],
 )

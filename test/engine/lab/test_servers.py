@@ -178,6 +178,7 @@ def test_concurrent_requests_get_the_answers_they_get_alone(pair):
     assert not wrong
 
 
+@pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_regress_calls_a_server_worse_that_answers_otherwise(pair, checkpoint, tmp_path):
     """Here because its weights are others; that a broken guard gives other answers is in ``test_tiny_moe.py``."""
