@@ -112,7 +112,7 @@ def kind_of(name: str) -> Kind:
     return Kind(",".join(changes), grows=kv_sizing.CHANGE.name in changes, loaded=False)
 
 
-def named(text: str) -> list[str]:
+def parse_servers(text: str) -> list[str]:
     """``type=`` of ``--servers``."""
     names = text.split(",")
     for name in names:
@@ -556,7 +556,7 @@ def main() -> None:
     parser.add_argument(
         "--take", type=float, default=0, metavar="SECONDS", help="then another process takes memory (grown ones alone)"
     )
-    parser.add_argument("--servers", type=named, default=list(DEFAULT), metavar="NAME,...")
+    parser.add_argument("--servers", type=parse_servers, default=list(DEFAULT), metavar="NAME,...")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="keep model and compiled kernels there, for later runs"
     )
