@@ -117,8 +117,13 @@ demo: env $(filter demo/bf16,$(MODEL)) ## serve a tiny model that can do arithme
 	PYTHONPATH=benchmark $(BIN)/python -W ignore test/tools/growing_server.py --model $(MODEL) --output demo/growing \
 	  --report demo/report/report.html -- $(SERVER)
 
-accuracy: env ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
-	$(BIN)/python -W ignore benchmark tiny_moe/accuracy
+ACCURACY = $(BIN)/sglang-moe-reference regress --data-path benchmark/tiny_moe/test.jsonl --num-questions 600 --num-shots 1 \
+  --max-new-tokens 128
+accuracy: env demo/bf16 ## accuracy of the tiny model on its 600 held-out questions, NVFP4 and the bf16 it was made from
+	rm -rf demo/accuracy demo/accuracy-bf16
+	$(ACCURACY) --model benchmark/tiny_moe/model --output demo/accuracy -- \
+	  --quantization modelopt_fp4 --moe-runner-backend $(BACKEND)
+	$(ACCURACY) --model demo/bf16 --output demo/accuracy-bf16
 
 mutations: env ## what deliberately broken patches do to its answers: the table of docs/commands/accuracy.md
 	$(BIN)/sglang-moe-reference exec -- \

@@ -4,7 +4,7 @@
 
 A few minutes on one GPU. The prompts are those of the engine's ``sglang.test.few_shot_gsm8k``: solved problems, one
 after the other. The loss counts the answers alone; after an answer the model is to stop, whatever follows in the row.
-Written are the bfloat16 weights; ``export.py`` quantizes them, ``accuracy.py`` measures both. The training ends long
+Written are the bfloat16 weights; ``export.py`` quantizes them, ``make accuracy`` measures both. The training ends long
 before the model has nothing left to learn: a model that is sure of everything would not notice a small error, and is no
 test of anything.
 """

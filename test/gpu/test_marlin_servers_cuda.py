@@ -27,8 +27,8 @@ from sglang_moe_patches.lab.regress import gsm8k  # noqa: E402
 from sglang_moe_patches.lab.servers.server import Server  # noqa: E402
 from sglang_moe_reference import environment  # noqa: E402
 from sglang_moe_reference.model import write_checkpoint  # noqa: E402
-from tiny_moe.accuracy import SHIPPED  # noqa: E402
 from tiny_moe.export import QUESTIONS, shipped_bf16  # noqa: E402
+from tiny_moe.mutations import SHIPPED  # noqa: E402
 from tiny_moe.train import SPEC  # noqa: E402
 
 ASKED, AT_LEAST = 200, 0.85
