@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import forwards, machine, output, plugins, servers, timing, weights
-from common.shapes import MODELS, Model
+from common import forwards, machine, output, servers, timing, weights
+from common.client import Client
+from common.shapes import Model
 
 MB = 1e6
 NAMES = (*servers.SERVERS, timing.CONTROL)
@@ -65,25 +66,21 @@ def difference(first: dict[str, Any], second: dict[str, Any]) -> float | None:
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
-    rank = MODELS[options.model].shard(options.shard)
+    rank = weights.SERVABLE[options.model].shard(options.shard)
     served = weights.Served(rank, options.dense_layers, options.moe_layers, NVFP4)
     asked = ["--moe-runner-backend", "auto", "--disable-shared-experts-fusion", *options.server_arguments]
     asked += ["--max-total-tokens", str(2 * options.tokens + 4096), "--mem-fraction-static", "0.9"]
-    setups = {
-        name: servers.Setup(
-            served,
-            work,
-            tokens=options.tokens,
-            arguments=(*servers.EAGER, *asked),
-            observe=False,
-            variables=((forwards.VARIABLE, str(work / f"{name}.jsonl")),),
-            changes=options.changes,
-        )
-        for name in NAMES
-    }
-    setups["stock"].prepare()
+    setup = servers.Setup(
+        served,
+        work,
+        tokens=options.tokens,
+        arguments=(*servers.EAGER, *asked),
+        observe=False,
+        timed=True,
+        changes=options.changes,
+    )
+    setup.prepare()
     other = weights.write_checkpoint(work / "other", served, 1, "cuda")  # an update reads files
-    plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
     prompts = [servers.prompt(tokens, seed) for seed, tokens in enumerate((24, 600, options.tokens))]
     figures: dict[str, Any] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
@@ -91,14 +88,14 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
     def ask(server: Any) -> list[dict[str, Any]]:
         return [servers.generate(server, ids, options.new_tokens) for ids in prompts]
 
-    for name, setup in setups.items():
+    for name in NAMES:
         with servers.running({name: setup}, at_once=False) as running:
             server = running[name]
             answers[name] = ask(server)
-            lines = forwards.read(work / f"{name}.jsonl")
+            lines = forwards.read(setup.forwards_file(name))
             one: dict[str, Any] = {
                 "start_s": round(server.startup_s, 1),
-                "engine": servers.state(server),
+                "engine": Client(server.url).info()["internal_states"][0]["memory_usage"],
                 "before": lines[-1].before,
                 "log": [line for line in server.log_text().splitlines() if "moe-patches on" in line],
                 "answers": answers[name],
@@ -144,16 +141,10 @@ def tables(result: output.Result) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, logs=True)
-    parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
+    servers.add_options(parser, shard=8, tokens=4096, moe_layers=2)
     parser.add_argument(
         "--changes", default="fp4-weights", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)"
     )
-    parser.add_argument("--shard", type=int, default=8, help="serve the sizes of one rank of so many (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the longest prompt (%(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--dense-layers", type=int, default=1)
-    parser.add_argument("--moe-layers", type=int, default=2)
-    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
     machine.require_gpu("nvfp4_hopper")
     with output.work_folder(options) as work:

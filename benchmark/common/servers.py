@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
@@ -18,7 +19,7 @@ from sglang_moe_patches.core.variables import OBSERVE
 from sglang_moe_patches.lab.servers.server import Server
 from sglang_moe_reference import environment, model
 
-from common import history, plugins, processes, weights
+from common import forwards, history, plugins, processes, weights
 from common.weights import Served
 
 #: The engine turns NVLink multicast on with --enable-symm-mem. Where the machine has it off, it stays off.
@@ -46,6 +47,7 @@ class Setup:
     :param workspace_mb: MiB that the reference kernel takes while it runs, as the vendor kernel does for its workspace.
     :param observe: have the servers record their memory; costs time in every forward.
     :param history: record the allocator's history of one forward too.
+    :param timed: have the servers write what each forward took and did (:mod:`common.forwards`); likewise.
     :param changes: ``SGLANG_MOE_PATCHES`` of a patched server.
     """
 
@@ -57,6 +59,7 @@ class Setup:
     workspace_mb: int = 0
     observe: bool = True
     history: bool = False
+    timed: bool = False
     variables: tuple[tuple[str, str], ...] = ()
     changes: str = "all"
 
@@ -94,10 +97,15 @@ class Setup:
             own[OBSERVE.name] = str(self.observed(name))
         if self.history:
             own[history.TOKENS] = str(self.tokens)
+        if self.timed:
+            own[forwards.VARIABLE] = str(self.forwards_file(name))
         return own
 
     def observed(self, name: str) -> Path:
         return self.work / f"observed-{name}"
+
+    def forwards_file(self, name: str) -> Path:
+        return self.work / f"{name}.jsonl"
 
     def temporary(self, name: str) -> Path:
         return self.work / f"tmp-{name}"
@@ -107,6 +115,8 @@ class Setup:
         plugins.write(self.work / "plugin", "benchmark_weights", "common.weights:register")
         if self.history:
             plugins.write(self.work / "plugin", "benchmark_history", "common.history:register")
+        if self.timed:
+            plugins.write(self.work / "plugin", "benchmark_forwards", "common.forwards:register")
 
     def server(self, name: str) -> Server:
         """``name`` starts with ``stock`` or ``patched``."""
@@ -114,6 +124,18 @@ class Setup:
         self.temporary(name).mkdir()
         log, progress = self.work / f"{name}.log", processes.saying(name, 10)
         return Server(name, self.command(), self.environment(name), log, timeout=400, progress=progress)
+
+
+def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Those that say what is served, and how long prompts and answers are."""
+    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
+    parser.add_argument("--shard", type=int, default=1, help="serve the sizes of one rank of so many (%(default)s)")
+    parser.add_argument("--dense-layers", type=int, default=1, help="%(default)s")
+    parser.add_argument("--moe-layers", type=int, default=3, help="%(default)s")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of the longest prompt, prefilled in one forward")
+    parser.add_argument("--new-tokens", type=int, default=16, help="of each answer (%(default)s)")
+    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
+    parser.set_defaults(**defaults)
 
 
 @contextmanager
@@ -203,16 +225,3 @@ def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool 
 def same(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
     """Whether two answers are equal, token for token and log-probability for log-probability."""
     return bool(stock["tokens"] == patched["tokens"] and stock["logprobs"] == patched["logprobs"])
-
-
-def state(server: Server) -> dict[str, Any]:
-    """The engine's version, and its own account of its memory: weights and KV cache in GB, KV cache in tokens."""
-    import httpx
-
-    for path in ("get_server_info", "server_info"):
-        response = httpx.get(f"{server.url}/{path}", timeout=60)
-        if response.status_code == 200:
-            info = response.json()
-            return {"version": info["version"], **info["internal_states"][0]["memory_usage"]}
-    response.raise_for_status()
-    raise AssertionError

@@ -23,6 +23,7 @@ beyond what was allocated before the forward. --workspace-mb stands for the memo
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from dataclasses import asdict
@@ -84,7 +85,7 @@ def predict_both(served: weights.Served, options: argparse.Namespace) -> dict[st
 
 def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> dict[str, Any]:
     predicted = predict_both(served, options)
-    print(prediction_table(predicted), flush=True)
+    print("predicted, MB:", {name: in_mb(one["peak_forward_bytes"]) for name, one in predicted.items()}, flush=True)
     symmetric = ["--enable-symm-mem"] if options.symm_mem else []
     setup = servers.Setup(
         served,
@@ -99,12 +100,10 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
     setup.prepare()
     answers: dict[str, list[Any]] = {}
     figures: dict[str, Any] = {}
-    states: dict[str, Any] = {}
     names = [*servers.SERVERS, *([timing.CONTROL] if options.control else [])]
     for together in [names] if options.at_once else [[name] for name in names]:
         with servers.running(dict.fromkeys(together, setup), at_once=options.at_once) as running:
             for name, server in running.items():
-                states[name] = servers.state(server)
                 answers[name] = [
                     servers.generate(server, servers.prompt(options.tokens, seed), options.new_tokens)
                     for seed in [*range(PROMPTS)] * 2
@@ -120,7 +119,6 @@ def measure(options: argparse.Namespace, served: weights.Served, work: Path) -> 
         "served": asdict(served),
         "predicted": predicted,
         "server_arguments": setup.command(),
-        "states": states,
         "prompts": PROMPTS,
         "differing": {name: differing(answers["stock"], answers[name]) for name in names},
         "unrepeatable": {name: differing(answers[name][:PROMPTS], answers[name][PROMPTS:]) for name in names},
@@ -192,44 +190,14 @@ def peaks_beside(result: output.Result) -> list[str]:
     return cells
 
 
-def prediction_table(predicted: dict[str, Any]) -> str:
-    """What each server should need, part by part."""
-    both = [predicted[name] for name in servers.SERVERS]
-    parts = {part: text for part, text in prediction.PARTS.items() if part in both[0]["parts"]}
-    rows = [(text, *(in_mb(one["parts"][part]) for one in both)) for part, text in parts.items()]
-    rows.append(("**sum**", *(f"**{in_mb(sum(one['parts'].values()))}**" for one in both)))
-    for place in both[0].get("elsewhere", {}):
-        rows.append((f"at another place: {place}", *(in_mb(one["elsewhere"][place]) for one in both)))
-    hidden = " and ".join(str(one["hidden_tensors"]) for one in both)
-    return f"Predicted, with {hidden} hidden-size tensors:\n\n" + output.table(
-        ("MB, in a MoE layer, one rank", "stock", "patched"), rows
-    )
-
-
 def tables(result: output.Result) -> str:
+    """Both figures of one run, predicted beside measured, and how far answers are apart where they differ."""
     figures = result["figures"]
-    memory = [figures["memory"][name] for name in servers.SERVERS]
-    served = figures["served"]
-    runner = f"{served['runner']}{' with FP8 experts' if served['fp8'] else ''}"
     rows = []
     for title, key in zip(("live when the routed kernel starts", "peak of the forward"), KEYS, strict=True):
-        stock, patched = (one[key] for one in memory)
-        predicted = [in_mb(figures["predicted"][name][key]) for name in servers.SERVERS]
-        difference = "-" if None in (stock, patched) else f"{(patched - stock) / MB:+,.1f}"
-        rows.append((title, predicted[0], in_mb(stock), predicted[1], in_mb(patched), difference))
-    header = ("MB, one rank", "stock: predicted", "measured", "patched: predicted", "measured", "difference")
-    parts = [
-        prediction_table(figures["predicted"]),
-        f"{figures['model']} widths (hidden {served['model']['hidden']}, {served['model']['experts']} experts, "
-        f"{served['dense_layers']} dense + {served['moe_layers']} MoE layers), {runner}, "
-        f"TP={figures['tp']}"
-        f"{' with the shares of TP=' + str(figures['shard']) if figures['shard'] > 1 else ''}, "
-        f"{figures['tokens']:,} tokens, kernel workspace {figures['workspace_mb']} MiB"
-        f"{', --enable-symm-mem' if figures['symm_mem'] else ''}. Answers equal: "
-        f"{figures['prompts'] - len(figures['differing']['patched'])} of {figures['prompts']}; repeated by stock: "
-        f"{figures['prompts'] - len(figures['unrepeatable']['stock'])}.\n",
-        output.table(header, rows),
-    ]
+        both = ((figures[kind][name][key] for kind in ("predicted", "memory")) for name in servers.SERVERS)
+        rows.append((title, *map(in_mb, itertools.chain(*both))))
+    parts = [output.table(("MB, one rank", *PEAK_COLUMNS[1:]), rows)]
     if figures["differing"]["patched"]:
         parts.append(output.table(ANSWERS, distances(figures)))
     return "\n".join(parts)
@@ -310,21 +278,15 @@ def plot(result: output.Result, path: Path) -> None:
 def parse() -> argparse.Namespace:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
-    parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes")
+    servers.add_options(parser, new_tokens=8)
     parser.add_argument("--runner", choices=weights.RUNNERS, default="flashinfer_trtllm_routed")
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, scales by blocks of 128 x 128; with triton")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--shard", type=int, default=1, help="give each rank its share of so many times more ranks")
-    parser.add_argument("--tokens", type=int, default=16384, help="prompt length, prefilled in one forward")
-    parser.add_argument("--new-tokens", type=int, default=8, help="tokens of each answer")
-    parser.add_argument("--dense-layers", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--moe-layers", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--workspace-mb", type=int, default=0, help="MiB that the routed kernel takes while it runs")
     parser.add_argument("--moe-workspace-mb", type=int, help="MB that Triton or Marlin may hold; default: unset")
     parser.add_argument("--symm-mem", action="store_true", help="NCCL symmetric memory (NVLink multicast as it is)")
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
-    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for both servers")
     return output.parse(parser)
 
 
@@ -342,7 +304,7 @@ def main() -> int:
         return 2
     with output.work_folder(options) as work:
         figures = measure(options, served, work)
-    result = output.result("peak_memory", figures, {"engine": figures["states"]["stock"]["version"]})
+    result = output.result("peak_memory", figures)
     if wrong := set(figures["differing"]["patched"]) - set(figures["unrepeatable"]["stock"]):
         if options.json:
             output.write(options.json, result)

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import forwards, machine, output, plugins, servers, timing, weights
+from common import forwards, machine, output, servers, timing, weights
 from common.forwards import Forward
-from common.shapes import MODELS, TINY
 from sglang_moe_patches.core.machine import has_gpu
 
 MB = 1e6
@@ -61,26 +60,23 @@ def mixed_lengths(options: Any, seed: int) -> list[int]:
 
 
 def measure(options: Any, work: Path) -> dict[str, Any]:
-    whole = TINY if options.quick else MODELS[options.model].shard(options.shard)
+    whole = weights.SERVABLE[options.model].shard(options.shard)
     served = weights.Served(whole, options.dense_layers, options.moe_layers, "triton", options.fp8)
     arguments = ["--max-total-tokens", str(2 * options.tokens + 4096), *options.server_arguments]
     if has_gpu():
         arguments += ["--mem-fraction-static", "0.9"]
-    setups = {
-        name: servers.Setup(
-            served,
-            work,
-            options.tp,
-            options.tokens,
-            arguments=(*(() if options.graphs else servers.EAGER), *arguments),
-            observe=False,
-            variables=((forwards.VARIABLE, str(work / f"{name}.jsonl")),),
-            changes=options.changes,
-        )
-        for name in names_of(options.copies)
-    }
-    setups["stock"].prepare()
-    plugins.write(work / "plugin", "benchmark_forwards", "common.forwards:register")
+    setup = servers.Setup(
+        served,
+        work,
+        options.tp,
+        options.tokens,
+        arguments=(*(() if options.graphs else servers.EAGER), *arguments),
+        observe=False,
+        timed=True,
+        changes=options.changes,
+    )
+    setup.prepare()
+    setups = dict.fromkeys(names_of(options.copies), setup)
     answers: dict[str, list[Any]] = {name: [] for name in setups}
     with servers.running(setups, at_once=True) as running:
         print("ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
@@ -93,13 +89,12 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
         for round_, names in rounds:
             for name in names:
                 ask_at_once(running[name], [SHORT] * options.batch, options.new_tokens, round_)
-        asked = {name: forwards.read(work / f"{name}.jsonl") for name in running}
+        asked = {name: forwards.read(setup.forwards_file(name)) for name in running}
         mixed: dict[str, list[float]] = {name: [] for name in running}
         for round_, names in rounds if options.mixed else []:
             for name in names:
                 lengths = mixed_lengths(options, round_)
                 mixed[name].append(ask_at_once(running[name], lengths, options.new_tokens, round_))
-        logs = {name: server.log_text().splitlines() for name, server in running.items()}
 
     def median_ms(steps: list[Forward]) -> float | None:
         return statistics.median(step.ms for step in steps) if steps else None
@@ -131,8 +126,6 @@ def measure(options: Any, work: Path) -> dict[str, Any]:
             "outputs": whole[-1].outputs,
             "scratch": whole[-1].scratch,
             "mixed_s": [round(seconds, 3) for seconds in mixed[name][WARM_UP:]],
-            "captured_outputs": sum(one.outputs for one in lines if one.tokens is None),
-            "log": [line for line in logs[name] if "moe-patches on" in line or "graph end" in line],
         }
 
     stock, *others = (figures(name) for name in setups)
@@ -231,22 +224,17 @@ def run_of(result: output.Result) -> str:
 
 
 def main() -> None:
-    parser = output.parser(__doc__, quick={"tokens": 64, "rounds": 1, "batch": 2, "mixed": 4}, logs=True)
-    parser.add_argument("--model", choices=[m for m in weights.SERVABLE if m in MODELS], default="kimi-k2.5")
+    quick = {"model": "tiny", "shard": 1, "tokens": 64, "rounds": 1, "batch": 2, "mixed": 4}
+    parser = output.parser(__doc__, quick=quick, logs=True)
+    servers.add_options(parser, shard=4)
     parser.add_argument("--fp8", action="store_true", help="FP8 experts, with a scale for each block of 128 x 128")
     parser.add_argument("--changes", default="all", help="SGLANG_MOE_PATCHES of the patched server (%(default)s)")
-    parser.add_argument("--shard", type=int, default=4, help="serve the sizes of one rank of so many (%(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that serve them (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
-    parser.add_argument("--dense-layers", type=int, default=1)
-    parser.add_argument("--moe-layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="requests of many lengths at once, in each round")
     parser.add_argument("--copies", type=int, default=1, help="of each server: decode steps differ between processes")
     parser.add_argument("--graphs", action="store_true", help="leave the engine's default CUDA graphs on")
-    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for the servers")
     options = output.parse(parser)
     if not options.quick:
         machine.require_gpu("triton_server", "--quick runs without one")
