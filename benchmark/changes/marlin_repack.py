@@ -205,7 +205,3 @@ def main() -> None:
         "layers": {name: compare(name, layer) for name, layer in known.items() if name in options.layers},
     }
     output.finish(options, output.result("marlin_repack", figures), tables)
-
-
-if __name__ == "__main__":
-    main()

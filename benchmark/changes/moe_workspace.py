@@ -6,7 +6,6 @@
     python benchmark changes/moe_workspace --tune TILES --models kimi-k2.5 --layouts tp4  # the best tiles
     python benchmark changes/moe_workspace --tiles TILES --models kimi-k2.5 --layouts tp4  # and those tiles
     python benchmark changes/moe_workspace --runner marlin --layers kimi-k2.5:tp8 --tokens 16384 --slices 2,7 --mb 700
-    python benchmark changes/moe_workspace --fit marlin.json  # the constants of Marlin's rule
 
 One process, no server, no checkpoint: the engine's own layer with random weights at one rank's widths. Each cell
 compares stock, stock again (what stock differs from itself no patch caused) and column slices, in turn, by CUDA events.
@@ -378,7 +377,6 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--runner", choices=RUNNERS, default="triton")
     parser.add_argument("--models", type=output.choice_of(MODELS), default=list(GRID), help=", ".join(MODELS))
     parser.add_argument("--layouts", type=output.choice_of(LAYOUTS), default=["tp1", "tp4", "tp8"])
-    parser.add_argument("--weights", type=output.choice_of(WEIGHTS["triton"]), default=list(WEIGHTS["triton"]))
     parser.add_argument("--layers", type=layers, metavar="MODEL:LAYOUT:WEIGHTS,...", help="these, not all of the above")
     parser.add_argument("--tokens", type=output.numbers)
     parser.add_argument("--slices", type=output.numbers, help="so many, beside the rule's own")
@@ -386,7 +384,6 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--tune", type=Path, metavar="FOLDER", help="find the best tiles, and no more")
     parser.add_argument("--processes", type=int, default=12, help="that compile for --tune")
     parser.add_argument("--tiles", type=Path, metavar="FOLDER", help="measure with tiles from there as well")
-    parser.add_argument("--compile", type=output.numbers, help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help="each kernel's time, whole and in four slices")
     parser.add_argument("--graphs", type=output.numbers, help="tokens of layers to capture")
     parser.add_argument("--decode", type=output.numbers, help="tokens of batches too small for slices")
@@ -394,9 +391,6 @@ def parse(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this time")
     parser.add_argument("--stream", type=Path, metavar="FILE", help="write each figure as it comes")
-    parser.add_argument(
-        "--fit", type=Path, metavar="FILE", help="fit the rule's constants to a Marlin result, and no more"
-    )
     options = output.parse(parser, arguments)
     for name, value in DEFAULTS[options.runner].items():
         if getattr(options, name) is None:
@@ -405,7 +399,7 @@ def parse(arguments: list[str] | None = None) -> Any:
         options.layers = options.layers or layers(MARLIN_GRID)
         if options.tune or options.tiles:
             parser.error("--tune and --tiles are for --runner triton")
-    options.layers = options.layers or list(itertools.product(options.models, options.layouts, options.weights))
+    options.layers = options.layers or list(itertools.product(options.models, options.layouts, WEIGHTS["triton"]))
     if wrong := {weights for *_, weights in options.layers} - set(WEIGHTS[options.runner]):
         parser.error(f"--runner {options.runner} has no {', '.join(sorted(wrong))} weights")
     return options
@@ -413,20 +407,12 @@ def parse(arguments: list[str] | None = None) -> Any:
 
 def main() -> None:
     options = parse()
-    if options.fit:
-        print(moe_tables.fit(json.loads(options.fit.read_text(encoding="utf-8"))))
-        return
     machine.require_gpu("moe_workspace")
     with torch.inference_mode():
         runner = RUNNERS[options.runner]()
-        if isinstance(runner, TritonRunner) and options.compile:
-            moe_tiles.compile_part(runner, options.layers, options.compile[0] - 1, options.compile[1])
-            return
         print(machine.sentence(machine.conditions()), flush=True)
         if isinstance(runner, TritonRunner) and options.tune:
-            names = ",".join(map(":".join, options.layers))
-            worker = [str(Path(__file__).parents[1]), "changes/moe_workspace", "--layers", names, "--compile"]
-            tuned = moe_tiles.tune(runner, options.layers, options.tokens, options.tune, worker, options.processes)
+            tuned = moe_tiles.tune(runner, options.layers, options.tokens, options.tune, options.processes)
             output.finish(options, output.result("moe_workspace", {"tuned": tuned}), moe_tables.tuned)
             return
         figures = measure(runner, options.layers, options)

@@ -7,8 +7,8 @@
 Each case routes random tokens and moves them between simulated ranks with the reference dispatcher's rules (a row goes
 to a rank once, however many of its experts are there); what a rank receives is counted, not estimated. "balanced" draws
 experts uniformly, "skewed" with Zipf weights (exponent 1), which gathers tokens on few ranks; figures are those of the
-busiest rank. The limit is a server's that was set for decode batches up to ``--limit-batch`` tokens on each rank, as
-the engine applies it: on a larger batch it loses rows.
+busiest rank. The limit is a server's that was set for decode batches up to 128 tokens on each rank, as the engine
+applies it: on a larger batch it loses rows.
 
 ``kernel`` times SGLang's Triton ``fused_experts`` on the GPU at hand against its number of input rows. It illustrates
 why the row count matters; it is not AITER, and not a measurement of an AMD GPU. (AITER skips the rows that were not
@@ -34,6 +34,8 @@ BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
 KERNEL_ROWS = tuple(2**power for power in range(8, 16))
 #: MoRI's default receive buffer, for each rank that sends.
 BUFFER_PER_RANK = 4096
+#: Tokens on each rank, of decode batches, that the server's limit was set for.
+LIMIT_BATCH = 128
 MODEL = MODELS["deepseek-v3"]
 TOP_K, EXPERTS = MODEL.top_k, MODEL.experts
 ROUTINGS = ("balanced", "skewed")
@@ -74,11 +76,11 @@ def received_on_busiest_rank(ep: int, batch: int, routing: str, generator: torch
     return int(arrived.max())
 
 
-def count(eps: tuple[int, ...], batches: tuple[int, ...], limit_batch: int, seed: int = 0) -> list[Case]:
-    generator = torch.Generator().manual_seed(seed)
+def count(eps: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
+    generator = torch.Generator().manual_seed(0)
     cases = []
     for ep in eps:
-        buffer_rows, limit = ep * BUFFER_PER_RANK, ep * limit_batch
+        buffer_rows, limit = ep * BUFFER_PER_RANK, ep * LIMIT_BATCH
         for routing in ROUTINGS:
             for batch in batches:
                 bound = rows_bound.max_received_rows(batch, [batch] * ep, rows_bound.Layout(ranks=ep), buffer_rows)
@@ -198,7 +200,6 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["rows", "kernel"], default="rows")
     parser.add_argument("--eps", type=output.numbers, default=EPS, help="expert-parallel sizes")
     parser.add_argument("--batches", type=output.numbers, default=BATCHES, help="tokens on each rank")
-    parser.add_argument("--limit-batch", type=int, default=128, help="tokens on each rank that the limit was set for")
     parser.add_argument("--kernel-rows", type=output.numbers, default=KERNEL_ROWS, help="input rows (kernel)")
     options = output.parse(parser)
     if options.what == "kernel":
@@ -206,7 +207,6 @@ def main() -> None:
         result = output.result("mori_kernel", time_kernel(options.kernel_rows))
         output.finish(options, result, kernel_tables, kernel_plot)
         return
-    cases = [asdict(case) for case in count(options.eps, options.batches, options.limit_batch)]
-    sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK}
-    figures = {**sizes, "limit_batch": options.limit_batch, "cases": cases}
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "buffer_rows_per_rank": BUFFER_PER_RANK, "limit_batch": LIMIT_BATCH}
+    figures = {**sizes, "cases": [asdict(case) for case in count(options.eps, options.batches)]}
     output.finish(options, output.result("mori_rows", figures), tables, plot)

@@ -59,12 +59,12 @@ def compare_in_turn(asked: dict[str, Any], prompt: list[int], new_tokens: int, r
 def compare_servers(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     served = weights.Served(weights.SERVABLE[options.model], moe_layers=options.moe_layers)
     setups = {}
-    for mode in options.modes:
+    for mode in MODES:
         setup = servers.Setup(served, work, options.tp, options.tokens, MODES[mode], observe=False)
         for name in ASKED:
             setups[f"{name}-{mode}"] = setup
     setup.prepare()
-    figures: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens", "modes")}
+    figures: dict[str, Any] = {name: vars(options)[name] for name in ("model", "tp", "tokens")} | {"modes": [*MODES]}
     with servers.running(setups, at_once=True) as running:
         print("servers ready:", {name: round(server.startup_s) for name, server in running.items()}, flush=True)
         # Prompts that fit a captured size, that are padded to one, and that are too long for all.
@@ -78,19 +78,19 @@ def compare_servers(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             ]
             for name, server in running.items()
         }
-        figures["questions"] = len(questions) * len(options.modes)
+        figures["questions"] = len(questions) * len(MODES)
         figures["differing"] = [
             (mode, *question)
-            for mode in options.modes
+            for mode in MODES
             for question, stock, patched in zip(
                 questions, answers[f"stock-{mode}"], answers[f"patched-{mode}"], strict=True
             )
             if not servers.same(stock, patched)
         ]
-        first, last = (answers[f"stock-{mode}"] for mode in (options.modes[0], options.modes[-1]))
-        figures["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in zip(first, last, strict=True))
+        both = zip(*(answers[f"stock-{mode}"] for mode in MODES), strict=True)
+        figures["modes_alike"] = sum(a["tokens"] == b["tokens"] for a, b in both)
         figures["replayed"] = {name: replayed(server.log_text()) for name, server in running.items()}
-        for mode in options.modes if not figures["differing"] else ():
+        for mode in MODES if not figures["differing"] else ():
             asked = {name: running[f"{name}-{mode}"] for name in ASKED}
             figures[f"decode-{mode}"] = compare_in_turn(asked, servers.prompt(8, 1), options.steps, options.rounds)
             figures[f"prefill-{mode}"] = compare_in_turn(asked, servers.prompt(options.tokens, 1), 1, options.rounds)
@@ -347,7 +347,6 @@ def main() -> int:
     parser.add_argument("--model", choices=weights.SERVABLE, default="kimi-k2.5", help="whose layer shapes (servers)")
     parser.add_argument("--runner", choices=list(SKELETONS), default="flashinfer_trtllm_routed", help="(host)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (servers)")
-    parser.add_argument("--modes", type=output.choice_of(MODES), default=list(MODES), help=", ".join(MODES))
     parser.add_argument("--moe-layers", type=int, default=1, help="six servers share the GPUs (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="prefill length (servers; default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of runs (default: %(default)s)")

@@ -3,9 +3,9 @@
     sglang-moe-reference exec -- python benchmark changes/residual_hole --json hole.json \\
         [-- SERVER_ARGS...]
 
-For releases from 0.5.13 on. Serves one model (by default a tiny one whose first layer is MoE, in which the hole shows)
-three times: the stock engine with its buffer switched off, patched, and stock; asks all three the same questions one at
-a time, greedily; and compares patched and stock with the first. On a CPU or a GPU; see docs/changes/output-buffer.md.
+For releases from 0.5.13 on. Serves a tiny model, whose first layer is MoE, so that the hole shows, three times: the
+stock engine with its buffer switched off, patched, and stock; asks all three the same questions one at a time,
+greedily; and compares patched and stock with the first. On a CPU or a GPU; see docs/changes/output-buffer.md.
 
 Exits with 1 if the patched answers are not those without the buffer.
 """
@@ -54,21 +54,15 @@ def tables(result: output.Result) -> str:
 
 def main() -> None:
     parser = output.parser(__doc__, quick={"num_questions": 2, "max_new_tokens": 8}, logs=True)
-    parser.add_argument("--model", type=Path, help="default: a tiny one with first_k_dense_replace: 0")
-    parser.add_argument("--data-path", type=Path, default=GSM8K, help="GSM8K's test.jsonl")
     parser.add_argument("--num-questions", type=int, default=6)
     parser.add_argument("--num-shots", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("server_args", nargs="*", help="after `--`: further arguments of the server")
     options = output.parse(parser)
-    evaluation = regress.Evaluation(
-        options.data_path, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1
-    )
+    evaluation = regress.Evaluation(GSM8K, options.num_questions, options.num_shots, options.max_new_tokens, parallel=1)
     with output.work_folder(options) as work:
-        model = options.model or work / "model"
-        if options.model is None:
-            make_model(model, ModelSpec(dense_layers=0))
-        arguments = environment.server_arguments(["--model-path", str(model), *BACKEND, *options.server_args])
+        make_model(work / "model", ModelSpec(dense_layers=0))
+        arguments = environment.server_arguments(["--model-path", str(work / "model"), *BACKEND, *options.server_args])
         runs: dict[str, Run] = {}
         for name, variables in {
             "without": {"SGLANG_MOE_PATCHES": "none", "PYTHONPATH": switching_off(work / "off")},

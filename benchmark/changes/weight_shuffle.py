@@ -4,8 +4,9 @@
     python benchmark changes/weight_shuffle --models kimi-k2.5 --shards tp4  # one row
 
 Every case first checks that both give the same bytes. Times are medians over many runs of one layer, by CUDA events,
-warm; copy bandwidth is that of a plain device-to-device copy in the same run. "whole step" is the engine's
-align_fp4_moe_weights_for_flashinfer_trtllm, which calls the function and copies its results into the parameters.
+warm; copy bandwidth is that of a plain device-to-device copy in the same run. What the memory pool keeps is that of
+whole steps: the engine's align_fp4_moe_weights_for_flashinfer_trtllm calls the function and copies its results into the
+parameters.
 """
 
 from __future__ import annotations
@@ -158,17 +159,8 @@ def measure(case: Case, engine: Engine, repeats: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
 
     row: dict[str, Any] = {**asdict(case), "layer_bytes": case.layer_bytes, "first_call_s": first_call}
-    module = moe_layer(layer)
-    steps = {
-        "ours": (ours, lambda: engine.whole_step(module, shuffle.prepare_static_weights_for_trtllm_fp4_moe), repeats),
-        "engine": (engines, lambda: engine.whole_step(module, engine.prepare), max(3, repeats // 5)),
-    }
-    for name, (function, whole, times) in steps.items():
-        row[name] = {
-            "ms": timing.median_ms(function, times),
-            "peak_bytes": timing.peak_bytes(function),
-            "whole_peak_bytes": timing.peak_bytes(whole),
-        }
+    for name, function, times in (("ours", ours, repeats), ("engine", engines, max(3, repeats // 5))):
+        row[name] = {"ms": timing.median_ms(function, times), "peak_bytes": timing.peak_bytes(function)}
         torch.cuda.empty_cache()
     row["speedup"] = row["engine"]["ms"] / row["ours"]["ms"]
     return row

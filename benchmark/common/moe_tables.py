@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from sglang_moe_patches.changes.moe_workspace import column_slices
 
 from common import machine, output, timing
@@ -242,23 +240,6 @@ def slices_by_rule(one: dict[str, Any]) -> int:
 def fresh(one: dict[str, Any]) -> bool:
     """Whether a cell has our copies, and an output of its own."""
     return one["copies"] == "ours" and not one["offered"]
-
-
-def fit(result: output.Result) -> str:
-    """The constants of ``MarlinGemm.slicing_us`` that fit the measured cells best."""
-    cells = [one for one in result["figures"]["cells"] if one["slices"] > 1 and fresh(one)]
-    facts = [
-        [1.0, 2 * one["w2_bytes"] / 1e6, one["slices"] - 1, (one["slices"] - 1) * one["tokens"] * one["sizes"][1]]
-        for one in cells
-    ]
-    cost_us = [[(one["slowdown"] - 1) * one["stock_ms"] * 1e3] for one in cells]
-    operands = (torch.tensor(values, dtype=torch.float64) for values in (facts, cost_us))
-    best = torch.linalg.lstsq(*operands, driver="gelsd").solution.flatten().tolist()
-    return (
-        f"MARLIN_SLICING_US {best[0]:.0f}, "
-        f"MARLIN_COPIED_BYTES_PER_US {1e6 / best[1] if best[1] > 0 else math.inf:.2g}, "
-        f"MARLIN_SLICE_US ({best[2]:.0f}, {best[3]:.1e})\n"
-    )
 
 
 def marlin(result: output.Result, tokens: int = 16384) -> str:

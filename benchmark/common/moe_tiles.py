@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from common import timing
 from common.moe_runners import TritonRunner
@@ -77,10 +79,12 @@ def use(folder: Path | None) -> None:
         os.environ["SGLANG_MOE_CONFIG_DIR"] = str(folder)
 
 
-def compile_part(runner: TritonRunner, names: list[Name], part: int, parts: int) -> None:
-    """Compile every ``parts``-th kernel, for whoever shares Triton's cache."""
+@torch.inference_mode()
+def compile_part(names: list[Name], part: int, parts: int) -> None:
+    """In a process of its own, compile every ``parts``-th kernel, for whoever shares Triton's cache."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
 
+    runner = TritonRunner()
     for model, layout, weights in names:
         batch = runner.batch(runner.layer(model, layout, weights, COMPILED_EXPERTS), 64)
         for config in candidates(weights)[part::parts]:
@@ -92,21 +96,21 @@ def compile_part(runner: TritonRunner, names: list[Name], part: int, parts: int)
 
 
 def tune(
-    runner: TritonRunner, names: list[Name], tokens: tuple[int, ...], folder: Path, worker: list[str], processes: int
+    runner: TritonRunner, names: list[Name], tokens: tuple[int, ...], folder: Path, processes: int
 ) -> list[dict[str, Any]]:
     """Write the best tiles for each layer and batch.
 
     :param folder: where the files go.
-    :param worker: the command that runs ``compile_part``, up to the part and the number of parts.
     :param processes: that compile before anything is timed.
     :returns: the best tiles, and what they took.
     """
     import triton
     from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
 
-    workers = [subprocess.Popen([sys.executable, *worker, f"{part + 1},{processes}"]) for part in range(processes)]
-    for process in workers:
-        process.wait()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as workers:
+        compiling = [workers.submit(compile_part, names, part, processes) for part in range(processes)]
+    for future in compiling:
+        future.result()
     files = folder / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
     files.mkdir(parents=True, exist_ok=True)
     figures = []

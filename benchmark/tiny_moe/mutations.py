@@ -27,6 +27,7 @@ from sglang_moe_reference import environment
 
 SHIPPED = Path(__file__).parent
 RESULT = "mutations/cpu"
+SHOTS = 1
 LAYER, EXPERT = 1, 4
 """What is mutated: the first MoE layer, and one of its sixteen experts."""
 
@@ -212,11 +213,10 @@ def on_the_page(load: Callable[[str], output.Result]) -> str:
 def main() -> None:
     parser = output.parser(__doc__, quick={"questions": 24, "only": list(MUTATIONS)[:1]})
     parser.add_argument("--questions", type=int, default=bound.questions_for(MAX_DROP / 100, 0.05))
-    parser.add_argument("--shots", type=int, default=1)
     parser.add_argument("--backend", default="flashinfer_trtllm_routed", help="--moe-runner-backend (%(default)s)")
     parser.add_argument("--only", choices=list(MUTATIONS), nargs="*", default=list(MUTATIONS))
     options = output.parse(parser)
-    evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, options.shots, 128, 64)
+    evaluation = regress.Evaluation(SHIPPED / "test.jsonl", options.questions, SHOTS, 128, 64)
     arguments = ["--model-path", str(SHIPPED / "model"), "--quantization", "modelopt_fp4"]
     arguments = environment.server_arguments([*arguments, "--moe-runner-backend", options.backend])
     own = processes.variables()
@@ -241,5 +241,5 @@ def main() -> None:
                 rows.append(row(name, replace(run, name="patched"), stock))
                 print(", ".join(cells(rows[-1], options.questions)), flush=True)
     assert stock is not None
-    figures = {"questions": options.questions, "shots": options.shots, "backend": options.backend}
+    figures = {"questions": options.questions, "shots": SHOTS, "backend": options.backend}
     output.finish(options, output.result("mutations", {**figures, "stock": stock.accuracy, "rows": rows}), tables)
