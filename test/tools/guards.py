@@ -98,7 +98,8 @@ PLANT, DRIVER, SERVING, REHEARSAL, ADDRESSES = (
 )
 NO_PREFIX = PLANTED + "where_a_cache_wants_more_than_a_prefix_nothing_is_planted"
 NO_SLOT_LOST = PLANTED + "no_slot_is_lost_or_held_twice_whatever_the_cache_has_already"
-ROOM = KV_UNIT + "serving.py::test_the_longest_request_and_two_prefills_keep_their_room"
+OWN_ROOM = KV_UNIT + "serving.py::test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended"
+UNWATCHED = KV_UNIT + "serving.py::test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server"
 LACKS = KV_UNIT + "serving.py::test_the_first_rank_orders_what_another_one_lacks"
 COME_BACK = KV_UNIT + "serving.py::test_slots_that_are_held_come_back_later_and_a_flush_brings_all"
 STUCK = f"{KV_UNIT}rehearsal.py::test_who_waits_is_stuck_when_nothing_has_run_for_long"
@@ -445,8 +446,8 @@ MUTATIONS = tuple(
         ),
         (
             SERVING,
-            "        if under_way:",
-            "        if False:",
+            "elif not self._ordered and (",
+            "elif (",
             KV_UNIT + "serving.py::test_the_tail_goes_until_the_margin_is_free_again",
         ),
         (
@@ -476,24 +477,40 @@ MUTATIONS = tuple(
         (SERVING, "self._orders.give(Flush())", "pass", COME_BACK),
         (
             SERVING,
-            "least = max(longest_request(self._scheduler), least_tokens(self._scheduler))",
-            "least = longest_request(self._scheduler)",
-            ROOM,
+            "max(within, least_tokens(self._scheduler))",
+            "within",
+            KV_UNIT + "serving.py::test_two_prefills_keep_their_room",
         ),
-        (SERVING, "max(longest_request(self._scheduler), least", "max(0, least", ROOM),
+        (SERVING, "max(self._goal, longest_request(self._scheduler))", "self._goal", OWN_ROOM),
+        (SERVING, '"grammar_queue", ()', '"no_queue", ()', OWN_ROOM),
+        (SERVING, "if self._goal < self._pools.counts.tokens:  #", "if False:  #", OWN_ROOM),
         (
             SERVING,
-            "        if tokens < counts.tokens:",
+            "if self._retirement is None and self._goal",
+            "if self._goal",
+            KV_UNIT + "serving.py::test_what_is_ordered_meanwhile_comes_after_what_is_under_way",
+        ),
+        (
+            KV + "token_count.py",
+            "bound = soon or counts",
+            "bound = counts",
+            KV_UNIT + "retirement.py::test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it",
+        ),
+        (
+            SERVING,
+            "        if tokens < self._goal:",
             "        if True:",
             KV_UNIT + "serving.py::test_where_nothing_can_go_nothing_is_ordered",
         ),
         (SERVING, "max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))", "shortage", LACKS),
         (SERVING, "self._ordered, self._told = False, self._told + 1", "self._ordered = False", LACKS),
+        (SERVING, "self._failed.add(what)", "pass", UNWATCHED),
+        (SERVING, "if what in self._failed:", "if self._failed:", UNWATCHED),
         (
-            SERVING,
-            "            self._failed = True\n",
+            KV + "eligibility.py",
+            ", switchable=not asked",
             "",
-            KV_UNIT + "serving.py::test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server",
+            KV_UNIT + "launcher.py::test_nothing_is_hooked_where_it_is_not_asked_for",
         ),
         (PLANT, "type(tree).__name__ in CACHES\n        and ", "", NO_PREFIX),
         (PLANT, "        and not tree.disable\n", "", NO_PREFIX),

@@ -183,7 +183,7 @@ def skip(server_args: Any) -> Skip | None:
     """:func:`skip_reason` of a server's own arguments, in this process's environment."""
     asked = KV_SIZING.read()
     reason = skip_reason(asked, arguments_of(server_args) if asked else {}, os.environ)
-    return Skip(reason) if reason else None
+    return Skip(reason, switchable=not asked) if reason else None
 
 
 # --- Whether the fraction was given ----------------------------------------------------------------------------------

@@ -554,13 +554,7 @@ class ServerStart:
         try:
             memory = serving.FreeMemory(lambda: gpu_memory.read(self.gpu), self.margin)
             self._serving = serving.Serving(
-                self.scheduler,
-                self.pools,
-                memory,
-                self.orders,
-                self.metrics,
-                leads=self.leads,
-                ranks=ranks.world_size(),
+                self.scheduler, self.pools, memory, self.orders, self.board, self.metrics, leads=self.leads
             )
             self.orders.each_turn = self._serving.look
         except Exception as error:

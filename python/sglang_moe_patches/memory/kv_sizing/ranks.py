@@ -46,13 +46,6 @@ def is_first_rank() -> bool:
     return bool(get_world_group().rank_in_group == 0)
 
 
-def world_size() -> int:
-    """Ranks of the server's world."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    return int(get_world_group().world_size)
-
-
 def all_machines_take_part() -> bool:
     """Whether every rank of the server asks this: the same answer for all that ask.
 

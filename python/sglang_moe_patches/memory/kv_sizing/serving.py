@@ -76,8 +76,11 @@ class FreeMemory:
 class Serving:
     """One rank, from its first request on.
 
+    All ranks are ordered down to the same goal. Each keeps room for the longest request that it has itself until that
+    has ended: with data-parallel attention another rank may have a longer one than the first.
+
+    :param board: of the server's ranks.
     :param shown: takes what ``/metrics`` has.
-    :param ranks: how many the server has.
     """
 
     def __init__(
@@ -86,55 +89,60 @@ class Serving:
         pools: ElasticPools,
         memory: FreeMemory,
         orders: Orders,
+        board: Board,
         shown: metrics.Metrics,
         *,
         leads: bool,
-        ranks: int,
     ) -> None:
         self._scheduler, self._pools = scheduler, pools
         self._memory, self._orders, self._shown, self._leads = memory, orders, shown, leads
-        self._board = Board() if ranks > 1 else None
+        self._board = board
+        self._goal = pools.counts.tokens
         self._retirement: Retirement | None = None
-        self._ordered = self._failed = False
+        self._ordered = False
+        self._failed: set[str] = set()
         self._given_back = self._told = 0
         shown.show(metrics.GIVEN_BACK, 0)
 
     def look(self) -> None:
         """Called in every turn of the loop."""
-        if self._failed:
-            return
-        try:
-            if self._retirement is not None:
-                self._go_on(self._retirement)
-            if self._memory.is_due():
-                self._sample()
-        except Exception as error:
-            self._failed = True
-            log.logger.warning(log.of("kv-sizing", "free memory is not watched any more: %s"), error)
+        # Ranks withdraw slots in step: one that cannot read its free memory any more goes on withdrawing.
+        for step, what in ((self._withdraw, "memory is not given back"), (self._sample, "free memory is not watched")):
+            if what in self._failed:
+                continue
+            try:
+                step()
+            except Exception as error:
+                self._failed.add(what)
+                log.logger.warning(log.of("kv-sizing", "%s any more: %s"), what, error)
 
     def _sample(self) -> None:
+        if not self._memory.is_due():
+            return
         shortage = self._memory.shortage()
         self._shown.show(metrics.LOWEST_FREE, self._memory.lowest)
-        under_way = self._ordered or self._retirement is not None
-        if under_way:
-            if self._leads and self._retirement is not None and self._scheduler.is_fully_idle():
+        if self._goal < self._pools.counts.tokens:  # what was ordered has not come back yet
+            shortage = 0
+            if self._leads and self._scheduler.is_fully_idle():
                 self._orders.give(Flush())
-            return
-        if shortage and self._board is not None and not self._leads:
-            self._board.raise_flag(f"{SHORT} {self._told}")
-        if self._leads and (shortage or (self._board is not None and self._board.is_raised(f"{SHORT} {self._told}"))):
+        flag = f"{SHORT} {self._told}"
+        if not self._leads:
+            if shortage:
+                self._board.raise_flag(flag)
+        elif not self._ordered and (shortage or self._board.is_raised(flag)):
             # What another rank lacks it does not say: half of the margin brings it back to where it is not short.
-            wanted = max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION))
-            self._order(wanted)
+            self._order(max(shortage, int(self._memory.margin * LOW_MARGIN_FRACTION)))
 
     def _order(self, shortage: int) -> None:
-        counts = self._pools.counts
-        least = max(longest_request(self._scheduler), least_tokens(self._scheduler))
-        tokens = max(self._pools.tokens_within(self._pools.bytes_behind(counts) - shortage), least)
-        tokens = -(-tokens // self._pools.page) * self._pools.page
-        if tokens < counts.tokens:
+        within = self._pools.tokens_within(self._pools.bytes_behind(self._pools.counts_for(self._goal)) - shortage)
+        tokens = self._whole_pages(max(within, least_tokens(self._scheduler))).tokens
+        if tokens < self._goal:
             self._ordered = True
             self._orders.give(Retire(tokens))
+
+    def _whole_pages(self, tokens: int) -> TokenCounts:
+        """At least so many tokens."""
+        return self._pools.counts_for(tokens + self._pools.page - 1)
 
     def obey(self, order: Order) -> None:
         """:param order: :class:`Retire` or :class:`Flush`."""
@@ -142,15 +150,24 @@ class Serving:
             self._scheduler.flush_cache()
         elif isinstance(order, Retire):
             self._ordered, self._told = False, self._told + 1
-            now, wanted = self._pools.counts, self._pools.counts_for(order.tokens)
-            self._began_with, allocator = now.tokens, self._scheduler.token_to_kv_pool_allocator
-            tell = functools.partial(token_count.set_token_count, self._scheduler)
-            self._retirement = Retirement(allocator, now, wanted, tell)
-            self._go_on(self._retirement)
+            self._goal = min(self._goal, order.tokens)
+            self._tell(self._retirement.in_use() if self._retirement is not None else self._pools.counts)
 
-    def _go_on(self, retirement: Retirement) -> None:
+    def _tell(self, counts: TokenCounts) -> None:
+        """Tell the engine its number of tokens, and to take in no request that would not fit at the goal."""
+        token_count.set_token_count(self._scheduler, counts, self._pools.counts_for(self._goal))
+
+    def _withdraw(self) -> None:
         """Take out what has come back since the last turn, and give back the memory behind it."""
-        if not retirement.go_on():
+        now = self._pools.counts
+        if self._retirement is None and self._goal < now.tokens:
+            wanted = self._whole_pages(max(self._goal, longest_request(self._scheduler)))
+            if wanted.tokens < now.tokens:
+                self._began_with = now.tokens
+                allocator = self._scheduler.token_to_kv_pool_allocator
+                self._retirement = Retirement(allocator, now, wanted, self._tell)
+        retirement = self._retirement
+        if retirement is None or not retirement.go_on():
             return
         self._given_back += self._pools.unmap_from(retirement.backed())
         self._shown.show(metrics.GIVEN_BACK, self._given_back)
@@ -170,6 +187,7 @@ class Serving:
 def requests_of(scheduler: Any) -> Iterator[Any]:
     """The requests that a scheduler has taken in: those that run, and those that wait."""
     yield from getattr(scheduler, "waiting_queue", None) or ()
+    yield from getattr(getattr(scheduler, "grammar_manager", None), "grammar_queue", ())
     batches = [getattr(scheduler, name, None) for name in ("running_batch", "last_batch", "cur_batch")]
     batches += [*(getattr(scheduler, "mbs", None) or ()), *(getattr(scheduler, "running_mbs", None) or ())]
     for batch in batches:

@@ -82,11 +82,15 @@ def resize_allocator(allocator: Any, counts: TokenCounts) -> None:
     allocator.clear()
 
 
-def set_token_count(scheduler: Any, counts: TokenCounts) -> None:
-    """Tell a number of tokens to whatever holds one, but to the allocators."""
+def set_token_count(scheduler: Any, counts: TokenCounts, soon: TokenCounts | None = None) -> None:
+    """Tell a number of tokens to whatever holds one, but to the allocators.
+
+    :param soon: to what it comes down: no longer request is taken in; ``None``: it stays.
+    """
     for path in HOLDERS:
         _set(_find(scheduler, path), {name: getattr(counts, part) for name, part in COUNTS.items()})
-    longest = min(scheduler.model_config.context_len, counts.full or counts.tokens) - 1
+    bound = soon or counts
+    longest = min(scheduler.model_config.context_len, bound.full or bound.tokens) - 1
     if most := getattr(_find(scheduler, "tp_worker.model_runner.eager_runner._eager_registry"), "max_num_tokens", 0):
         longest = min(longest, int(most)) if not (scheduler.chunked_prefill_size or 0) > 0 else longest
     lengths = {"max_req_len": longest, "max_req_input_len": longest - REQUEST_MARGIN_TOKENS}

@@ -28,7 +28,10 @@ def test_nothing_is_hooked_where_it_is_not_asked_for(monkeypatch):
     eligibility.hook_server_args(SimpleNamespace(ServerArgs=Resolving), Patcher())
     assert vars(Resolving)["__post_init__"] is before
     change = next(each for each in CHANGES if each.name == "kv-sizing")
-    assert "turns it on" in change.skip(Resolving()).reason
+    skip = change.skip(Resolving())
+    assert ("turns it on" in skip.reason, skip.switchable) == (True, True)
+    monkeypatch.setenv(eligibility.KV_SIZING.name, "auto")
+    assert not change.skip(Resolving(device="cpu")).switchable
 
 
 def test_a_fraction_that_was_given_is_told_from_the_engines_own(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_moe_patches.memory.kv_sizing.serving import Retirement
-from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator
+from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, resize_allocator, set_token_count
 
 
 class Allocator:
@@ -124,3 +124,13 @@ def test_a_resized_allocator_has_each_slot_once(page):
         resize_allocator(allocator, TokenCounts(tokens))
         assert allocator.free_pages.tolist() == list(range(1, tokens // page + 1))
         assert getattr(allocator, "num_pages", tokens) == tokens // page
+
+
+def test_what_would_not_fit_at_the_goal_is_not_taken_in_before_it():
+    """Or it would wait for ever, and all behind it."""
+    numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
+    scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
+    set_token_count(scheduler, TokenCounts(800), TokenCounts(300))
+    assert (scheduler.max_total_num_tokens, scheduler.max_req_len) == (800, 299)
+    set_token_count(scheduler, TokenCounts(700))
+    assert (scheduler.max_total_num_tokens, scheduler.max_req_len) == (700, 699)

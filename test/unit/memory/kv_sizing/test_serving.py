@@ -68,6 +68,11 @@ def request(prompt, new):
     return SimpleNamespace(origin_input_ids=[1] * prompt, sampling_params=SimpleNamespace(max_new_tokens=new))
 
 
+class Flags(set):
+    raise_flag = set.add
+    is_raised = set.__contains__
+
+
 @pytest.fixture
 def served(monkeypatch):
     """Makes a rank that serves with 10,000 tokens, and the free memory that it is told."""
@@ -80,19 +85,18 @@ def served(monkeypatch):
         made.flush_cache = lambda: made.flushes.append(allocator.clear())
         pools = Pools(10_000)
         given: list[object] = []
-        told: list[int] = []
-        monkeypatch.setattr(
-            serving.token_count, "set_token_count", lambda scheduler, counts: told.append(counts.tokens)
-        )
+        made.told = []
         memory = FreeMemory(lambda: Memory(free=free[0]), 2 * GB, lambda: next(ticks))
-        shown = SimpleNamespace(show=lambda name, value: made.flushes and None)
-        orders = SimpleNamespace(give=given.append)
-        one = Serving(made, pools, memory, orders, shown, leads=leads, ranks=1)
-        one._board = board
+        shown, orders = SimpleNamespace(show=lambda name, value: None), SimpleNamespace(give=given.append)
+        one = Serving(made, pools, memory, orders, Flags() if board is None else board, shown, leads=leads)
         return SimpleNamespace(
-            one=one, pools=pools, given=given, told=told, allocator=allocator, scheduler=made, free=free
+            one=one, pools=pools, given=given, told=made.told, allocator=allocator, scheduler=made, free=free
         )
 
+    def tell(scheduler, counts, soon):
+        scheduler.told.append((counts.tokens, soon.tokens))
+
+    monkeypatch.setattr(serving.token_count, "set_token_count", tell)
     ticks = iter(range(10_000))
     return make
 
@@ -107,10 +111,12 @@ def test_the_tail_goes_until_the_margin_is_free_again(served, caplog):
     made.one.look()
     assert len(made.given) == 1  # one at a time
     made.one.obey(made.given[0])
-    assert (made.told, made.pools.unmapped, made.pools.counts.tokens) == ([8500], [8500], 8500)
+    assert made.told == [(10_000, 8500)]  # no longer request is taken in
+    made.free[0] = 2 * GB
+    made.one.look()
+    assert (made.told[1:], made.pools.unmapped, made.pools.counts.tokens) == ([(8500, 8500)], [8500], 8500)
     assert "8,500 KV tokens instead of 10,000; 1,500 MB given back" in caplog.text
     assert made.allocator.size == 8500
-    made.free[0] = 2 * GB
     made.one.look()
     assert len(made.given) == 1
 
@@ -120,17 +126,33 @@ def test_slots_that_are_held_come_back_later_and_a_flush_brings_all(served):
     held, made.allocator.free_pages = made.allocator.free_pages[8000:], made.allocator.free_pages[:8000]
     made.one.look()
     made.one.obey(made.given.pop())
-    assert made.told == []  # nothing of the tail was free
+    made.one.look()
+    assert made.pools.unmapped == []  # nothing of the tail was free
     made.allocator.free_pages = torch.cat((made.allocator.free_pages, held[1000:]))
     made.one.look()
-    assert (made.told[-1], made.pools.unmapped[-1]) == (9000, 9000)
+    assert (made.told[-1], made.pools.unmapped[-1]) == ((9000, 8500), 9000)
     assert made.given == []
     made.scheduler.is_fully_idle = lambda: True
     made.one.look()
     assert made.given == [serving.Flush()]
     made.one.obey(made.given.pop())
     made.one.look()
-    assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == (8500, 8500, 1)
+    assert (made.told[-1], made.pools.counts.tokens, len(made.scheduler.flushes)) == ((8500, 8500), 8500, 1)
+
+
+def test_what_is_ordered_meanwhile_comes_after_what_is_under_way(served):
+    """With data-parallel attention the first rank is done, and orders more, while another's slots are held."""
+    made = served([9 * GB], leads=False)
+    held, made.allocator.free_pages = made.allocator.free_pages[7000:], made.allocator.free_pages[:7000]
+    for tokens in (8500, 7500):
+        made.one.obey(Retire(tokens))
+        made.one.look()
+    made.allocator.free_pages = torch.cat((made.allocator.free_pages, held))
+    made.one.look()
+    made.one.look()
+    assert (made.pools.unmapped, made.told[-1], made.pools.counts.tokens) == ([8500, 7500], (7500, 7500), 7500)
+    assert (made.allocator.size, "clear" in vars(made.allocator)) == (7500, False)
+    assert made.allocator.free_pages.tolist() == list(range(1, 7501))
 
 
 @pytest.mark.parametrize(
@@ -138,28 +160,47 @@ def test_slots_that_are_held_come_back_later_and_a_flush_brings_all(served):
     [
         ({"chunked_prefill_size": 4800}, 9600),
         ({"chunked_prefill_size": None, "max_req_input_len": 4700}, 9400),
+    ],
+    ids=str,
+)
+def test_two_prefills_keep_their_room(scheduler, least, served):
+    made = served([0], **scheduler)
+    made.one.look()
+    assert made.given == [Retire(least)]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "least"),
+    [
         ({"running_batch": SimpleNamespace(reqs=[request(9000, 300)])}, 9300),
         ({"waiting_queue": [request(9100, 0), request(5, 9200)]}, 9205),
         ({"chunked_req": request(9900, 5)}, 9905),
         ({"mbs": [None, SimpleNamespace(reqs=[request(9500, 1)])]}, 9501),
+        ({"grammar_manager": SimpleNamespace(grammar_queue=[request(9600, 2)])}, 9602),
     ],
     ids=str,
 )
-def test_the_longest_request_and_two_prefills_keep_their_room(scheduler, least, served):
-    made = served([0], **scheduler)
-    made.one.look()
-    assert made.given == [Retire(least)]
+def test_each_rank_keeps_room_for_its_own_longest_request_until_it_has_ended(scheduler, least, served):
+    board = Flags()
+    first, other = served([int(0.5 * GB)], board=board), served([0], leads=False, board=board, **scheduler)
+    first.one.look()
+    for each in (first, other):
+        each.one.obey(first.given[0])
+        each.one.look()
+    assert (first.pools.counts.tokens, other.pools.counts.tokens, other.told[-1]) == (8500, least, (least, 8500))
+    other.one.look()
+    assert len(board) == 0  # what was ordered is still to come
+    vars(other.scheduler).update(dict.fromkeys(scheduler))
+    other.one.look()
+    assert other.pools.counts.tokens == 8500
+    other.one.look()
+    assert len(board) == 1
 
 
 def test_where_nothing_can_go_nothing_is_ordered(served):
     made = served([0], chunked_prefill_size=6000)
     made.one.look()
     assert made.given == []
-
-
-class Flags(set):
-    raise_flag = set.add
-    is_raised = set.__contains__
 
 
 def test_the_first_rank_orders_what_another_one_lacks(served):
@@ -173,15 +214,19 @@ def test_the_first_rank_orders_what_another_one_lacks(served):
     for each in (first, other):
         each.one.obey(first.given[0])
     first.one.look()
+    first.one.look()
     assert len(first.given) == 1  # what was told is done
 
 
 def test_a_driver_that_does_not_answer_ends_the_watch_and_not_the_server(served, caplog):
+    """Its slots are withdrawn as on the other ranks."""
     made = served([9 * GB])
     made.free.clear()
     made.one.look()
+    made.one.obey(Retire(8500))
     made.one.look()
     assert caplog.text.count("free memory is not watched any more") == 1
+    assert made.pools.counts.tokens == 8500
 
 
 def test_metrics_have_one_state_at_a_time(metric):
