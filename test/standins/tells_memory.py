@@ -12,6 +12,7 @@ cache is ours over addresses: whatever touches what is not mapped ends the proce
 ``FAILS``      the rank whose driver does not answer while it rehearses
 ``MAP_FAILS``  the rank that has no memory to grow
 ``SHORT``      a file: once it is there, another process has taken as many bytes as it says
+``MERGES``     a file: the requests of each batch that was merged of two, one of which has tensors for penalties
 ``TUNES``      a file: each time that memory is mapped, and that the engine is where it tunes, a line of it
 """
 
@@ -48,6 +49,8 @@ def register():
     hooks["sglang.srt.managers.scheduler"] = count_every_step
     for module, hook in hooks.items():
         wrapt.register_post_import_hook(hook, module)
+    if "MERGES" in os.environ:
+        wrapt.register_post_import_hook(note_merges, "sglang.srt.sampling.sampling_batch_info")
     if "TUNES" in os.environ:
         for module in ("model_runner", "runner.base_runner"):
             wrapt.register_post_import_hook(note_tuning, "sglang.srt.model_executor." + module)
@@ -148,6 +151,18 @@ def note_tuning(module):
 
 def then_tuned(wrapped, instance, args, kwargs):
     note("tunes")
+    return wrapped(*args, **kwargs)
+
+
+def note_merges(module):
+    wrapt.wrap_function_wrapper(module, "SamplingBatchInfo.merge_batch", then_merged)
+
+
+def then_merged(wrapped, instance, args, kwargs):
+    both = [instance, *args, *kwargs.values()]
+    if any(each.penalizer_orchestrator.is_required for each in both):
+        with Path(os.environ["MERGES"]).open("a") as file:
+            file.write(f"{sum(map(len, both))}\n")
     return wrapped(*args, **kwargs)
 
 

@@ -534,6 +534,18 @@ MUTATIONS = tuple(
         ),
         (
             DRIVER,
+            "while not (self._idle or self._ended):",
+            "while False:",
+            KV_UNIT + "driver.py::test_a_phase_begins_when_nothing_of_the_one_before_is_left",
+        ),
+        (
+            SERVING,
+            "found or not set(with_penalties).isdisjoint(scheduler.running_batch.reqs)",
+            "found",
+            KV_UNIT + "admission.py::test_fewer_are_admitted_while_one_with_penalties_has_not_ended",
+        ),
+        (
+            DRIVER,
             "            if not self._planted:",
             "            if False:",
             KV_UNIT + "driver.py::test_what_begins_with_a_prefix_that_a_cache_did_not_take_is_not_computed_instead",

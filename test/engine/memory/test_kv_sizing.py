@@ -459,7 +459,8 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
     place.mkdir()
     # Each chunk has many prompts: hundreds of requests come in few forwards.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
-    grown = sized("grown", checkpoint(), place, *flags, EACH="500000", CACHE="160000000")
+    merges = place / "merges"
+    grown = sized("grown", checkpoint(), place, *flags, EACH="500000", CACHE="160000000", MERGES=str(merges))
     many = grown._arguments.index("--max-running-requests")
     del grown._arguments[many : many + 2]
     prompts = [[7 + each % 500, 8, 9] for each in range(300)]
@@ -469,7 +470,7 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
         assert told is not None
         assert 300 < int(told[1]) < 400
         before = len(grown.log_text())
-        for more in ({}, {"presence_penalty": 0.5}):
+        for more in ({}, {"presence_penalty": 0.5}, {}):
             # The first, which may decode before the last are there, wait for them.
             lengths = [24 if each < 50 else 6 for each in range(len(prompts))]
             sampling = [{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} | more for new in lengths]
@@ -478,6 +479,8 @@ def test_where_nobody_says_how_many_run_at_once_those_do_for_whose_sampling_ther
             at_once = [int(each) for each in re.findall(r"#running-req: (\d+)", grown.log_text()[before:])]
             before = len(grown.log_text())
             assert max(at_once) == (256 if more else 300)
+    # Those that come after the ones with penalties are not merged into their batch, which is kept for a turn.
+    assert max(map(int, merges.read_text().split())) <= 256
 
 
 def watched(running: Server) -> list[tuple[str, str]]:

@@ -193,6 +193,10 @@ class LoadDriver:
                 # The engine aborts in the batch whose turn it is, and a pipeline has several.
                 yield self.abort_all() if self.limits.stages > 1 else []
         self._waiting.clear()
+        # The engine keeps a batch for a turn or two after its last answer, with all that its penalties take. Requests
+        # that come meanwhile are merged into it.
+        while not (self._idle or self._ended):
+            yield []
 
     def _requests(self, prompts: Sequence[Sequence[int]], new: int, phase: Phase) -> list[Any]:
         names = [f"rehearsal-{next(self._numbers)}" for _ in prompts]

@@ -365,7 +365,7 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
     """Have a scheduler admit no more requests than these to a batch; others wait until some have ended.
 
     :param requests: of any kind.
-    :param penalized: while one that runs or waits :func:`is_penalized`.
+    :param penalized: while one that waits, or is in the running batch, :func:`is_penalized`.
     """
     with_penalties: weakref.WeakSet[Any] = weakref.WeakSet()
     queue, allocatable = scheduler._add_request_to_queue, scheduler.get_num_allocatable_reqs
@@ -378,7 +378,10 @@ def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
 
     @functools.wraps(allocatable)
     def get_num_allocatable_reqs(running_bs: int, *args: Any, **kwargs: Any) -> int:
-        most = penalized if any(not req.finished() for req in with_penalties) else requests
+        # The engine keeps those that have ended in their batch for a turn or two, and merges into it what is admitted.
+        found = any(not req.finished() for req in with_penalties)
+        found = found or not set(with_penalties).isdisjoint(scheduler.running_batch.reqs)
+        most = penalized if found else requests
         return min(allocatable(running_bs, *args, **kwargs), most - running_bs)
 
     scheduler._add_request_to_queue = add_request_to_queue

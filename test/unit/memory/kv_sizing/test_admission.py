@@ -28,7 +28,7 @@ class Scheduler:
     """Has room for 1,000 requests, and keeps those that wait."""
 
     def __init__(self):
-        self.waiting_queue = []
+        self.waiting_queue, self.running_batch = [], SimpleNamespace(reqs=[])
 
     def _add_request_to_queue(self, req, is_retracted=False):
         self.waiting_queue.append((req, is_retracted))
@@ -67,7 +67,10 @@ def test_fewer_are_admitted_while_one_with_penalties_has_not_ended():
     assert scheduler.waiting_queue == [(plain, False), (one, True)]
     assert scheduler.get_num_allocatable_reqs(100) == 156
     assert scheduler.get_num_allocatable_reqs(300) < 0
+    scheduler.running_batch.reqs = [plain, one]
     one.ended = True
+    assert scheduler.get_num_allocatable_reqs(100) == 156, "its batch has tensors for it still, and takes others in"
+    scheduler.running_batch.reqs = [plain]
     assert scheduler.get_num_allocatable_reqs(100) == 800
 
 

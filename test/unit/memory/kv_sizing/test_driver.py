@@ -90,6 +90,15 @@ def test_every_phase_is_brought_about_in_turn():
     assert len({each.name for each in server.put}) == len(server.put)
 
 
+def test_a_phase_begins_when_nothing_of_the_one_before_is_left():
+    """The engine merges what comes into the batch of those that have just ended, penalties and all."""
+    server = Server(only=PhaseKind.PENALTIES, requests=256, captured=256)
+    (first, then) = (phase.name for phase in server.driver.load.phases)
+    server.serve(server.step())
+    assert [server.step(), server.step()] == [[], []]
+    assert {each.phase.name for each in server.step(idle=True)} == {then} != {first}
+
+
 def test_a_prompt_that_another_is_to_find_in_the_cache_is_answered_before_that_is_sent():
     server = Server(only=PhaseKind.BEHIND_PREFIX)
     (prefix,) = server.step()
@@ -141,7 +150,7 @@ def test_prompts_of_many_lengths_are_all_answered_though_one_was_as_large_as_any
     server.serve([first])
     assert (server.step(), server.aborts) == ([], 0)
     server.answer(others)
-    server.step()
+    server.step(idle=True)
     assert (server.driver.over, server.aborts) == (True, 0)
 
 
@@ -157,12 +166,12 @@ def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_be
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.load.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):
-        waiting = server.step()
+        waiting = server.step(idle=True)
         assert [each.phase for each in waiting] == [first]
         assert (server.step(), server.aborts) == ([], attempt - 1)
         assert (server.step(stuck=True), server.aborts) == ([], attempt)
         server.answer(waiting)
-    assert server.step()[0].phase in later
+    assert server.step(idle=True)[0].phase in later
     assert server.driver.missed == [first.name]
 
 
@@ -189,7 +198,7 @@ def test_what_decodes_on_when_its_batch_was_seen_is_aborted(changed, mode, abort
         assert (server.step(), server.aborts) == ([], count)
     assert not server.driver.over  # what was aborted is still to be answered
     server.answer(first)
-    server.step()
+    server.step(idle=True)
     (phase,) = server.driver.load.phases
     assert (server.driver.over, server.driver.reached) == (True, [phase.name])
     assert (phase.new_tokens <= phases.LONG_PROMPT_NEW_TOKENS) == (mode == "TARGET_VERIFY")
