@@ -379,6 +379,7 @@ MUTATIONS = tuple(
         (KV + "sizing.py", "if fits > now and needs[0].missed:", "if False:", LEAST),
         (SERVING, "(pages[~in_tail] if len(gone) else pages)", "pages", TAIL),
         (KV + "rehearsal.py", "(must or times * taken <= largest)", "True", JUDGED),
+        (KV + "rehearsal.py", "taken += graph_bytes(self.runner)", "pass", JUDGED),
         (KV + "rehearsal.py", "if left >= MIN_FREE_BYTES and", "if left >= 0 and", JUDGED),
         (KV + "rehearsal.py", "bool(scheduler.waiting_queue) and not runs", "not runs", STUCK),
         (KV + "rehearsal.py", "            self._last_forward = time.monotonic()\n", "", STUCK),

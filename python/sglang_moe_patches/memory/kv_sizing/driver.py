@@ -31,11 +31,12 @@ Make = Callable[[str, Sequence[int], int, Phase], Any]
 class Fits(Protocol):
     """Whether there is memory for ``times`` of what the phase of a name took.
 
-    With ``must`` the next phase is never left out: where there is no memory, its memory counts as taken. Without, it
-    may not take more than the largest phase before it either, because more is worth more as KV cache.
+    With ``graph`` the memory of the decodes' graphs belongs to it. With ``must`` the next phase is never left out:
+    where there is no memory, its memory counts as taken. Without, it may not take more than the largest phase before
+    it either, because more is worth more as KV cache.
     """
 
-    def __call__(self, name: str, times: float, *, must: bool) -> bool: ...
+    def __call__(self, name: str, times: float, *, must: bool, graph: bool = False) -> bool: ...
 
 
 class LoadDriver:
@@ -58,7 +59,7 @@ class LoadDriver:
         abort: Callable[[], Any],
         seconds_to_deadline: Callable[[float], float],
         grace_s: float,
-        fits: Fits = lambda name, times, *, must: True,
+        fits: Fits = lambda name, times, *, must, graph=False: True,
     ):
         self._derive, self.limits, self._make, self._abort, self._fits = derive, limits, make, abort, fits
         self.load = derive(limits)
@@ -125,7 +126,8 @@ class LoadDriver:
         while left:
             phase = left.pop(0)
             began_kinds.add(phase.kind)
-            if phase.smaller and not self._fits(phase.smaller, phase.times, must=not phase.fewer_requests):
+            must = not phase.fewer_requests
+            if phase.smaller and not self._fits(phase.smaller, phase.times, must=must, graph=phase.graph):
                 if phase.fewer_requests:
                     self.fewer_requests = phase.fewer_requests * self.limits.stages
                     self.limits = replace(self.limits, requests=self.fewer_requests)

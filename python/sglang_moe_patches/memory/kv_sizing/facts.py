@@ -69,13 +69,12 @@ def pool_bytes(pool: Any) -> int:
     return round(float(getattr(pool, "mem_usage", 0) or 0) * GIB)
 
 
-def graph_bytes(runner: Any) -> tuple[int, int]:
-    """Bytes that the engine has seen go into graphs of decodes, and of prefills: 0 where it does not say."""
+def graph_bytes(runner: Any) -> int:
+    """Bytes that the engine has seen go into graphs of decodes, and what they read: 0 where it does not say."""
     told = getattr(runner, "graph_memory_usage", None)  # from 0.5.14 on
     if told is None:
-        return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB), 0
-    decodes = sum(float(told.get(phase, 0)) for phase in ("decode", "target_verify"))
-    return round(decodes * GIB), round(float(told.get("prefill", 0)) * GIB)
+        return round(float(getattr(runner, "graph_mem_usage", 0) or 0) * GIB)
+    return round(sum(float(told.get(phase, 0)) for phase in ("decode", "target_verify")) * GIB)
 
 
 def hybrid(pool: Any, table: Any) -> str:

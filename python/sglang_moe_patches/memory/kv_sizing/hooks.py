@@ -117,7 +117,7 @@ class ServerStart:
         self._serving: serving.Serving | None = None
         self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
         # Of all passes: a later one runs what is larger than it was, and nothing else.
-        self._need, self._seconds, self._phases = 0, dict[str, float](), dict[str, int]()
+        self._need, self._before, self._seconds, self._phases = 0, 0, dict[str, float](), dict[str, int]()
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -339,6 +339,7 @@ class ServerStart:
         without_forwards = self.launch.free - self._other_bytes() - self.pools.mapped_bytes()
         if not seen.failure:
             self._need = max(self._need, without_forwards - seen.lowest)
+            self._before = max(self._before, without_forwards - seen.free)
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run
@@ -511,14 +512,13 @@ class ServerStart:
             missed = f"; not reached: {', '.join(leader.missed)}" if leader.missed else ""
             early = "; ended early, before memory ran out" if any(each.stopped for each in needs) else ""
             self.log("rehearsed in %.0f s: %s%s%s", self._seconds.get(rehearsal.ALL, 0.0), parts, missed, early)
-            decode, prefill = self._seen.graphs
             self.log(
-                "forwards need %s MB; largest: %s; graphs: %s MB of decodes, %s MB of prefills; "
-                "the allocator keeps %s MB beyond the most tensors",
+                "forwards need %s MB; largest: %s; %s MB went into graphs and buffers before, %s MB of it into graphs "
+                "of decodes; the allocator keeps %s MB beyond the most tensors",
                 f"{need.need / 1e6:,.0f}",
                 sizing.largest_phases(self._phases),
-                f"{decode / 1e6:,.0f}",
-                f"{prefill / 1e6:,.0f}",
+                f"{self._before / 1e6:,.0f}",
+                f"{self._seen.graphs / 1e6:,.0f}",
                 f"{self._seen.slack / 1e6:,.0f}",
             )
         kept = f", {self.launch.images / 1e6:,.0f} MB the engine's for images" if self.launch.images else ""

@@ -377,6 +377,7 @@ class Phase:
         with a growth: attention takes the square of the tokens. 0: its time does not depend on the context.
     :param planted: tokens of the shared prefix that the radix cache is made to hold before the first prompt comes.
     :param smaller: the name of a phase that ran before, of at least 1 / ``times`` of this one's memory; "": none.
+    :param graph: the smaller one ran in a graph, which holds a part of its memory.
     :param fewer_requests: how many run at once if this phase is left out, because it would take more memory than there
         is or than any phase before it; 0: it is never left out.
     """
@@ -395,6 +396,7 @@ class Phase:
     planted: int = 0
     smaller: str = ""
     times: float = 1.0
+    graph: bool = False
     fewer_requests: int = 0
 
 
@@ -567,7 +569,8 @@ def _judge_by(smaller: Phase, phase: Phase, limits: Limits) -> Phase:
     fewer = smaller.bound.requests
     may_go = limits.default_requests and phase.kind is PhaseKind.EAGER_DECODE and fewer >= limits.penalized
     times = max(1.0, phase.bound.requests / fewer)
-    return replace(phase, smaller=smaller.name, times=times, fewer_requests=fewer if may_go else 0)
+    graph = smaller.kind is PhaseKind.CAPTURED_DECODE and phase.kind is PhaseKind.EAGER_DECODE
+    return replace(phase, smaller=smaller.name, times=times, graph=graph, fewer_requests=fewer if may_go else 0)
 
 
 def _long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:

@@ -74,7 +74,8 @@ class Measured:
 
     :param lowest: its lowest free memory.
     :param expected: what a forward that did not run would have left; it may be negative.
-    :param graphs: what went into graphs of decodes, and of prefills, before.
+    :param free: free when it began: graphs and what start-up has left are taken from it.
+    :param graphs: what went into graphs of decodes before.
     :param slack: what the allocator keeps beyond the most tensors.
     :param phases: the peak of tensors in each phase; only the first rank has the names.
     :param failure: why it is not known; "" where it is.
@@ -86,7 +87,8 @@ class Measured:
 
     lowest: int = 0
     expected: float = math.inf
-    graphs: tuple[int, int] = (0, 0)
+    free: int = 0
+    graphs: int = 0
     slack: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
@@ -357,12 +359,14 @@ class Rehearsal:
         except Exception as error:
             self._fail(error)
 
-    def _fits(self, name: str, times: float, *, must: bool) -> bool:
+    def _fits(self, name: str, times: float, *, must: bool, graph: bool = False) -> bool:
         """As :class:`.driver.Fits` says; judged by tensors, as if the allocator could use all that it keeps."""
         self._look()  # the last forward's sampling came after it
         taken = self._phases.get(name) or self._peaks.get(name)
         if taken is None:
             return True
+        if graph:
+            taken += graph_bytes(self.runner)
         now = gpu_memory.read(self.gpu)
         left = int(now.free + now.reserved - self._first.allocated - times * taken)
         largest = max([*self._phases.values(), *self._peaks.values()])
@@ -437,6 +441,7 @@ class Rehearsal:
         return Measured(
             lowest=lowest_free(self._lowest, self._first.free, grown),
             expected=self._expected,
+            free=self._first.free,
             graphs=graph_bytes(self.runner),
             slack=max(0, grown - (self._peak - self._first.allocated)),
             phases=self._phases,

@@ -31,7 +31,7 @@ class Server:
         only=None,
         left_s=lambda: 1e9,
         plants=None,
-        fits=lambda name, times, must: True,
+        fits=lambda *asked, **how: True,
         **changed,
     ):
         self.put, self.planted, self.aborts, self.refuses, self.loses = [], [], 0, refuses, loses
@@ -254,7 +254,10 @@ def test_the_seconds_of_each_phase_that_began_are_kept(plants):
 
 def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memory():
     server = Server(
-        fits=lambda name, times, must: must or "of 512" not in name, requests=2048, captured=32, default_requests=True
+        fits=lambda name, times, must, **how: must or "of 512" not in name,
+        requests=2048,
+        captured=32,
+        default_requests=True,
     )
     driver = server.run()
     assert (driver.fewer_requests, driver.missed) == (512, [])
@@ -277,7 +280,7 @@ def test_a_number_of_requests_that_nobody_asked_for_is_lowered_to_what_has_memor
 )
 def test_where_one_that_must_be_has_no_memory_nothing_of_it_is_put_and_nothing_further(kind, changed):
     too_large = of_kind(replace(LIMITS, **changed), kind)
-    server = Server(fits=lambda name, times, must: name != too_large.smaller, **changed)
+    server = Server(fits=lambda name, times, **how: name != too_large.smaller, **changed)
     driver = server.run()
     assert driver.missed[0] == too_large.name
     assert "prompts of many lengths" in driver.missed

@@ -67,7 +67,8 @@ def test_a_rehearsal_tells_what_was_needed_apart(taken, tensors, slack, schedule
 
     made.read = read
     found = rehearse(made)
-    assert (found.graphs, found.phases[PHASES[2]], found.slack) == ((3 * GIB, 4 * GIB), tensors * GB, slack * GB)
+    assert (found.graphs, found.phases[PHASES[2]], found.slack) == (3 * GIB, tensors * GB, slack * GB)
+    assert found.free == 9 * GB
     assert max(found.phases.values()) == tensors * GB
     assert set(found.seconds) == {*PHASES, rehearsal.ALL}
 
@@ -101,27 +102,32 @@ def test_a_rehearsal_ends_before_the_memory_of_any_rank_does(scheduler):
 
 
 @pytest.mark.parametrize(
-    ("free", "default_requests", "earlier", "requests", "stopped", "lowest"),
+    ("free", "default_requests", "earlier", "graphs", "requests", "stopped", "lowest"),
     [
-        pytest.param(5, True, {}, 75, False, 5, id="nobody asked for more: fewer run at once"),
-        pytest.param(5, False, {}, 0, True, -1, id="asked for: it counts as if it had been taken"),
-        pytest.param(6, False, {}, 0, True, 0, id="nothing of what is to stay would be left"),
+        pytest.param(5, True, {}, 0, 75, False, 5, id="nobody asked for more: fewer run at once"),
+        pytest.param(5, False, {}, 0, 0, True, -1, id="asked for: it counts as if it had been taken"),
+        pytest.param(6, False, {}, 0, 0, True, 0, id="nothing of what is to stay would be left"),
         pytest.param(
-            *(5, False, {"captured decode of 75 requests": 3 * GB}, 0, True, -1),
+            *(5, False, {"captured decode of 75 requests": 3 * GB}, 0, 0, True, -1),
             id="what it has seen itself goes before an earlier rehearsal",
         ),
-        pytest.param(50, True, {}, 75, False, 50, id="nobody asked for more: nothing else needs as much memory"),
-        pytest.param(50, True, {"prefill chunk": 6 * GB}, 0, False, 50, id="another phase needs as much"),
-        pytest.param(50, False, {}, 0, False, 50, id="asked for, and there is memory"),
+        pytest.param(50, True, {}, 0, 75, False, 50, id="nobody asked for more: nothing else needs as much memory"),
+        pytest.param(50, True, {"prefill chunk": 6 * GB}, 0, 0, False, 50, id="another phase needs as much"),
+        pytest.param(
+            *(50, True, {"prefill chunk": 6 * GB}, 1, 75, False, 50),
+            id="nothing needs as much as an eager one takes besides of what graphs hold",
+        ),
+        pytest.param(50, False, {}, 1, 0, False, 50, id="asked for, and there is memory"),
     ],
 )
 def test_a_decode_runs_where_memory_is_left_and_unasked_if_others_need_as_much(
-    free, default_requests, earlier, requests, stopped, lowest, scheduler, monkeypatch
+    free, default_requests, earlier, graphs, requests, stopped, lowest, scheduler, monkeypatch
 ):
     """To sample for a request takes 20 MB here, after its forward; of what is free one GB is to stay."""
     limits = replace(SMALL, requests=300, captured=75, cache_tokens=50_000, default_requests=default_requests)
     monkeypatch.setattr(rehearsal, "limits_of", lambda scheduler, requests: limits)
     made = scheduler()
+    made.tp_worker.model_runner.graph_memory_usage = {"decode": graphs}
     by_name = {phase.name: phase.bound.requests for each in (300, 75) for phase in derived(limits, each)}
     ran, since, original = list[str](), [0], made.process_input_requests
 
