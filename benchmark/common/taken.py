@@ -112,7 +112,15 @@ def taken(
         while took and not gauges(client.metrics()).get("given_back_bytes") and time.monotonic() < until:
             time.sleep(1)
         outcome["answers"] = ask()
-        outcome |= {"taken": sum(took), "tokens": client.info()["max_total_num_tokens"]}
+        outcome |= {"taken": sum(took), "tokens": capacity(client.info())}
         if took:
             outcome["given_back"] = int(gauges(client.metrics()).get("given_back_bytes", 0))
     return outcome
+
+
+def capacity(info: Mapping[str, Any]) -> int:
+    """KV tokens of the rank that has the fewest; what the launcher says beside is what it was told at the start.
+
+    :param info: a server's answer to ``/get_server_info``.
+    """
+    return min(int(each["memory_usage"]["token_capacity"]) for each in info["internal_states"])

@@ -507,9 +507,11 @@ def tables(results: Sequence[output.Result]) -> str:
 
 
 def _answers_alike(measured: Mapping[str, Any], name: str, part: str) -> str:
-    """Of how many answers a part equals stock's, and that of a stock server with zeros behind its scales."""
-    zeros = servers.equal_answers(measured, name, part, ZEROS)
-    return servers.equal_answers(measured, name, part) + (f"; {zeros} {ZEROS}'s" if zeros else "")
+    """Of how many answers a part equals stock's; else of a stock server with zeros behind its scales."""
+    alike, zeros = servers.equal_answers(measured, name, part), ""
+    if ZEROS in measured and name not in ("stock", ZEROS) and measured[name][part] != measured["stock"][part]:
+        zeros = servers.equal_answers(measured, name, part, ZEROS)
+    return alike + (f"; {zeros} {ZEROS}'s" if zeros else "")
 
 
 def _loads_besides(run: str, label: str, one: dict[str, Any]) -> Iterator[tuple[str, ...]]:

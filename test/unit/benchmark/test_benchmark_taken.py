@@ -31,7 +31,10 @@ def test_memory_is_taken_until_less_than_half_the_margin_is_free_and_questions_a
         seen.append(short.exists())
         return ["a"]
 
-    client = SimpleNamespace(metrics=lambda: METRICS, info=lambda: {"max_total_num_tokens": 4})
+    client = SimpleNamespace(
+        metrics=lambda: METRICS,
+        info=lambda: {"internal_states": [{"memory_usage": {"token_capacity": each}} for each in (4, 5)]},
+    )
     monkeypatch.setattr(taken.overfill, "mixed", mixed)
     monkeypatch.setattr(taken, "Client", lambda url: client)
     server = SimpleNamespace(url="http://here", environment={taken.STAND_IN: str(short)})

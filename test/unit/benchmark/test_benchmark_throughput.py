@@ -125,7 +125,7 @@ def test_a_server_that_is_not_known_is_named(monkeypatch, capsys, name):
 def test_answers_are_compared_with_stock_and_with_zeros_behind_its_scales():
     measured = {"stock": {"answers": [1, 2]}, "stock-zeros": {"answers": [1, 3]}, "fp4-weights": {"answers": [1, 3]}}
     alike = [serving._answers_alike(measured, name, "answers") for name in measured]
-    assert alike == ["; 1 of 2 stock-zeros's", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
+    assert alike == ["", "1 of 2", "1 of 2; 2 of 2 stock-zeros's"]
 
 
 def test_each_token_is_a_word(monkeypatch):
