@@ -117,7 +117,8 @@ class ServerStart:
         self._serving: serving.Serving | None = None
         self._pass, self._requests, self._waits_for, self._deadline = 0, 0, "", math.inf
         # Of all passes: a later one runs what is larger than it was, and nothing else.
-        self._need, self._before, self._seconds, self._phases = 0, 0, dict[str, float](), dict[str, int]()
+        self._need = self._before = self._slack = 0
+        self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
     def log(self, message: str, *arguments: Any, warn: bool = False) -> None:
         """Log on the first rank alone."""
@@ -340,6 +341,7 @@ class ServerStart:
         if not seen.failure:
             self._need = max(self._need, without_forwards - seen.lowest)
             self._before = max(self._before, without_forwards - seen.free)
+            self._slack = max(self._slack, seen.slack)
         lowest = min(without_forwards - self._need, seen.expected)
         not_run = sizing.MIN_FREE_BYTES if seen.stopped else 0
         spare = lowest - self.margin - self.launch.images - not_run
@@ -519,7 +521,7 @@ class ServerStart:
                 sizing.largest_phases(self._phases),
                 f"{self._before / 1e6:,.0f}",
                 f"{self._seen.graphs / 1e6:,.0f}",
-                f"{self._seen.slack / 1e6:,.0f}",
+                f"{self._slack / 1e6:,.0f}",
             )
         kept = f", {self.launch.images / 1e6:,.0f} MB the engine's for images" if self.launch.images else ""
         facts = f"{now:,} KV tokens instead of {rule:,}" if now != rule else f"{now:,} KV tokens, as by the rule"
