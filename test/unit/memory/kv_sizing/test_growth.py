@@ -204,11 +204,12 @@ def test_a_later_rehearsal_forgets_no_need_of_an_earlier_one(monkeypatch, caplog
     caplog.set_level("INFO")
     ranks = Ranks(monkeypatch)
     ranks.again = ["a phase"]
-    ranks.measure(500, 500)
+    ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0})
     needed = 20_000 - RULE - MARGIN // 1_000_000 - 500
-    ranks.measure(3000, 3000)
+    ranks.measure(3000, 3000, slack=4_000_000)
     assert ranks.tokens() == (1500,) * 3
     assert f"forwards need {needed:,} MB" in caplog.text
+    assert "keeps 300 MB beyond the most tensors" in caplog.text
 
 
 def test_a_rehearsal_that_failed_tells_of_no_need(monkeypatch, caplog):
