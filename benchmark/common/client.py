@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
 
 LONGEST_S = 900.0
 """Seconds that an answer may take: a prefill of the longest context is slow."""
@@ -68,21 +72,23 @@ class Client:
         :returns: "", or what the server had against it.
         :raises Unanswered: no answer came.
         """
-        import httpx
-
         chosen = {"temperature": 0.0, **(sampling or {}), "max_new_tokens": new_tokens, "ignore_eos": True}
-        try:
-            body = {"input_ids": prompts, "sampling_params": chosen}
-            answer = self._http.post("/generate", json=body, timeout=patience_s)
-        except httpx.HTTPError as error:
-            raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None
+        answer = self.post("/generate", {"input_ids": prompts, "sampling_params": chosen}, patience_s=patience_s)
         return "" if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
 
     def abort_all(self) -> None:
         """Abort what was asked for; nothing happens where the server is gone: whoever watches it says so."""
+        with suppress(Unanswered):
+            self.post("/abort_request", {"rid": "", "abort_all": True}, patience_s=60)
+
+    def post(self, path: str, body: Any, *, patience_s: float = LONGEST_S) -> httpx.Response:
+        """Whatever the server answers.
+
+        :raises Unanswered: no answer came.
+        """
         import httpx
 
         try:
-            self._http.post("/abort_request", json={"rid": "", "abort_all": True}, timeout=60)
-        except httpx.HTTPError:
-            return
+            return self._http.post(path, json=body, timeout=patience_s)
+        except httpx.HTTPError as error:
+            raise Unanswered(error, not isinstance(error, httpx.TimeoutException)) from None

@@ -199,8 +199,11 @@ def first_difference(measured: Mapping[str, Mapping[str, Any]], name: str) -> st
     return f"; of first tokens {most:.2g} apart at most, {other} are other tokens" if most or other else ""
 
 
-def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True) -> dict[str, Any]:
-    """One greedy answer: its tokens, their log-probabilities if asked for, and the engine's own latency in seconds."""
+def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool = True, **more: Any) -> dict[str, Any]:
+    """One greedy answer: its tokens, their log-probabilities if asked for, and the engine's own latency in seconds.
+
+    :param more: of the request.
+    """
     import httpx
 
     server.check()
@@ -210,6 +213,7 @@ def generate(server: Server, ids: list[int], new_tokens: int, *, logprobs: bool 
             "input_ids": ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "return_logprob": logprobs,
+            **more,
         },
         timeout=300,
     )

@@ -16,7 +16,6 @@ makes the list of the KV cache's places anew, 8 bytes each, and the old ones sta
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import random
@@ -31,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from common import forwards, held, machine, output, plugins, processes, weights
-from common.servers import EAGER, RUNNER_ARGUMENTS, prompt
+from common.client import Client, Unanswered
+from common.servers import EAGER, RUNNER_ARGUMENTS, digests, generate, prompt
 from common.shapes import MODELS, TINY
 from common.weights import Served
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
@@ -183,15 +183,12 @@ class Driven:
     """A server that is asked, and what is known of it; the files say what its forwards held, and did."""
 
     def __init__(self, server: Server, options: Any, models: Sequence[Path], forward_files: tuple[Path, Path]) -> None:
-        import httpx
-
         self.server, self.options, self.models, self.forward_files = server, options, models, forward_files
         self.record = Record()
         self._lock = threading.Lock()
         self._loaded = 0
         self._shared = prompt(options.longest, -1)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S, limits=limits)
+        self._client = Client(server.url)
 
     def run(self, finished: Callable[[], None]) -> None:
         """All rounds, until the time is over; what ends them early is recorded as an error."""
@@ -247,8 +244,6 @@ class Driven:
             future.result()
 
     def ask(self, draw: Draw, over: threading.Event) -> None:
-        import httpx
-
         tokens = self._shared[: draw.prefix] + prompt(draw.tokens - draw.prefix, draw.rid)
         body: dict[str, Any] = {"rid": draw.rid, "input_ids": tokens}
         body["sampling_params"] = {"temperature": 0.8, "max_new_tokens": draw.new_tokens, "ignore_eos": True}
@@ -257,15 +252,13 @@ class Driven:
             aborter = threading.Timer(draw.aborted_s, self.abort, [draw.rid])
             aborter.start()
         try:
-            answer = self._http.post("/generate", json=body, timeout=draw.leaves_s or PATIENCE_S)
-        except httpx.TimeoutException:
-            if draw.leaves_s is None:
-                self.error(f"no answer after {PATIENCE_S:.0f} s to {draw}")
+            answer = self._client.post("/generate", body, patience_s=draw.leaves_s or PATIENCE_S)
+        except Unanswered as error:
+            if error.lost or draw.leaves_s is None:
+                self.error(f"{error} to {draw}")
+                return
             with self._lock:
                 self.record.left += 1
-            return
-        except httpx.HTTPError as error:
-            self.error(f"{type(error).__name__}: {error} to {draw}")
             return
         finally:
             if aborter is not None:
@@ -294,20 +287,11 @@ class Driven:
     def probe(self) -> None:
         """The fixed prompts, greedily, nothing of them taken from the prefix cache."""
         for length in self.options.probes:
-            body = {
-                "input_ids": prompt(length, 0),
-                "sampling_params": {"temperature": 0, "max_new_tokens": PROBE_TOKENS, "ignore_eos": True},
-                "return_logprob": True,
-                "extra_key": f"probe {self.record.probes}",
-            }
-            answer = self._post("/generate", body)
-            with_logprobs = answer["meta_info"]["output_token_logprobs"]
+            own_key = f"probe {self.record.probes}"
+            answer = generate(self.server, prompt(length, 0), PROBE_TOKENS, extra_key=own_key)
             key = f"weights {self._loaded}, {length} tokens"
-            for counts, tokens in (
-                (self.record.answers, answer["output_ids"]),
-                (self.record.logprobs, [entry[:2] for entry in with_logprobs]),
-            ):
-                counts.setdefault(key, Counter())[digest_of(tokens)] += 1
+            for part, counts in (("tokens", self.record.answers), ("logprobs", self.record.logprobs)):
+                counts.setdefault(key, Counter()).update(digests([answer], part))
             self.record.probes += 1
 
     def flush(self) -> None:
@@ -323,7 +307,7 @@ class Driven:
 
     def _post(self, path: str, body: Any) -> Any:
         self.server.check()
-        answer = self._http.post(path, json=body)
+        answer = self._client.post(path, body, patience_s=PATIENCE_S)
         if answer.status_code != 200:
             raise RuntimeError(f"{path}: HTTP {answer.status_code}: {answer.text[:300]}")
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
@@ -362,10 +346,6 @@ def outcome_of(status: int, text: str) -> str:
         return "aborted" if status in (400, 499, 503) and "abort" in text.lower() else f"HTTP {status}: {text[:300]}"
     reason = json.loads(text)["meta_info"]["finish_reason"] or {}
     return "aborted" if reason.get("type") == "abort" else "answered"
-
-
-def digest_of(tokens: Any) -> str:
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
