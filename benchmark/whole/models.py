@@ -10,6 +10,7 @@ is computed when the page is made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +112,7 @@ def tables(result: output.Result) -> str:
         if (model["source"], model["gpu"]) not in answers:
             continue
         asked = answers[model["source"], model["gpu"]]["asked"]
-        name, on = f"{model['model']} {model['format']}", f"{_ranks(model)} x {model['gpu'].upper()}"
+        name, on = f"{model['model']} {model['format']}", f"{ranks(model['arguments'])} x {model['gpu'].upper()}"
         if "refused" in asked:
             rows.append((name, on, "refused", "", "", asked["refused"]))
             continue
@@ -133,8 +134,9 @@ def sizes_of_a_rank(found: dict[str, Any]) -> Sizes:
     )
 
 
-def _ranks(model: dict[str, Any]) -> int:
-    return int(model["arguments"][model["arguments"].index("--tp") + 1])
+def ranks(flags: list[str]) -> str:
+    """How many tensor-parallel ranks a server is given, in whichever spelling."""
+    return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
 
 
 def _peak(found: dict[str, Any]) -> str:

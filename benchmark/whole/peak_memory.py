@@ -275,7 +275,7 @@ def plot(result: output.Result, path: Path) -> None:
     output.save(figure, path)
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     quick = {"model": "tiny", "tokens": 256, "moe_layers": 1}
     parser = output.parser(__doc__, quick=quick, plots=True, logs=True)
     servers.add_options(parser, new_tokens=8)
@@ -287,11 +287,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--symm-mem", action="store_true", help="NCCL symmetric memory (NVLink multicast as it is)")
     parser.add_argument("--at-once", action="store_true", help="run both servers at the same time; needs the memory")
     parser.add_argument("--control", action="store_true", help="a second stock server too, for its answers")
-    return output.parse(parser)
-
-
-def main() -> int:
-    options = parse()
+    options = output.parse(parser)
     if not options.model.startswith("tiny") or options.plot or options.runner == "marlin":
         machine.require_gpu("peak_memory.py", "--quick runs a tiny model without one, not with --runner marlin")
     try:

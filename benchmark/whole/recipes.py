@@ -10,7 +10,6 @@ the sizes.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,7 @@ def tables(results: list[output.Result]) -> str:
             absent.add(recipe["model"])
             continue
         at, answer = first_answer(answers)
-        cells = [recipe["model"].split("/")[1], f"{_ranks(recipe['flags'])} x {recipe['gpu']}", recipe["name"]]
+        cells = [recipe["model"].split("/")[1], f"{models.ranks(recipe['flags'])} x {recipe['gpu']}", recipe["name"]]
         if at:
             cells[2] += f" ({results[at]['conditions']['engine']})"
         if "refused" in answer:
@@ -156,10 +155,6 @@ def tables(results: list[output.Result]) -> str:
     named = "; ".join(f"[{each['title']}]({each['url']})" for each in read_recipes()["sources"].values())
     lacking = f" Its {NO_CONFIG}: {', '.join(sorted(absent))}." if absent else ""
     return f"Published: {named}.{lacking}\n\n{output.table(header, rows, left=len(header))}"
-
-
-def _ranks(flags: list[str]) -> str:
-    return re.search(r"--(?:tp|tp-size|tensor-parallel-size)[ =](\d+)", " ".join(flags))[1]
 
 
 def measured() -> tuple[dict[Key, str], dict[Key, str]]:
