@@ -91,14 +91,13 @@ def _wrap_model_runner(module: Any) -> None:
     if runner is None:
         _report_no_model_runner(f"{MODEL_RUNNER_MODULE} has no ModelRunner")
         return
-    original = runner.__init__
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    @patch.around
+    def wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         activate(kwargs.get("server_args") or next((a for a in args if hasattr(a, "moe_runner_backend")), None))
         original(self, *args, **kwargs)
 
-    runner.__init__ = __init__
+    runner.__init__ = wrap_init(runner.__init__)
 
 
 def activate(server_args: Any = None) -> dict[str, patch.Plan]:

@@ -122,14 +122,14 @@ MUTATIONS = tuple(
         ),
         (
             OFFER,
-            "return nullcontext()",
-            "return original(buf)",
+            "lambda buf: nullcontext()",
+            "lambda buf: original(buf)",
             OUTPUT_BUFFER + "the_engines_own_buffer_overwrites_a_residual_and_ours_keeps_it",
         ),
         (
             OFFER,
-            "return nullcontext()",
-            "return original(buf)",
+            "lambda buf: nullcontext()",
+            "lambda buf: original(buf)",
             SERVERS + "where_the_engines_buffer_answers_wrongly_the_patched_server_answers_as_without_it",
         ),
         (
@@ -167,11 +167,11 @@ MUTATIONS = tuple(
         ),
         (
             FP4,
-            "result = original(self, layer, *args, **kwargs)\n        with best_effort(\"a layer's",
-            'give_up_unread_scales(layer)\n        result = original(self, layer)\n        with best_effort("x',
+            "result = original(self, layer, *args, **kwargs)\n    with best_effort(\"a layer's",
+            'give_up_unread_scales(layer)\n    result = original(self, layer)\n    with best_effort("x',
             SCALES + "what_no_forward_reads_takes_no_memory_and_the_answer_is_the_same",
         ),
-        (FP4, "            put_zeros_behind_scales(self)", "            pass", ZEROS),
+        (FP4, "\n        put_zeros_behind_scales(self)", "\n        pass", ZEROS),
         (FP4, "data.new_zeros(", "data.new_empty(", ZEROS),
         (FP4, "_SCALE_BYTES_AT_ONCE = 128", "_SCALE_BYTES_AT_ONCE = 64", ZEROS),
         (FP4, " if storage.expired()", "", SCALES + "a_scale_whose_memory_is_read_is_not_counted"),
@@ -185,8 +185,8 @@ MUTATIONS = tuple(
         ),
         (
             FP4,
-            "            if self._moe_runner_backend.value in _MARLIN:\n                drop_swizzled_scales(layer)",
-            "            pass",
+            "        if self._moe_runner_backend.value in _MARLIN:\n            drop_swizzled_scales(layer)",
+            "        pass",
             WEIGHTS + "marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts",
         ),
         (

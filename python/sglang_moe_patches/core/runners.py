@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Patcher, Plan, Skip, best_effort
+from sglang_moe_patches.core.patch import Patcher, Plan, Skip, around, best_effort
 
 if TYPE_CHECKING:
     import torch
@@ -230,14 +230,11 @@ def clear_inplace(layer: Any, patcher: Patcher) -> None:
     In place is the engine's default, and what it defers the shared experts by.
     """
 
-    def make_init(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            with best_effort(f"the runner of {type(self).__name__}"):
-                if self.use_flashinfer_trtllm_moe:
-                    self.moe_runner_config.inplace = False
+    @around
+    def wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        with best_effort(f"the runner of {type(self).__name__}"):
+            if self.use_flashinfer_trtllm_moe:
+                self.moe_runner_config.inplace = False
 
-        return __init__
-
-    patcher.wrap(layer, "__init__", make_init)
+    patcher.wrap(layer, "__init__", wrap_init)

@@ -231,7 +231,7 @@ def test_each_model_is_looked_at_when_it_is_built_and_is_built_whatever_becomes_
         seen.append(model)
         raise AttributeError("no layers")
 
-    built = offer.make_initialize(lambda config: f"a model of {config}", fails)(config="some size")
+    built = offer.initialize(fails, lambda config: f"a model of {config}", config="some size")
     assert seen == [built] == ["a model of some size"]
     assert "the dead input of str's layers is left alone: AttributeError" in caplog.text
 

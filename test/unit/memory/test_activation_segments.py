@@ -333,7 +333,7 @@ def test_a_server_that_has_started_is_switched_over_before_its_loop(monkeypatch,
         assert settings.on
         return args
 
-    assert switch._make_run_event_loop(run_event_loop, switch.Switch(settings))(None, 1, 2) == (1, 2)
+    assert switch._run_event_loop(switch.Switch(settings), run_event_loop, None, 1, 2) == (1, 2)
     assert asked == [True], "all ranks"
     assert "activation-segments: on from here" in caplog.text
 

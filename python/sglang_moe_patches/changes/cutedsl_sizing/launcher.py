@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.tokens import (
     other_tokens_per_request,
 )
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Patcher, best_effort
+from sglang_moe_patches.core.patch import Patcher, around, best_effort
 from sglang_moe_patches.core.variables import Variable
 
 METHOD = "cutedsl_moe_max_num_tokens"
@@ -166,13 +165,10 @@ def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     patcher.wrap(module.ServerArgs, "check_server_args", _wrap_check_server_args)
 
 
-def _wrap_check_server_args(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def check_server_args(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        check_budget(self)
-
-    return check_server_args
+@around
+def _wrap_check_server_args(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    check_budget(self)
 
 
 def sized_by_engine(server_args_class: Any) -> bool:

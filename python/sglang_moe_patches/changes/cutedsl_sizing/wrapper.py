@@ -19,7 +19,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.patch import Patcher, Plan, with_globals
+from sglang_moe_patches.core.patch import Patcher, Plan, around, with_globals
 
 if TYPE_CHECKING:
     import torch
@@ -198,16 +198,13 @@ def _construct(real: Any, layer: Any, is_capturing: Callable[[], bool], **argume
     return shared
 
 
-def _wrap_init_memory_pool(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init_memory_pool(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _largest_pools.requests = max(_largest_pools.requests, self.req_to_token_pool.size)
-        if not getattr(self.server_args, "prefill_only_disable_kv_cache", False):
-            _largest_pools.cache_tokens = max(_largest_pools.cache_tokens, self.max_total_num_tokens)
-        _largest_pools.request_tokens = max(_largest_pools.request_tokens, self.model_config.context_len)
-
-    return init_memory_pool
+@around
+def _wrap_init_memory_pool(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    _largest_pools.requests = max(_largest_pools.requests, self.req_to_token_pool.size)
+    if not getattr(self.server_args, "prefill_only_disable_kv_cache", False):
+        _largest_pools.cache_tokens = max(_largest_pools.cache_tokens, self.max_total_num_tokens)
+    _largest_pools.request_tokens = max(_largest_pools.request_tokens, self.model_config.context_len)
 
 
 def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,14 +43,13 @@ Remove when
 
 from __future__ import annotations
 
-import functools
 import sys
 from contextvars import ContextVar
 from typing import Any
 
 from sglang_moe_patches.changes.fp4_weights.unread import unread_scales
 from sglang_moe_patches.core import engine, runners
-from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, best_effort, together
+from sglang_moe_patches.core.patch import Change, Count, Install, Patcher, Plan, around, best_effort, together
 
 _UTILS = "sglang.srt.layers.quantization.utils"
 _MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
@@ -173,69 +172,55 @@ def put_zeros_behind_scales(method: Any) -> None:
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
-def _wrap_create_moe_runner(original: Any) -> Any:
-    @functools.wraps(original)
-    def create_moe_runner(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, layer, *args, **kwargs)
-        with best_effort("the block scales of a layer that Marlin runs"):
-            if self._moe_runner_backend.value in _MARLIN:
-                drop_swizzled_scales(layer)
-        return result
-
-    return create_moe_runner
+@around
+def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, layer, *args, **kwargs)
+    with best_effort("the block scales of a layer that Marlin runs"):
+        if self._moe_runner_backend.value in _MARLIN:
+            drop_swizzled_scales(layer)
+    return result
 
 
-def _wrap_process_weights(original: Any) -> Any:
-    @functools.wraps(original)
-    def process_weights_after_loading(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, layer, *args, **kwargs)
-        with best_effort("a layer's scales that nothing reads"):
-            if getattr(layer, "quant_method", None) is self:
-                give_up_unread_scales(layer)
-        with best_effort("what lies behind a layer's scales"):
-            put_zeros_behind_scales(self)
-        return result
-
-    return process_weights_after_loading
+@around
+def _wrap_process_weights(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, layer, *args, **kwargs)
+    with best_effort("a layer's scales that nothing reads"):
+        if getattr(layer, "quant_method", None) is self:
+            give_up_unread_scales(layer)
+    with best_effort("what lies behind a layer's scales"):
+        put_zeros_behind_scales(self)
+    return result
 
 
-def _wrap_prepare(original: Any) -> Any:
+@around
+def _wrap_prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_moe_patches.changes.fp4_weights import shuffle
 
-    @functools.wraps(original)
-    def prepare_static_weights_for_trtllm_fp4_moe(*args: Any, **kwargs: Any) -> shuffle.Shuffled:
-        try:
-            return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, **kwargs)
-        except shuffle.NotInPlace:
-            return original(*args, **kwargs)
-
-    return prepare_static_weights_for_trtllm_fp4_moe
+    try:
+        return shuffle.prepare_static_weights_for_trtllm_fp4_moe(*args, **kwargs)
+    except shuffle.NotInPlace:
+        return original(*args, **kwargs)
 
 
-def _wrap_swizzle(original: Any) -> Any:
-    @functools.wraps(original)
-    def swizzle_blockscale(scale: Any) -> Any:
-        return _placeholder(scale) if _no_swizzled_scales.get() else original(scale)
-
-    return swizzle_blockscale
+@around
+def _wrap_swizzle(original: Any, scale: Any) -> Any:
+    return _placeholder(scale) if _no_swizzled_scales.get() else original(scale)
 
 
-def _wrap_create_weights(original: Any, modelopt: Any) -> Any:
-    @functools.wraps(original)
-    def create_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The condition of `process_weights_after_loading`: on anything else that method swizzles the block scales
-        # itself and compares shapes with the placeholder, which then has to be the engine's.
-        token = _no_swizzled_scales.set(
-            bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
-            and modelopt.reorder_rows_for_gated_act_gemm is not None
-            and modelopt.shuffle_matrix_sf_a is not None
-        )
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _no_swizzled_scales.reset(token)
-
-    return create_weights
+@around
+def _wrap_create_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The condition of `process_weights_after_loading`: on anything else that method swizzles the block scales
+    # itself and compares shapes with the placeholder, which then has to be the engine's.
+    modelopt = sys.modules[_MODELOPT]
+    token = _no_swizzled_scales.set(
+        bool(getattr(self, "enable_flashinfer_trtllm_moe", False))
+        and modelopt.reorder_rows_for_gated_act_gemm is not None
+        and modelopt.shuffle_matrix_sf_a is not None
+    )
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _no_swizzled_scales.reset(token)
 
 
 # --- Probing the engine ----------------------------------------------------------------------------------------------
@@ -294,7 +279,7 @@ def _probe_placeholders() -> Install:
 
     def install(patcher: Patcher) -> None:
         patcher.wrap(modelopt, _SWIZZLE, _wrap_swizzle)
-        patcher.wrap(method, "create_weights", lambda original: _wrap_create_weights(original, modelopt))
+        patcher.wrap(method, "create_weights", _wrap_create_weights)
 
     return install
 

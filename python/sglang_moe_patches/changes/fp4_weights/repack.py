@@ -12,7 +12,6 @@ engine's own list and stack remain.
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sglang_moe_patches.core import engine
+from sglang_moe_patches.core.patch import around
 
 WEIGHTS = ("w13_weight", "w2_weight")
 _LOCALS = ("w13", "w2")
@@ -94,32 +94,24 @@ def _lie_in_order(tensors: list[Any]) -> bool:
 _current: ContextVar[_Repack | None] = ContextVar("sglang_moe_patches_repack", default=None)
 
 
-def wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def wrap_prepare(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """``prepare_moe_mxfp4_layer_for_marlin`` or ``prepare_moe_nvfp4_layer_for_marlin``, run for each loaded layer."""
-
-    @functools.wraps(original)
-    def prepare(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Repack(_held_elsewhere(layer)) as mode:
-            token = _current.set(mode)
-            try:
-                return original(layer, *args, **kwargs)
-            finally:
-                _current.reset(token)
-
-    return prepare
+    with _Repack(_held_elsewhere(layer)) as mode:
+        token = _current.set(mode)
+        try:
+            return original(layer, *args, **kwargs)
+        finally:
+            _current.reset(token)
 
 
-def wrap_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
     """``gptq_marlin_repack`` of one expert's weights."""
-
-    @functools.wraps(original)
-    def gptq_marlin_repack(b_q_weight: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = _current.get()
-        memory = mode and mode.memory_of(b_q_weight)
-        result = original(b_q_weight, *args, **kwargs)
-        return result if memory is None else mode.put(result, memory)  # type: ignore[union-attr]
-
-    return gptq_marlin_repack
+    mode = _current.get()
+    memory = mode and mode.memory_of(b_q_weight)
+    result = original(b_q_weight, *args, **kwargs)
+    return result if memory is None else mode.put(result, memory)  # type: ignore[union-attr]
 
 
 # --- Who reads the loaded weights ------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ of the output and changes no result.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_moe_patches.core import engine
-from sglang_moe_patches.core.patch import Install, Patcher
+from sglang_moe_patches.core.patch import Install, Patcher, around
 
 has_concurrent_reader = False
 """Whether a block of this process's models may read its routed experts' input on another stream."""
@@ -56,16 +55,13 @@ def probe(look_at: Callable[[Any], None] = lambda model: None) -> Install:
         return _assume_concurrent_reader
 
     def install(patcher: Patcher) -> None:
-        def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-                loaded = original(self, *args, **kwargs)
-                look_at(self.model)
-                if may_read_concurrently(self.model.modules(), experts):
-                    _assume_concurrent_reader(patcher)
-                return loaded
-
-            return load_model
+        @around
+        def wrap_load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            loaded = original(self, *args, **kwargs)
+            look_at(self.model)
+            if may_read_concurrently(self.model.modules(), experts):
+                _assume_concurrent_reader(patcher)
+            return loaded
 
         patcher.wrap(runner, "load_model", wrap_load_model)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.patch import Patcher, PatchError, Plan
+from sglang_moe_patches.core.patch import Patcher, PatchError, Plan, around
 from sglang_moe_patches.core.variables import STRICT, Variable, positive_number
 
 _LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
@@ -198,10 +198,7 @@ def _get_lora_layer() -> type | None:
     return lora_layer if isinstance(lora_layer, type) else None
 
 
-def _wrap_lora_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _report_skip_reason("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")
-
-    return __init__
+@around
+def _wrap_lora_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    _report_skip_reason("with LoRA adapters it is not FusedMoE.run_moe_core that runs it")

@@ -22,7 +22,7 @@ from typing import Any
 from sglang_moe_patches.changes.mori_input_truncation.bound import Cut, decide_cut, rows_per_dp_rank
 from sglang_moe_patches.changes.mori_input_truncation.policy import BOUND, LIMIT, Policy, read_policy
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.patch import Install, Patcher, Plan
+from sglang_moe_patches.core.patch import Install, Patcher, Plan, around
 
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.aiter"
 _RUNNER_FUNCTION = "_pre_permute_deepep_to_aiter"
@@ -128,17 +128,14 @@ def host_counts(counts: Any) -> Any:
 # --- The wrappers ----------------------------------------------------------------------------------------------------
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        policy = read_policy(self)
-        if policy is not None and (policy.limit or policy.recv_bound):
-            setattr(self, _POLICY, policy)
-            if hasattr(self, _ENGINE_LIMIT):
-                setattr(self, _ENGINE_LIMIT, 0)
-
-    return __init__
+@around
+def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    policy = read_policy(self)
+    if policy is not None and (policy.limit or policy.recv_bound):
+        setattr(self, _POLICY, policy)
+        if hasattr(self, _ENGINE_LIMIT):
+            setattr(self, _ENGINE_LIMIT, 0)
 
 
 def _wrap_run_moe_core(original: Callable[..., Any], dp_buffer: Any) -> Callable[..., Any]:

@@ -151,20 +151,15 @@ def make_layer_forward(
     return forward
 
 
-def make_initialize(original: Callable[..., Any], built: Callable[[Any], None]) -> Callable[..., Any]:
-    """Probe each model when it is built.
+def initialize(built: Callable[[Any], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a model, and probe it.
 
     :param built: is given the model.
     """
-
-    @functools.wraps(original)
-    def _initialize_model(*args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
-        with best_effort(f"the dead input of {type(model).__name__}'s layers"):
-            built(model)
-        return model
-
-    return _initialize_model
+    model = original(*args, **kwargs)
+    with best_effort(f"the dead input of {type(model).__name__}'s layers"):
+        built(model)
+    return model
 
 
 def of_this_stage(stack: Any) -> list[Any]:
@@ -194,9 +189,4 @@ def offers(layer: Any) -> bool:
 
 def make_no_offer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Withhold the engine's own offer, in every layer: it does not ask whether the input is dead. Ours does."""
-
-    @functools.wraps(original)
-    def moe_output_buffer_ctx(buf: Any) -> Any:
-        return nullcontext()
-
-    return moe_output_buffer_ctx
+    return functools.wraps(original)(lambda buf: nullcontext())

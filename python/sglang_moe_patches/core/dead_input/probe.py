@@ -16,7 +16,7 @@ from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.core.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Patcher, one_line_error
+from sglang_moe_patches.core.patch import Patcher, around, one_line_error
 
 _installed: Offers | None = None
 
@@ -78,7 +78,7 @@ class Offers:
                 patcher.replace(module, runners.IN_POOL, asks)
         built = functools.partial(probe_model, patcher=patcher, wrapped=set())
         for module in _holders(getattr(engine.module(LOADER), INITIALIZE), INITIALIZE):
-            patcher.wrap(module, INITIALIZE, functools.partial(offer.make_initialize, built=built))
+            patcher.wrap(module, INITIALIZE, around(functools.partial(offer.initialize, built)))
 
 
 def engine_offers() -> bool:

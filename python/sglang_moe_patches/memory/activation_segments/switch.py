@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from sglang_moe_patches.core import engine, log
-from sglang_moe_patches.core.patch import Install, Patcher
+from sglang_moe_patches.core.patch import Install, Patcher, around
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 PROBE_BYTES = 2 << 20
@@ -193,7 +193,7 @@ def probe() -> Install:
 
     def install(patcher: Patcher) -> None:
         hold_off(switch, patcher, graph, coordinator)
-        patcher.wrap(scheduler, "run_event_loop", lambda original: _make_run_event_loop(original, switch))
+        patcher.wrap(scheduler, "run_event_loop", around(functools.partial(_run_event_loop, switch)))
 
     return install
 
@@ -207,57 +207,42 @@ def hold_off(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> 
     """
     import torch
 
-    patcher.wrap(graph, "capture_begin", lambda original: _make_capture_begin(original, switch))
-    patcher.wrap(graph, "capture_end", lambda original: _make_capture_end(original, switch))
-    patcher.wrap(coordinator, "graph_capture", lambda original: _make_held(original, switch))
+    patcher.wrap(graph, "capture_begin", around(functools.partial(_capture_begin, switch)))
+    patcher.wrap(graph, "capture_end", around(functools.partial(_capture_end, switch)))
+    held = around(functools.partial(_held, switch))
+    patcher.wrap(coordinator, "graph_capture", held)
     for module in (torch.cuda, torch.cuda.memory):
         if hasattr(module, "use_mem_pool"):
-            patcher.wrap(module, "use_mem_pool", lambda original: _make_held(original, switch))
+            patcher.wrap(module, "use_mem_pool", held)
 
 
-def _make_run_event_loop(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run_event_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        switch_over(switch, everywhere)
+def _run_event_loop(switch: Switch, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    switch_over(switch, everywhere)
+    return original(*args, **kwargs)
+
+
+def _capture_begin(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    switch.hold()
+    try:
+        result = original(self, *args, **kwargs)
+    except BaseException:
+        switch.release()
+        raise
+    setattr(self, _HELD, True)
+    return result
+
+
+def _capture_end(switch: Switch, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
         return original(self, *args, **kwargs)
-
-    return run_event_loop
-
-
-def _make_capture_begin(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        switch.hold()
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException:
+    finally:
+        if vars(self).pop(_HELD, False):
             switch.release()
-            raise
-        setattr(self, _HELD, True)
-        return result
-
-    return capture_begin
 
 
-def _make_capture_end(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            if vars(self).pop(_HELD, False):
-                switch.release()
-
-    return capture_end
-
-
-def _make_held(
-    original: Callable[..., AbstractContextManager[Any]], switch: Switch
-) -> Callable[..., AbstractContextManager[Any]]:
-    @functools.wraps(original)
-    @contextmanager
-    def held(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with switch.held(), original(*args, **kwargs) as entered:
-            yield entered
-
-    return held
+@contextmanager
+def _held(
+    switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
+) -> Iterator[Any]:
+    with switch.held(), original(*args, **kwargs) as entered:
+        yield entered
