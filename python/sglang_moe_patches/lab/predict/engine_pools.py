@@ -7,8 +7,6 @@ constructed is given what the engine's arithmetic reads of one. Its pools are no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -92,8 +90,8 @@ def _resolve_pools(maker: Any, fit: Fit, free: int) -> Any:
 
     :raises RuntimeError: the fraction leaves them nothing; in newer releases ``ValueError``.
     """
-    with _free_memory(free):
-        return maker._resolve_memory_pool_config(fit.memory / GIB)
+    _set_free_memory(free, fit.memory)
+    return maker._resolve_memory_pool_config(fit.memory / GIB)
 
 
 def stage_layers(resolved: Any, layers: int) -> int:
@@ -165,19 +163,13 @@ def _configurator(runner: Any) -> Any:
     return runner.kv_cache_configurator
 
 
-@contextmanager
-def _free_memory(size: int) -> Iterator[None]:
+def _set_free_memory(free: int, memory: int) -> None:
     """Have PyTorch say that so much of the GPU is free, and psutil, whom the engine asks of an integrated one."""
     import psutil
     import torch
 
-    of_gpu, of_host = torch.cuda.mem_get_info, psutil.virtual_memory
-    torch.cuda.mem_get_info = lambda *args, **kwargs: (size, of_gpu()[1])
-    vars(psutil)["virtual_memory"] = lambda: SimpleNamespace(available=size)
-    try:
-        yield
-    finally:
-        torch.cuda.mem_get_info, vars(psutil)["virtual_memory"] = of_gpu, of_host
+    torch.cuda.mem_get_info = lambda *args, **kwargs: (free, memory)
+    vars(psutil)["virtual_memory"] = lambda: SimpleNamespace(available=free)
 
 
 class _Table:

@@ -251,26 +251,34 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
     resolved = dict(vars(view))
     plain = {name: value for name, value in resolved.items() if isinstance(value, int | float | str | bool | None)}
     plans = _apply_changes(server_args)
-    sizing, fit = _decide_kv_sizing(resolved) | {"given": given}, None
+    mode = eligibility.KV_SIZING.read()
+    skip_reason = eligibility.skip_reason(mode or "auto", resolved, os.environ) or ""
+    beside = "the part beside the language model" if language_model else ""
+    if view.speculative_algorithm not in (None, "NGRAM"):
+        beside = "a draft model"
+    fit = None
     layer, unknown, decisions = None, "", {}
     try:
         # That the engine has no class for a part of a model says nothing of the model.
         with _translate_refusals(but_by=(_MODEL_CLASSES,) if language_model else ()):
-            built = _build(server_args, view, gpu)
-        fit, skip_reason = _ask_pools(server_args, view, gpu, built, sizing, language_model)
-        sizing["skip_reason"] = sizing["skip_reason"] or skip_reason
+            model, config = _build(server_args, view, gpu)
+            layers = engine_pools.stage_layers(view, config.hf_text_config.num_hidden_layers)
+        weights = _count_weight_bytes(model, layers)
+        room = Fit(gpu.memory, weights, view.mem_fraction_static, given, beside, context=int(config.context_len))
+        sizes = bool(mode) and not skip_reason
+        fit, why_not_pools = _ask_pools(server_args, view, room, model, config, sizes=sizes)
+        skip_reason = skip_reason or why_not_pools
         # Data-parallel ranks bring a chunk each.
         tokens = chunk_tokens(resolved) * attention_ranks(resolved)
-        layer = _describe_layer(built.model, tokens)
+        layer = _describe_layer(model, tokens)
         if layer is not None:
-            decisions = _ask_changes(
-                plans, patch.Built(built.model, tokens, top_k, partial(_read_tiles, tokens=tokens))
-            )
+            built = patch.Built(model, tokens, top_k, partial(_read_tiles, tokens=tokens))
+            asked = [change for change in CHANGES if change.decide and plans[change.name].status in patch.ACTIVE]
+            decisions = {change.name: asdict(change.decide(built)) for change in asked if change.decide}
     except Refused as error:
         raise ModelRefused(str(error)) from error
     except Exception as error:
         unknown = _one_line(error)
-    sizing["unknown"] = fit.unknown if fit else unknown
     return {
         "resolved": plain,
         "layer": layer,
@@ -279,7 +287,10 @@ def _answer(arguments: list[str], gpu: Gpu, language_model: bool, top_k: int) ->
             {"name": name, "status": str(plan.status), "reason": plan.reason, "decision": decisions.get(name)}
             for name, plan in plans.items()
         ],
-        "kv_sizing": sizing,
+        "kv_sizing": {
+            **{"mode": mode, "skip_reason": skip_reason, "given": given},
+            "unknown": fit.unknown if fit else unknown,
+        },
         "fit": fit and asdict(fit) | {"starts": fit.starts, "least_fraction": fit.least_fraction},
         "engine_drops": probe.engine_offers(),
         "float_logits": _has_float_logits(),
@@ -300,13 +311,6 @@ def chunk_tokens(resolved: Mapping[str, Any]) -> int:
     """Tokens of the largest prefill chunk."""
     chunk = resolved["chunked_prefill_size"] or 0
     return chunk if chunk > 0 else resolved.get("max_prefill_tokens") or 16384
-
-
-class _Nothing:
-    """Stands in for what only a GPU can make."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def claim_gpu(gpu: Gpu) -> None:
@@ -347,7 +351,7 @@ def claim_gpu(gpu: Gpu) -> None:
     # Nothing is computed, and the compiler takes seconds to import.
     torch.compile = lambda function=None, **options: function or (lambda other: other)
     for name in ("Stream", "Event"):
-        setattr(torch.cuda, name, type(name, (_Nothing,), {}))
+        setattr(torch.cuda, name, unused_imports.stand_in(name))
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda device: None
@@ -359,39 +363,19 @@ def claim_gpu(gpu: Gpu) -> None:
             setattr(common, name, lambda *args, **kwargs: mib)
 
 
-@dataclass(frozen=True)
-class Built:
-    """What the engine built of a model on the first rank.
-
-    :param model: its first layers, of fake tensors.
-    :param config: the engine's ``ModelConfig``, of all layers.
-    :param weight_bytes: of all layers on this rank.
-    """
-
-    model: Any
-    config: Any
-    weight_bytes: int
-
-
-def _ask_pools(
-    server_args: Any, resolved: Any, gpu: Gpu, built: Built, sizing: Mapping[str, Any], language_model: bool
-) -> tuple[Fit, str]:
-    """Whether weights and KV cache fit, and why kv-sizing leaves the KV cache alone."""
-    beside = "the part beside the language model" if language_model else ""
-    if resolved.speculative_algorithm not in (None, "NGRAM"):
-        beside = "a draft model"
-    context = int(built.config.context_len)
-    fit = Fit(gpu.memory, built.weight_bytes, resolved.mem_fraction_static, sizing["given"], beside, context=context)
+def _ask_pools(server_args: Any, resolved: Any, fit: Fit, model: Any, config: Any, *, sizes: bool) -> tuple[Fit, str]:
+    """Whether weights and KV cache fit, and why kv-sizing leaves the KV cache alone (:func:`.engine_pools.ask`)."""
     try:
-        runner = engine_pools.make_runner(server_args, resolved, built.config, built.model)
+        runner = engine_pools.make_runner(server_args, resolved, config, model)
     except Exception as error:
         return replace(fit, unknown=_one_line(error)), ""
     gc.freeze()  # the engine collects garbage there, and looking at all that was imported takes a second
-    return engine_pools.ask(runner, fit, sizes=bool(sizing["mode"]) and not sizing["skip_reason"])
+    return engine_pools.ask(runner, fit, sizes=sizes)
 
 
-def _build(server_args: Any, resolved: Any, gpu: Gpu) -> Built:
-    """The first layers of the model as the engine builds them on one rank."""
+def _build(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
+    """The first layers of the model as the engine builds them on the first rank, of fake tensors; and the engine's
+    ``ModelConfig``, of all layers."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -404,23 +388,25 @@ def _build(server_args: Any, resolved: Any, gpu: Gpu) -> Built:
     config = ModelConfig.from_server_args(server_args)
     _leave_out_other_models(config.hf_config.architectures or [])
     layers = config.hf_text_config.num_hidden_layers
-    _shorten(config.hf_text_config, resolved.pp_size)
+    # The first layers with experts, on the first stage of a pipeline, which has its part of all.
+    first = resolved.pp_size * (dense_layers(vars(config.hf_text_config)) + _MOE_LAYERS)
+    config.hf_text_config.num_hidden_layers = min(layers, first)
+    _keep_attributes_of_fake_tensors()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_groups(server_args, resolved, config)
         quantization = loader._get_quantization_config(config, LoadConfig())
         before = torch.get_default_dtype()
         torch.set_default_dtype(config.dtype)
         try:
-            with torch.device("cpu"), _parameters_of_fake_tensors():
+            with torch.device("cpu"):
                 model = loader._initialize_model(config, LoadConfig(), quantization)
         finally:
             torch.set_default_dtype(before)
     config.hf_text_config.num_hidden_layers = layers
-    return Built(model, config, _count_weight_bytes(model, engine_pools.stage_layers(resolved, layers)))
+    return model, config
 
 
-@contextmanager
-def _parameters_of_fake_tensors() -> Iterator[None]:
+def _keep_attributes_of_fake_tensors() -> None:
     """Give the engine's parameters what they are made with, which its models read.
 
     PyTorch makes a plain parameter of a fake tensor, whatever its class is to be, so the class initializes none.
@@ -436,10 +422,6 @@ def _parameters_of_fake_tensors() -> Iterator[None]:
         return made
 
     BasevLLMParameter.__new__ = make_with_attributes
-    try:
-        yield
-    finally:
-        BasevLLMParameter.__new__ = make
 
 
 def _count_weight_bytes(model: Any, layers: int) -> int:
@@ -488,11 +470,6 @@ _MOE_LAYERS = 4
 """How many are built: kinds of layers that alternate do so by two or four."""
 
 
-def _shorten(config: Any, stages: int) -> None:
-    """Leave the first layers with experts, on the first stage of a pipeline, which has its part of all."""
-    config.num_hidden_layers = min(config.num_hidden_layers, stages * (dense_layers(vars(config)) + _MOE_LAYERS))
-
-
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
     """Process groups in which nobody talks."""
     import torch
@@ -502,25 +479,26 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
     world = resolved.tp_size * resolved.pp_size
     torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    with _fake_groups(torch.distributed, parallel_state):
-        parallel_state.init_distributed_environment(world_size=world, rank=0, local_rank=0, backend="fake")
-        sizes = {
-            "tensor_model_parallel_size": resolved.tp_size,
-            "attention_data_parallel_size": resolved.dp_size if resolved.enable_dp_attention else 1,
-            "pipeline_model_parallel_size": resolved.pp_size,
-            "expert_model_parallel_size": resolved.ep_size,
-        }
-        taken = inspect.signature(parallel_state.initialize_model_parallel).parameters
-        parallel_state.initialize_model_parallel(**{name: size for name, size in sizes.items() if name in taken})
-    taken = inspect.signature(initialize_dp_attention).parameters
-    initialize_dp_attention(
-        **{k: v for k, v in {"server_args": server_args, "model_config": config}.items() if k in taken}
+    _make_groups_fake(torch.distributed, parallel_state)
+    parallel_state.init_distributed_environment(world_size=world, rank=0, local_rank=0, backend="fake")
+    _call_with_those_taken(
+        parallel_state.initialize_model_parallel,
+        tensor_model_parallel_size=resolved.tp_size,
+        attention_data_parallel_size=resolved.dp_size if resolved.enable_dp_attention else 1,
+        pipeline_model_parallel_size=resolved.pp_size,
+        expert_model_parallel_size=resolved.ep_size,
     )
+    _call_with_those_taken(initialize_dp_attention, server_args=server_args, model_config=config)
 
 
-@contextmanager
-def _fake_groups(distributed: Any, parallel_state: Any) -> Iterator[None]:
-    """Every group that is made is a fake one, without the links between GPUs."""
+def _call_with_those_taken(function: Any, **arguments: Any) -> None:
+    """Releases take more of them or fewer."""
+    taken = engine.parameters(function)
+    function(**{name: value for name, value in arguments.items() if name in taken})
+
+
+def _make_groups_fake(distributed: Any, parallel_state: Any) -> None:
+    """Every group that is made from now on is a fake one, without the links between GPUs."""
     new_group, init = distributed.new_group, parallel_state.GroupCoordinator.__init__
     signature = inspect.signature(init)
 
@@ -535,10 +513,6 @@ def _fake_groups(distributed: Any, parallel_state: Any) -> Iterator[None]:
         init(*bound.args, **bound.kwargs)
 
     distributed.new_group, parallel_state.GroupCoordinator.__init__ = fake_group, without_links
-    try:
-        yield
-    finally:
-        distributed.new_group, parallel_state.GroupCoordinator.__init__ = new_group, init
 
 
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
@@ -607,30 +581,12 @@ def _has_float_logits() -> bool:
     return last is not None and "linear_bf16_fp32" in ast.unparse(last.func)
 
 
-def _decide_kv_sizing(resolved: dict[str, Any]) -> dict[str, Any]:
-    """What the server would decide by its arguments: why kv-sizing leaves it alone; "": it does not."""
-    mode = eligibility.KV_SIZING.read()
-    return {
-        "mode": mode,
-        "skip_reason": eligibility.skip_reason(mode or "auto", resolved, os.environ) or "",
-    }
-
-
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
     """What becomes of each change on this server. Those that decide for layers are applied, as where one is built."""
     selected = patch.selected(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)
     return {
         change.name: applied.get(change.name) or patch.plan_for(change, selected, server_args) for change in CHANGES
-    }
-
-
-def _ask_changes(plans: Mapping[str, patch.Plan], built: patch.Built) -> dict[str, dict[str, Any]]:
-    """What each change that is applied decided for the layers."""
-    return {
-        change.name: asdict(change.decide(built))
-        for change in CHANGES
-        if change.decide and plans[change.name].status in patch.ACTIVE
     }
 
 

@@ -23,7 +23,7 @@ UNUSED = (
 
 class _NamedAnything(type):
     def __getattr__(cls, name: str) -> Any:
-        return _stand_in(name)
+        return stand_in(name)
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
@@ -45,7 +45,7 @@ class _StandIn(metaclass=_NamedAnything):
         return args[0] if len(args) == 1 and callable(args[0]) else self  # of a decorator: what it decorates
 
     def __getattr__(self, name: str) -> Any:
-        return _stand_in(name)
+        return stand_in(name)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -54,7 +54,8 @@ class _StandIn(metaclass=_NamedAnything):
         return core_schema.any_schema()
 
 
-def _stand_in(name: str) -> Any:
+def stand_in(name: str) -> Any:
+    """A class of that name to do anything with."""
     if name.startswith("__"):  # Python, pydantic and others ask whether there is one
         raise AttributeError(name)
     return _NamedAnything(name, (_StandIn,), {})
@@ -62,7 +63,7 @@ def _stand_in(name: str) -> Any:
 
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return _stand_in(name)
+        return stand_in(name)
 
 
 class _Finder(MetaPathFinder, Loader):
