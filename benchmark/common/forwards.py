@@ -10,9 +10,10 @@ says nothing of time and bytes: forwards, sends and receives overlap as they do 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from sglang_moe_patches.changes.moe_workspace import COLUMNS
 from sglang_moe_patches.core.dead_input import counts
 from sglang_moe_patches.core.patch import Count, Patcher
 from sglang_moe_patches.lab.observers.acted import LAYER, Tally, of_count
-from sglang_moe_patches.lab.observers.events import Acted, record, to_json
+from sglang_moe_patches.lab.observers.events import Acted, read_acted
 
 VARIABLE = "MOE_PATCHES_BENCHMARK_FORWARDS"
 UNTIMED = "MOE_PATCHES_BENCHMARK_UNTIMED"
@@ -74,7 +75,8 @@ class Forward:
 
 def read(path: Path) -> list[Forward]:
     """The lines so far."""
-    return [record(Forward, line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Forward(**line | {"acted": read_acted(line["acted"])}) for line in lines]
 
 
 # --- In the servers --------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def _write(forward: Forward) -> None:
 
     forward.rank = torch.distributed.get_rank()
     with open(os.environ[VARIABLE], "a") as lines:
-        lines.write(to_json(forward) + "\n")
+        lines.write(json.dumps(asdict(forward)) + "\n")
 
 
 def _time_forwards(module: Any) -> None:

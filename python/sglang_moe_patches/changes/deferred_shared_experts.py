@@ -47,6 +47,7 @@ from sglang_moe_patches.core.patch import (
     Patcher,
     Plan,
     Status,
+    around,
     best_effort,
 )
 
@@ -90,14 +91,6 @@ def reason_to_run_first(
     if inplace and not leaves_input_alone:
         return "the runner writes into its input, or may"
     return "the server may run LoRA adapters" if inplace and lora else ""
-
-
-def may_defer(**facts: bool) -> bool:
-    """Whether a layer's shared experts may run after its routed experts.
-
-    :param facts: as :func:`reason_to_run_first` takes them.
-    """
-    return not reason_to_run_first(**facts)
 
 
 class DeferredSharedExperts:
@@ -145,35 +138,34 @@ def _wrap_forward_shared_experts(original: Callable[..., Any], is_compiling: Cal
     return _forward_shared_experts
 
 
-def _wrap_init(
-    original: Callable[..., None], mark: Callable[[Any], None], is_native: Callable[[Any], bool]
-) -> Callable[..., None]:
-    """Decide, when a layer is built, whether it defers.
+def _init(
+    mark: Callable[[Any], None],
+    is_native: Callable[[Any], bool],
+    original: Callable[..., None],
+    self: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Build a layer, and decide whether it defers.
 
     :param mark: given the configuration of its routed experts' runner, has them leave their input alone.
     :param is_native: whether the engine defers by itself, given the routed experts.
     """
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        with best_effort(f"the order of experts in {type(self).__name__}"):
-            facts = {
-                "inplace": self.experts.moe_runner_config.inplace,
-                "leaves_input_alone": runners.leaves_its_input_alone(self.experts),
-                "overlapped": self._fuse_shared_experts_inside_sbo,
-                "fused": self.num_fused_shared_experts > 0,
-                "present": getattr(self, "shared_experts", None) is not None,
-                "lora": runners.serves_lora(),
-                "all_to_all": self._enable_a2a_moe,
-            }
-            defers = may_defer(**facts)
-            if defers:
-                mark(self.experts.moe_runner_config)
-            setattr(self, _DEFERS, defers)
-            setattr(self, _ORDER, None if defers and is_native(self.experts) else reason_to_run_first(**facts))
-
-    return __init__
+    original(self, *args, **kwargs)
+    with best_effort(f"the order of experts in {type(self).__name__}"):
+        reason = reason_to_run_first(
+            inplace=self.experts.moe_runner_config.inplace,
+            leaves_input_alone=runners.leaves_its_input_alone(self.experts),
+            overlapped=self._fuse_shared_experts_inside_sbo,
+            fused=self.num_fused_shared_experts > 0,
+            present=getattr(self, "shared_experts", None) is not None,
+            lora=runners.serves_lora(),
+            all_to_all=self._enable_a2a_moe,
+        )
+        if not reason:
+            mark(self.experts.moe_runner_config)
+        setattr(self, _DEFERS, not reason)
+        setattr(self, _ORDER, None if not reason and is_native(self.experts) else reason)
 
 
 def _clear_inplace(config: Any) -> None:
@@ -217,7 +209,7 @@ def _plan() -> Plan:
 
     def install(patcher: Patcher) -> None:
         mark = _clear_inplace if defers_itself else clear_while_deferring
-        patcher.wrap(moe, "__init__", lambda original: _wrap_init(original, mark, is_native))
+        patcher.wrap(moe, "__init__", around(functools.partial(_init, mark, is_native)))
         offers.install(patcher)
         install_triton_output(patcher)
         if not defers_itself:
@@ -246,7 +238,8 @@ def decide(built: Built) -> Decision:
 
 
 DEFERS = Count(
-    "defers", "had the shared experts of layers run last", __name__, "may_defer", lambda defers, **facts: defers
+    *("defers", "had the shared experts of layers run last", __name__, "reason_to_run_first"),
+    lambda reason, **facts: not reason,
 )
 CHANGE = Change(
     name="deferred-shared-experts",

@@ -172,18 +172,12 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def takes(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> bool:
-    """Whether ``function`` starts with the ``expected`` parameters, or has exactly those."""
-    names = parameters(function)
-    return (names if exactly else names[: len(expected)]) == list(expected)
-
-
 def require_parameters(function: Callable[..., Any], expected: Sequence[str], *, exactly: bool = False) -> None:
-    """:raises Unsupported: ``function`` does not take the ``expected`` parameters, see :func:`takes`."""
+    """:raises Unsupported: ``function`` does not start with the ``expected`` parameters, or has not exactly those."""
+    names = parameters(function)
     require(
-        takes(function, expected, exactly=exactly),
-        f"{_named(function)} takes ({', '.join(parameters(function))}), "
-        f"expected ({', '.join(expected)}{'' if exactly else ', ...'})",
+        (names if exactly else names[: len(expected)]) == list(expected),
+        f"{_named(function)} takes ({', '.join(names)}), expected ({', '.join(expected)}{'' if exactly else ', ...'})",
     )
 
 

@@ -313,12 +313,10 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
         return Plan(Status.NOT_SELECTED)
     try:
         skip = None if server_args is None else change.skip(engine.resolved(server_args))
-    except engine.Unsupported as error:
-        return Plan.unsupported(str(error))
     except WrongValue:
         raise
     except Exception as error:
-        return Plan.unsupported(f"this server's arguments could not be read: {one_line_error(error)}")
+        return Plan.unsupported(error_reason(error, "this server's arguments could not be read: "))
     return Plan.skipped(skip) if skip else probe(change)
 
 
@@ -339,10 +337,13 @@ def probe(change: Change) -> Plan:
     """``change.plan()``, where an engine that is not as expected is *unsupported*, not an exception."""
     try:
         return change.plan()
-    except engine.Unsupported as error:
-        return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"probing the engine failed: {one_line_error(error)}")
+        return Plan.unsupported(error_reason(error, "probing the engine failed: "))
+
+
+def error_reason(error: Exception, unexpected: str = "") -> str:
+    """How an engine is not as expected; another error as one line, which ``unexpected`` begins."""
+    return str(error) if isinstance(error, engine.Unsupported) else unexpected + one_line_error(error)
 
 
 def one_line_error(error: Exception) -> str:

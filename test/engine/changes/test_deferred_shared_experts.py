@@ -62,9 +62,9 @@ def applied():
 @pytest.mark.usefixtures("applied")
 def test_a_runner_that_mutates_its_input_keeps_the_order(engine, checkpoint, order, monkeypatch):
     path = checkpoint(layers=2, dense_layers=0)
-    decide = deferred_shared_experts.may_defer
+    decide = deferred_shared_experts.reason_to_run_first
     monkeypatch.setattr(
-        deferred_shared_experts, "may_defer", lambda **facts: decide(**{**facts, "leaves_input_alone": False})
+        deferred_shared_experts, "reason_to_run_first", lambda **facts: decide(**facts | {"leaves_input_alone": False})
     )
     with installed(CHANGE):
         engine.generate(engine.load(path), PROMPTS, 0)
@@ -88,7 +88,7 @@ def test_deferring_behind_a_mutating_runner_would_be_seen(engine, checkpoint, mo
     stock = engine.generate(engine.load(path), PROMPTS, 2)
     with installed(CHANGE):
         assert not torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
-    monkeypatch.setattr(deferred_shared_experts, "may_defer", lambda **facts: False)
+    monkeypatch.setattr(deferred_shared_experts, "reason_to_run_first", lambda **facts: "it mutates")
     with installed(CHANGE):
         assert torch.equal(engine.generate(engine.load(path), PROMPTS, 2)[1], stock[1])
 

@@ -13,7 +13,6 @@ import torch
 from sglang_moe_patches.changes import deferred_shared_experts
 from sglang_moe_patches.changes.deferred_shared_experts import (
     DeferredSharedExperts,
-    may_defer,
     reason_to_run_first,
 )
 from sglang_moe_patches.core import log, runners
@@ -25,7 +24,7 @@ FACTS = ("inplace", "leaves_input_alone", "overlapped", "fused", "present", "lor
 
 
 @pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=7)))
-def test_may_defer(values):
+def test_shared_experts_wait_where_no_reason_speaks_against_it(values):
     facts = dict(zip(FACTS, values, strict=True))
     reasons_not_to = [
         not facts["present"],
@@ -34,7 +33,7 @@ def test_may_defer(values):
         facts["all_to_all"],
         facts["inplace"] and (facts["lora"] or not facts["leaves_input_alone"]),
     ]
-    assert may_defer(**facts) == (not any(reasons_not_to))
+    assert (not reason_to_run_first(**facts)) == (not any(reasons_not_to))
     assert bool(reason_to_run_first(**facts)) == any(reasons_not_to)
 
 
@@ -128,7 +127,7 @@ def test_where_shared_experts_wait_no_kernel_writes_over_their_input(
     monkeypatch.setattr(runners, "serves_lora", lambda: False)
     layer = kind.__new__(kind)
     clear = deferred_shared_experts._clear_inplace
-    deferred_shared_experts._wrap_init(kind.__init__, clear, lambda experts: False)(layer)
+    deferred_shared_experts._init(clear, lambda experts: False, kind.__init__, layer)
     assert getattr(layer, deferred_shared_experts._DEFERS, None) == defers
     assert layer.experts.moe_runner_config.inplace == (not defers)
     told = "the order of experts in OtherExperts is left alone: AttributeError"

@@ -88,17 +88,17 @@ def matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bool) -> t
     )
 
 
-def repeating_tile(rows: torch.Tensor, tile_rows: int = TILE_ROWS) -> torch.Tensor | None:
+def repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
     """The permutation within a tile if ``rows`` is that same permutation in every tile; ``None``: it is not.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """
-    if rows.numel() % tile_rows:
+    if rows.numel() % TILE_ROWS:
         return None
-    starts = torch.arange(0, rows.numel(), tile_rows, device=rows.device)
-    tiles = rows.view(-1, tile_rows) - starts[:, None]
+    starts = torch.arange(0, rows.numel(), TILE_ROWS, device=rows.device)
+    tiles = rows.view(-1, TILE_ROWS) - starts[:, None]
     first = tiles[0]
-    return first.contiguous() if bool((tiles == first).all()) and int(first.max()) < tile_rows else None
+    return first.contiguous() if bool((tiles == first).all()) and int(first.max()) < TILE_ROWS else None
 
 
 def _flashinfer_rows(name: str, rows: int, row_bytes: int, is_gated: bool) -> torch.Tensor:

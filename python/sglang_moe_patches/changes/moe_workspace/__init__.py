@@ -52,7 +52,7 @@ from sglang_moe_patches.core.patch import (
     Plan,
     Skip,
     Status,
-    one_line_error,
+    error_reason,
 )
 from sglang_moe_patches.core.variables import STRICT
 
@@ -112,8 +112,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
 
     :param unsupported: why, by the runner's name for ``--moe-runner-backend``.
     """
-    experts = engine.module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
-    used = {runners.runner_of(module) for module in model.modules() if isinstance(module, experts)}
+    used = {runners.runner_of(experts) for experts in runners.layers_of(model)}
     for runner in sorted(set(unsupported) & used):
         message = log.of("moe-workspace", f"layers of this model run on {runner}, uncut: {unsupported[runner]}")
         if STRICT.read():
@@ -125,10 +124,8 @@ def _plan_runner(plan: Callable[[], Plan]) -> Plan:
     """One runner's plan. A runner that is unsupported, or whose code cannot be read, does not affect the other."""
     try:
         return plan()
-    except engine.Unsupported as error:
-        return Plan.unsupported(str(error))
     except Exception as error:
-        return Plan.unsupported(f"probing it failed: {one_line_error(error)}")
+        return Plan.unsupported(error_reason(error, "probing it failed: "))
 
 
 def _offer_dead_input() -> tuple[Install | None, str]:

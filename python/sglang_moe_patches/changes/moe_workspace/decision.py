@@ -108,12 +108,9 @@ def _decide_marlin(experts: Any, built: Built, *, offered: bool) -> Decision:
         "w2_zeros": second.get("w2_qzeros") if "awq" in name else None,
         "expert_map": None if experts.num_experts == experts.num_local_experts else weights,
     }
-    before = channel.exchange(_empty(tokens, hidden) if offered else None)
-    try:
+    with channel.moe_output_buffer_ctx(_empty(tokens, hidden) if offered else None):
         reason = marlin.column_skip_reason(arguments, hidden, w2, w2_scale)
         slices = marlin.choose_column_slices(arguments, max_bytes)
-    finally:
-        channel.exchange(before)
     if reason is not None:
         return Decision(reason=reason)
     is_cut = len(slices) > 1  # uncut, the engine's own function runs, which takes nothing

@@ -16,7 +16,7 @@ from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel, families, offer, proofs
 from sglang_moe_patches.core.dead_input.channel import ENGINE_MODULE, ENGINE_OFFER, Channel
 from sglang_moe_patches.core.dead_input.families import DEEPSEEK
-from sglang_moe_patches.core.patch import Patcher, around, one_line_error
+from sglang_moe_patches.core.patch import Patcher, around, error_reason
 
 _installed: Offers | None = None
 
@@ -99,10 +99,8 @@ def offers() -> Offers:
         module = engine.module(f"{families.MODELS}.{DEEPSEEK}")
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
-    except engine.Unsupported as error:  # without its module the engine serves none of its models either
-        return Offers((), f"some models are left alone: {error}", engines_channel)
     except Exception as error:  # one broken family takes nothing else with it
-        return Offers((), f"some models are left alone: {DEEPSEEK}: {one_line_error(error)}", engines_channel)
+        return Offers((), f"some models are left alone: {error_reason(error, f'{DEEPSEEK}: ')}", engines_channel)
     return Offers((DEEPSEEK,), "", engines_channel)
 
 
@@ -218,10 +216,6 @@ def _probe_stack(stack: Any, sparse: list[tuple[Any, Any, list[Any]]]) -> StackF
         except Exception as error:  # one broken class of layers takes nothing else with it
             skip_reasons[error_reason(error)] = None
     return StackFacts(layers, list(skip_reasons))
-
-
-def error_reason(error: Exception) -> str:
-    return str(error) if isinstance(error, engine.Unsupported) else one_line_error(error)
 
 
 def probe_layer(layer: type) -> LayerFacts:

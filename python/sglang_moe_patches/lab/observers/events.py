@@ -8,15 +8,11 @@ Memory is in bytes, and zero where there is no CUDA.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-R = TypeVar("R")
+from typing import Any, NamedTuple
 
 
 class ChangeStatus(NamedTuple):
@@ -120,8 +116,21 @@ class Process:
 def write(process: Process, path: Path) -> None:
     """Write the state of a process, whole."""
     partial = path.with_suffix(".partial")
-    partial.write_text(to_json(process), encoding="utf-8")
+    partial.write_text(json.dumps(asdict(process)), encoding="utf-8")
     partial.replace(path)
+
+
+def read(written: Mapping[str, Any]) -> Process:
+    """The process whose state is a JSON document."""
+    changes = tuple(ChangeStatus(*each) for each in written["changes"])
+    return Process(changes, Memory(**written["memory"]), read_acted(written["acted"]), written.get("failure", ""))
+
+
+def read_acted(written: Mapping[str, Any]) -> Acted:
+    """What the changes did, of a JSON document."""
+    largest = written["largest"]
+    acts = tuple(Act(*each) for each in written["acts"])
+    return Acted(tuple(written["layers"]), acts, None if largest is None else MoeInput(*largest))
 
 
 def collect(folder: Path) -> Process | None:
@@ -129,7 +138,7 @@ def collect(folder: Path) -> Process | None:
 
     :param folder: of ``*.json``, one file a process (a tensor-parallel rank).
     """
-    found = [record(Process, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    found = [read(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
 
     def used(process: Process) -> tuple[bool, int, int]:
         memory = process.memory
@@ -149,41 +158,3 @@ def of_all(found: Sequence[Acted]) -> Acted:
     inputs = [each.largest for each in found if each.largest is not None]
     layers = sorted({layer for each in found for layer in each.layers})
     return Acted(tuple(layers), tuple(acts.values()), max(inputs, key=lambda one: one.bytes, default=None))
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def to_json(record: Any) -> str:
-    return json.dumps(asdict(record))
-
-
-def record(kind: type[R], text: str) -> R:
-    """The record of this kind that :func:`to_json` wrote."""
-    return made(kind, json.loads(text))
-
-
-def made(kind: type[R], value: Any) -> R:
-    """The record of this kind that was made a part of a JSON document."""
-    return cast(R, _made(kind, value))
-
-
-_hints = functools.cache(get_type_hints)
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """A value of JSON as the type that it was."""
-    arguments = get_args(kind)
-    if value is None:
-        return None
-    if get_origin(kind) in (Union, UnionType):
-        return _made(next(argument for argument in arguments if argument is not NoneType), value)
-    if get_origin(kind) is tuple:
-        kinds: Sequence[Any] = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
-        return tuple(_made(each, one) for each, one in zip(kinds, value, strict=True))
-    if is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{name: _made(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
-    if hasattr(kind, "_fields"):
-        return kind(*value)
-    return value

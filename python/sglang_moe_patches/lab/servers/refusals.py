@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.machine import PLUGIN_NAME
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -107,9 +108,10 @@ def check_model(model: str) -> None:
 
 def check_plugins(environ: Mapping[str, str]) -> None:
     """:raises ValueError: the engine would not load this package."""
-    allowed = environ.get("SGLANG_PLUGINS", "")
-    if allowed and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
-        raise ValueError(f"SGLANG_PLUGINS={allowed} keeps the engine from loading this package; add {PLUGIN_NAME}")
+    if engine.is_left_out(environ):
+        raise ValueError(
+            f"SGLANG_PLUGINS={environ['SGLANG_PLUGINS']} keeps the engine from loading this package; add {PLUGIN_NAME}"
+        )
 
 
 def check_address(option: str, url: str) -> None:
