@@ -60,8 +60,7 @@ def _plan() -> Plan:
     installs = [_probe_attention_inputs()]
     if engine.has_module("flashinfer"):
         installs += [takers.trtllm(), offers.install]
-
-    return Plan(Status.APPLIED, offers.note, together(installs))
+    return Plan(Status.APPLIED, offers.note, together(*installs))
 
 
 def _probe_attention_inputs() -> Install:

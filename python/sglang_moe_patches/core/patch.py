@@ -85,10 +85,6 @@ class Plan:
         return cls(Status.HARDENED, reason, install)
 
     @classmethod
-    def native(cls, reason: str = "") -> Plan:
-        return cls(Status.NATIVE, reason)
-
-    @classmethod
     def not_needed(cls, reason: str) -> Plan:
         return cls(Status.NOT_NEEDED, reason)
 
@@ -120,12 +116,11 @@ class Built:
     tiles: Callable[[Any], Mapping[str, int] | None] = lambda experts: None
 
 
-def together(parts: Iterable[Install]) -> Install:
-    """What installs all of these, in this order."""
-    all_parts = tuple(parts)
+def together(*parts: Install | None) -> Install:
+    """What installs all of these that there are, in this order."""
 
     def install(patcher: Patcher) -> None:
-        for part in all_parts:
+        for part in filter(None, parts):
             part(patcher)
 
     return install

@@ -100,14 +100,23 @@ def leaves_its_input_alone(experts: Any) -> bool:
 
 def serves_lora() -> bool:
     """Whether this server may run LoRA adapters: they have runners of their own, which honour ``inplace``."""
+    return bool(server_setting("get_lora", "enable_lora") or server_setting("get_lora", "lora_paths"))
+
+
+def server_setting(context: str, name: str) -> Any:
+    """A setting of this server; ``None``: this release has none of that name.
+
+    :param context: the function of ``runtime_context`` that has it, in releases that keep settings there.
+    """
     try:
-        from sglang.srt.runtime_context import get_lora
-    except ImportError:
+        from sglang.srt import runtime_context
+
+        settings = getattr(runtime_context, context)()
+    except (ImportError, AttributeError):
         from sglang.srt.server_args import get_global_server_args
 
-        server_args = get_global_server_args()
-        return bool(server_args.enable_lora or server_args.lora_paths)
-    return bool(get_lora().enable_lora)
+        settings = get_global_server_args()
+    return getattr(settings, name, None)
 
 
 def without_flashinfer() -> Plan | None:

@@ -50,7 +50,10 @@ def without_a_hook_point():
 @pytest.mark.parametrize(
     ("probe", "plan"),
     [
-        *((lambda plan=plan: plan, plan) for plan in (Plan.native("a"), Plan.not_needed("a"), Plan.unsupported("a"))),
+        *(
+            (lambda plan=plan: plan, plan)
+            for plan in (Plan(Status.NATIVE, "a"), Plan.not_needed("a"), Plan.unsupported("a"))
+        ),
         (lambda: engine.get(Owner, "hook_point"), Plan.unsupported("Owner has no hook_point")),
         (
             without_a_hook_point,

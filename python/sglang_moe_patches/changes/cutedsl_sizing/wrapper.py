@@ -19,7 +19,7 @@ from sglang_moe_patches.changes.cutedsl_sizing.launcher import (
 from sglang_moe_patches.changes.cutedsl_sizing.tokens import max_forward_tokens, split_tokens, wrapper_tokens
 from sglang_moe_patches.core import engine, log, runners
 from sglang_moe_patches.core.dead_input import channel
-from sglang_moe_patches.core.patch import Patcher, Plan, around, with_globals
+from sglang_moe_patches.core.patch import Patcher, Plan, Status, around, with_globals
 
 if TYPE_CHECKING:
     import torch
@@ -260,7 +260,7 @@ def plan() -> Plan:
         engine.require_unpatched(flashinfer, "CuteDslMoEWrapper", "flashinfer"), "run", "flashinfer"
     )
     if not keeps_buffers(flashinfer.CuteDslMoEWrapper):
-        return Plan.native("this FlashInfer's wrapper keeps no buffers and refuses no forward")
+        return Plan(Status.NATIVE, "this FlashInfer's wrapper keeps no buffers and refuses no forward")
 
     runner = engine.module("sglang.srt.layers.moe.moe_runner.flashinfer_cutedsl")
     ensure = engine.require_unpatched(runner, "ensure_cutedsl_wrapper")

@@ -375,7 +375,7 @@ def _plan() -> Plan:
     unread, repack, nvfp4 = _probe_unread(), _probe_repack(), _plan_nvfp4()
     if unread is None and repack is None:
         return nvfp4
-    return Plan.applied(together([install for install in (unread, repack, nvfp4.install) if install]))
+    return Plan.applied(together(unread, repack, nvfp4.install))
 
 
 def _plan_nvfp4() -> Plan:
@@ -386,7 +386,11 @@ def _plan_nvfp4() -> Plan:
         if marlin is None:
             return Plan.not_needed("this release serves NVFP4 experts on Blackwell alone")
         return Plan.applied(marlin)
-    return Plan.applied(together([_probe_shuffle(), _probe_placeholders(), *([marlin] if marlin else [])]))
+    return Plan.applied(together(_probe_shuffle(), _probe_placeholders(), marlin))
+
+
+def _freed(result: int, *args: Any, **kwargs: Any) -> int:
+    return int(result)
 
 
 CHANGE = Change(
@@ -406,7 +410,7 @@ CHANGE = Change(
             "gave up block scales that Marlin never reads,",
             __name__,
             "drop_swizzled_scales",
-            amount=lambda result, *args, **kwargs: int(result),
+            amount=_freed,
             unit="bytes",
         ),
         Count(
@@ -414,7 +418,7 @@ CHANGE = Change(
             "gave up scales that no kernel reads,",
             __name__,
             "give_up_unread_scales",
-            amount=lambda result, *args, **kwargs: int(result),
+            amount=_freed,
             unit="bytes",
         ),
     ),

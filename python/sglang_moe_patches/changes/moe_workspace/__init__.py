@@ -47,12 +47,12 @@ from sglang_moe_patches.core.patch import (
     Count,
     Decision,
     Install,
-    Patcher,
     PatchError,
     Plan,
     Skip,
     Status,
     error_reason,
+    together,
 )
 from sglang_moe_patches.core.variables import STRICT
 
@@ -99,12 +99,7 @@ def _plan() -> Plan:
     parts = [offer, triton_plan.install, marlin_plan.install, streams.probe(look_at) if has_columns else None]
     if max_tokens is not None:
         parts.append(token_slices.plan(max_tokens).install)
-
-    def install(patcher: Patcher) -> None:
-        for part in filter(None, parts):
-            part(patcher)
-
-    return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), install)
+    return Plan(Status.APPLIED, "; ".join(filter(None, reasons)), together(*parts))
 
 
 def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:

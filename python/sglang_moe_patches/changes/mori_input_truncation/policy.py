@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_moe_patches.changes.mori_input_truncation.bound import Layout
+from sglang_moe_patches.core.runners import server_setting
 from sglang_moe_patches.core.variables import Variable
 
 
@@ -111,22 +112,6 @@ def _read_layout(layer: Any) -> Layout:
     return Layout(layer.moe_ep_size, attn_tp, attn_cp, dp_rank)
 
 
-def _server_setting(context: str, name: str) -> Any:
-    """A setting of this server; ``None``: this release has none of that name.
-
-    :param context: the function of ``runtime_context`` that has it, in releases that keep settings there.
-    """
-    try:
-        from sglang.srt import runtime_context
-
-        settings = getattr(runtime_context, context)()
-    except (ImportError, AttributeError):
-        from sglang.srt.server_args import get_global_server_args
-
-        settings = get_global_server_args()
-    return getattr(settings, name, None)
-
-
 _MAX_INTRANODE_RANKS = 8
 """With more, MoRI's kernels are InterNode's, unless those of low latency (AsyncLL) are asked for. The engine's own
 bound, from 0.5.22 on, is for IntraNode and AsyncLL alone."""
@@ -149,8 +134,8 @@ def read_policy(layer: Any) -> Policy | None:
     # The engine bounds EPv2's input only where it knows EPv2's layout. A limit that is too small is raised there, too.
     epv2 = hasattr(backend, "is_mori_epv2") and backend.is_mori_epv2()
     unreliable = None
-    stale = str(_server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
-    if _server_setting("get_schedule", "enable_dynamic_chunking"):
+    stale = str(server_setting("get_spec", "speculative_algorithm")).upper() == "DSPARK"
+    if server_setting("get_schedule", "enable_dynamic_chunking"):
         # Its profiling run tells each rank that the others bring nothing, while all of them do.
         unreliable = "--enable-dynamic-chunking"
     elif stale:
