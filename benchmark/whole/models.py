@@ -116,7 +116,7 @@ def tables(result: output.Result) -> str:
         if "refused" in asked:
             rows.append((name, on, "refused", "", "", asked["refused"]))
             continue
-        found = model_report.advise(config.read(model["config"], model["source"]), asked, model["arguments"])
+        found = model_report.advise(config.read(model["config"], model["source"]), asked)
         sizes = sizes_of_a_rank(found)
         seen = wholes.get(sizes) or alone.get(sizes, "")
         rows.append((name, on, found["server"]["runner"] or "not known", _peak(found), seen, _said(found)))

@@ -262,7 +262,7 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     :param arguments: of the server, without the model.
     :param gpu: one of ``GPUS``.
     :raises NoConfig: there are no sizes.
-    :raises CannotAdvise: the arguments name the model or a GPU kind is unknown.
+    :raises CannotAdvise: the arguments name the model, a GPU kind is unknown, or there is no engine.
     :raises CannotAsk: the engine refuses the model or the arguments.
     """
     if gpu not in GPUS:
@@ -273,10 +273,10 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         raise CannotAdvise("; ".join(misspelt))
     content, path = config.load_model(model)
     sizes = config.read(content, model)
-    report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": engine.version()}
-    asked = ask_engine(content, arguments, gpu, path) if report["engine"] else None
-    report |= advise(sizes, asked, arguments)
-    return report
+    if (version := engine.version()) is None:
+        raise CannotAdvise("SGLang is not installed in this environment; pip install sglang")
+    report: dict[str, Any] = {"model": model, "gpu": gpu, "arguments": arguments, "engine": version}
+    return report | advise(sizes, ask_engine(content, arguments, gpu, path))
 
 
 def ask_engine(content: Mapping[str, Any], arguments: list[str], gpu: str, path: Path | None = None) -> dict[str, Any]:
@@ -342,25 +342,18 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
     return arguments, ""
 
 
-def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[str]) -> dict[str, Any]:
+def advise(sizes: ModelSizes, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from the sizes and from what the engine said.
 
-    :param asked: as :func:`.engine_query.ask` returns it; ``None``: there is no engine.
+    :param asked: as :func:`.engine_query.ask` returns it.
     """
     unknown = []
-    if asked is None:
-        resolved, layer = _parse_arguments(arguments), None
-        answers: list[dict[str, Any]] = [
-            {"name": change.name, "status": "not asked", "reason": ""} for change in CHANGES
-        ]
-        unknown.append("SGLang is not installed here: what it would choose, and what the changes say of it")
-    else:
-        resolved, layer, answers = asked["resolved"], asked["layer"], asked["changes"]
-        if layer is None:
-            unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
-        if draft := asked.get("missing_draft"):
-            unknown.append(f"the draft model {draft}: its config.json is not at hand")
-    server, model = _describe_server(sizes.model, resolved, layer, asked or {})
+    answers = asked["changes"]
+    if asked["layer"] is None:
+        unknown.append(f"the runner: {asked['unknown'] or 'the engine built no routed experts'}")
+    if draft := asked.get("missing_draft"):
+        unknown.append(f"the draft model {draft}: its config.json is not at hand")
+    server, model = _describe_server(sizes.model, asked)
     sizes = replace(sizes, model=model)
     decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
     if server.all_to_all:
@@ -369,14 +362,14 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
         acts = derive_acting(server, bool(model.shared_experts), decided)
         width = decided["moe-workspace"].width if "moe-workspace" in decided else None
         both, why = predict(sizes, server, acts, width)
-    graphs = (asked or {}).get("prefill_graphs")
+    graphs = asked.get("prefill_graphs")
     if both and graphs and server.tokens <= graphs[1]:
         kind, tokens = graphs
         why.append(
             f"what {kind} graphs of prefills hold, in which those of up to {tokens:,} tokens run: the peak is that of "
             "an eager one"
         )
-    sizing = (asked or {}).get("kv_sizing")
+    sizing = asked.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
     return {
         "sizes": asdict(model),
@@ -388,7 +381,7 @@ def advise(sizes: ModelSizes, asked: Mapping[str, Any] | None, arguments: list[s
             for answer in answers
             if answer["name"] in changes  # not so of one that was kept from before a change had another name
         ],
-        "fit": (asked or {}).get("fit"),
+        "fit": asked.get("fit"),
         "stock": _to_plain(both[0]) if both else None,
         "patched": _to_plain(both[1]) if both else None,
         "unknown": [*unknown, *why, *(ALWAYS_UNKNOWN if both else ())],
@@ -399,30 +392,9 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
     return asdict(prediction) | {"peak": prediction.peak, "where": prediction.where}
 
 
-def _parse_arguments(arguments: list[str]) -> dict[str, Any]:
-    """The few of the engine's arguments that the formulas read, where there is no engine to resolve them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flags, default in (
-        (("--tp-size", "--tp", "--tensor-parallel-size"), 1),
-        (("--ep-size", "--ep", "--expert-parallel-size"), 1),
-        (("--dp-size", "--dp", "--data-parallel-size"), 1),
-        (("--chunked-prefill-size",), 8192),
-    ):
-        parser.add_argument(*flags, type=int, default=default)
-    parser.add_argument("--moe-runner-backend", default="auto")
-    parser.add_argument("--moe-a2a-backend", default="none")
-    parser.add_argument("--enable-dp-attention", action="store_true")
-    parser.add_argument("--disable-cuda-graph", action="store_true")
-    try:
-        return vars(parser.parse_known_args(arguments)[0])
-    except argparse.ArgumentError as error:
-        raise CannotAdvise(str(error)) from None
-
-
-def _describe_server(
-    model: Model, resolved: Mapping[str, Any], layer: Mapping[str, Any] | None, asked: Mapping[str, Any]
-) -> tuple[Server, Model]:
+def _describe_server(model: Model, asked: Mapping[str, Any]) -> tuple[Server, Model]:
     """The server, and the model with its experts as the engine runs them."""
+    resolved, layer = asked["resolved"], asked["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)
     backend = resolved["moe_runner_backend"]
@@ -486,13 +458,11 @@ def show(report: Mapping[str, Any]) -> None:
     server, sizes = report["server"], report["sizes"]
     layout = server["layout"]
     ranks = f"TP={layout['tp']}" + "".join(f", {n.upper()}={layout[n]}" for n in ("ep", "dp") if layout[n] > 1)
-    asked = f"asked of SGLang {report['engine']}" if report["engine"] else "SGLang is not installed"
     gpu, chunk = GPUS[report["gpu"]].name, f"{server['tokens']:,}"
-    if report["engine"]:
-        console.print(describe_fit(report["fit"]), highlight=False, markup=False, soft_wrap=True)
+    console.print(describe_fit(report["fit"]), highlight=False, markup=False, soft_wrap=True)
     console.print(f"[bold]{escape(report['model'])}[/] on {gpu}, {ranks}, chunks of {chunk} tokens")
-    experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'} ({asked})"
-    console.print(experts, markup=False)
+    experts = f"Routed experts: {server['format']}, runner {server['runner'] or 'not known'}"
+    console.print(f"{experts} (asked of SGLang {report['engine']})", markup=False)
     console.print(
         f"{sizes['experts']} experts, top-{sizes['top_k']}, hidden {sizes['hidden']}, intermediate "
         f"{sizes['moe_intermediate']}, shared experts of its own: {sizes['shared_experts']}",

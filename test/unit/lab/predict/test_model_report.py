@@ -11,7 +11,7 @@ import pytest
 from common.shapes import MODELS
 from releases import ROOT
 from sglang_moe_patches import cli
-from sglang_moe_patches.core import runners
+from sglang_moe_patches.core import engine, runners
 from sglang_moe_patches.core.patch import (
     COLUMNS,
     INPUTS_DROPPED,
@@ -80,7 +80,7 @@ def asked(
 
 
 def advise(**facts: Any) -> dict[str, Any]:
-    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts), [])
+    return model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), asked(**facts))
 
 
 def row_of(change: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def test_a_change_that_is_not_applied_says_why_and_not_what_it_decided() -> None
 def test_a_router_in_float32_is_deepseeks_alone():
     newer = asked() | {"float_logits": True}
     read = ModelSizes(MODELS["kimi-k2.5"])
-    assert model_report.advise(read, newer, [])["server"]["float_logits"]
+    assert model_report.advise(read, newer)["server"]["float_logits"]
     newer["layer"] = LAYER | {"family": "qwen3_moe"}
-    assert not model_report.advise(read, newer, [])["server"]["float_logits"]
+    assert not model_report.advise(read, newer)["server"]["float_logits"]
 
 
 WHOLE = {"moe-workspace": Decision(reason="it costs too much", can_be_asked_for=True)}
@@ -214,7 +214,7 @@ QWEN3 = {
 def workspace_of(layer: dict[str, Any], decision: Decision) -> tuple[dict[str, Any], dict[str, Any]]:
     """The change's row, and the whole report."""
     read = config.read(config.load_model("Qwen/Qwen3-30B-A3B-FP8")[0], "")
-    found = model_report.advise(read, asked(layer, decided={"moe-workspace": decision}, tp_size=1), [])
+    found = model_report.advise(read, asked(layer, decided={"moe-workspace": decision}, tp_size=1))
     return row_of("moe-workspace", found), found
 
 
@@ -335,14 +335,14 @@ def test_of_gpt_oss_what_was_freed_by_hand_on_a_gpu_is_given_up(runner, freed):
     """1,194 + 597 MB of 18 of its 36 layers."""
     sizes = replace(MODELS["kimi-k2.5"], **GPT_OSS)
     layer = LAYER | {"runner": runner, "method": "Mxfp4MoEMethod", "experts": 128, "top_k": 4, "intermediate": 2880}
-    row = row_of("fp4-weights", model_report.advise(ModelSizes(sizes), asked(layer, tp_size=1), []))
+    row = row_of("fp4-weights", model_report.advise(ModelSizes(sizes), asked(layer, tp_size=1)))
     assert row["acts"] is (True if freed else None)
     assert freed in row["does"]
 
 
 def test_attention_that_is_not_known_is_no_place_of_the_peak():
     read = ModelSizes(MODELS["kimi-k2.5"], attention="attends to keys that an indexer chooses")
-    found = model_report.advise(read, asked(), [])
+    found = model_report.advise(read, asked())
     assert "attention" not in found["stock"]["elsewhere"]
     assert any(model_report.AT_LEAST in line for line in found["unknown"])
 
@@ -354,15 +354,10 @@ def test_a_kernels_own_workspace_is_said_to_come_on_top():
     assert found["patched"]["parts"]["workspace"] == 0
 
 
-def test_without_an_engine_the_arguments_are_all_that_is_known():
-    read = ModelSizes(MODELS["kimi-k2.5"])
-    found = model_report.advise(read, None, ["--tp", "8", "--chunked-prefill-size=4096", "--enable-metrics"])
-    assert found["server"]["layout"] == {"tp": 8, "ep": 1, "dp": 1}
-    assert found["server"]["tokens"] == 4096
-    assert found["stock"] is None
-    assert any("SGLang is not installed" in line for line in found["unknown"])
-    with pytest.raises(model_report.CannotAdvise, match="invalid int"):
-        model_report.advise(read, None, ["--tp", "all"])
+def test_without_an_engine_there_is_no_answer(monkeypatch):
+    monkeypatch.setattr(engine, "version", lambda: None)
+    with pytest.raises(model_report.CannotAdvise, match="SGLang is not installed in this environment"):
+        model_report.examine("Qwen/Qwen3-30B-A3B-FP8", [], "h200")
 
 
 @pytest.mark.parametrize(
@@ -422,7 +417,7 @@ def test_a_draft_that_is_not_at_hand_is_replaced_and_named(tmp_path):
     for kept in (there, ["--tp", "2"], ["--speculative-draft-model-path"]):
         assert model_report._replace_missing_draft(kept, sizes, tmp_path / "x") == (kept, "")
     read = ModelSizes(MODELS["kimi-k2.5"])
-    found = model_report.advise(read, asked() | {"missing_draft": "a/b"}, [])
+    found = model_report.advise(read, asked() | {"missing_draft": "a/b"})
     assert "the draft model a/b: its config.json is not at hand" in found["unknown"]
 
 
@@ -481,7 +476,7 @@ def test_a_change_has_the_status_that_the_servers_log_gives_it(monkeypatch):
 )
 def test_kv_sizings_row_is_what_the_server_would_decide(answer, acts, words) -> None:
     told = asked() | {"kv_sizing": {"skip_reason": "", "given": False, **answer}}
-    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told, [])
+    found = model_report.advise(ModelSizes(MODELS["kimi-k2.5"]), told)
     row = row_of("kv-sizing", found)
     assert row["acts"] is acts
     assert words in (row["does"] or row["reason"])
