@@ -24,7 +24,7 @@ from sglang_moe_patches.core import engine
 from sglang_moe_patches.core.dead_input import channel
 from sglang_moe_patches.core.patch import Patcher, Plan
 
-from common.shapes import MODELS, Layout, Rank
+from common.shapes import MODELS, Layout, Rank, fuse
 
 LAYOUTS = {"tp1": Layout(), "tp2": Layout(tp=2), "tp4": Layout(tp=4), "tp8": Layout(tp=8)}
 #: Models with a shared expert that the Triton runner computes as one more routed one.
@@ -175,8 +175,8 @@ def rank_of(model: str, layout: str, *, fused: bool) -> Rank:
     :param fused: a shared expert runs as one more routed one, in models that are served so.
     """
     known = MODELS[model]
-    fuse = fused and model in FUSED and known.shared_experts
-    return (known.fused() if fuse else known).per_rank(LAYOUTS[layout])
+    fuses = fused and model in FUSED and known.shared_experts
+    return (fuse(known) if fuses else known).per_rank(LAYOUTS[layout])
 
 
 # --- Triton ----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,33 @@ with doctor's copies of these files.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from sglang_moe_patches.lab.predict.forward import Acting
 from sglang_moe_patches.lab.predict.shapes import Layout, Model, Rank
 
 __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "Rank"]
+
+
+def fuse(model: Model) -> Model:
+    """The same with its shared experts run as routed ones that every token chooses, as the engine can."""
+    experts, top_k = model.experts + model.shared_experts, model.top_k + model.shared_experts
+    return replace(model, experts=experts, top_k=top_k, shared_experts=0)
+
+
+def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Model:
+    """The model with its shared experts as routed ones, where the engine makes them so on a GPU.
+
+    :param fusion: false with ``--disable-shared-experts-fusion``.
+    """
+    fusible = model.family == "glm4-moe" or (model.family == "deepseek-v3" and model.experts == 256)
+    return fuse(model) if fusion and fusible and runner == "triton" else model
+
+
+def every_change(model: Model) -> Acting:
+    """What acts in a patched server of a family whose layers offer their dead input."""
+    latent = model.q_lora_rank is not None
+    return Acting(latent, latent and bool(model.shared_experts), True, True)
 
 
 _DEEPSEEK_V3 = Model("deepseek-ai/DeepSeek-V3", 61, 3, 7168, 256, 8, 2048, 1, 18432, 128, 128, (8, 4), 1536)
@@ -16,7 +40,7 @@ _DEEPSEEK_V3 = Model("deepseek-ai/DeepSeek-V3", 61, 3, 7168, 256, 8, 2048, 1, 18
 MODELS = {
     "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 61, 1, 7168, 384, 8, 2048, 1, 18432, 64, 64, (1, 1), 1536),
     "deepseek-v3": _DEEPSEEK_V3,
-    "deepseek-v3-fused": _DEEPSEEK_V3.fused(),
+    "deepseek-v3-fused": fuse(_DEEPSEEK_V3),
     "glm-4.5": Model("zai-org/GLM-4.5", 92, 3, 5120, 160, 8, 1536, 1, 12288, 96, 8, family="glm4-moe"),
     "qwen3-235b": Model("Qwen/Qwen3-235B-A22B", 94, 0, 4096, 128, 8, 1536, 0, 0, 64, 4, family="qwen3-moe"),
     "qwen3-30b": Model("Qwen/Qwen3-30B-A3B", 48, 0, 2048, 128, 8, 768, 0, 0, 32, 4, family="qwen3-moe"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common import doctor_answers, output
-from common.shapes import MODELS, Layout
+from common.shapes import MODELS, Layout, as_the_engine_runs
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core import engine
 from sglang_moe_patches.lab.predict import config, forward, model_report
@@ -92,7 +92,7 @@ def key_of_cell(cell: dict[str, Any]) -> Sizes:
 
 def key(model: Any, layout: Layout, runner: str, quantization: str | None) -> Sizes:
     """What a measurement is looked up by: the sizes of a rank's MoE layer, its runner and its quantization."""
-    rank = forward.as_the_engine_runs(model, runner).per_rank(layout)
+    rank = as_the_engine_runs(model, runner).per_rank(layout)
     return rank.hidden, rank.experts, rank.top_k, rank.intermediate, runner, quantization
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from unittest import mock
 
 from common import history, machine, output, servers, timing, weights
-from common.shapes import MODELS, Layout
+from common.shapes import MODELS, Layout, as_the_engine_runs, every_change
 from sglang_moe_patches.changes.moe_workspace.column_slices import MOE_WORKSPACE_MB
 from sglang_moe_patches.core.machine import has_gpu
 from sglang_moe_patches.lab.observers import events
@@ -64,8 +64,8 @@ def predict(
     :param fusion: whether the engine may run shared experts as routed ones.
     :param width: of a column slice; ``None``: as moe-workspace decides today.
     """
-    model = prediction.as_the_engine_runs(served.model, served.runner, fusion=fusion)
-    acting = prediction.Acting.patched(model) if server == "patched" else prediction.Acting()
+    model = as_the_engine_runs(served.model, served.runner, fusion=fusion)
+    acting = every_change(model) if server == "patched" else prediction.Acting()
     workspace = workspace_mb * 2**20 + REFERENCE_SCRATCH
     runner = prediction.Runner(served.runner, served.quantization, width=width, workspace=workspace)
     with mock.patch.dict(os.environ, {MOE_WORKSPACE_MB.name: str(moe_workspace_mb or "")}):

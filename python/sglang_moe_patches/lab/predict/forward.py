@@ -79,12 +79,6 @@ class Acting:
     columns: bool = False
     out_of_place: bool = False
 
-    @classmethod
-    def patched(cls, model: Model) -> Acting:
-        """Every change on a family whose layers offer their dead input."""
-        latent = model.q_lora_rank is not None
-        return cls(latent, latent and bool(model.shared_experts), True, True)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -117,15 +111,6 @@ class Prediction:
     def where(self) -> str:
         """The place of the peak."""
         return max(self.places, key=self.places.__getitem__)
-
-
-def as_the_engine_runs(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """The model with its shared experts as routed ones, where the engine makes them so on a GPU.
-
-    :param fusion: false with ``--disable-shared-experts-fusion``.
-    """
-    fusible = model.family == "glm4-moe" or (model.family == "deepseek-v3" and model.experts == 256)
-    return model.fused() if fusion and fusible and runner == "triton" else model
 
 
 @dataclass(frozen=True)
@@ -165,7 +150,7 @@ def predict(
     architecture, the shared experts run last and the latents are gone; the NVFP4 kernels, and Triton where the shared
     experts run last, write into the dead input.
 
-    :param model: with its shared experts as the engine runs them: ``fused()`` where it makes them routed ones.
+    :param model: with its shared experts as the engine runs them: as routed ones where it makes them so.
     :param layout: of tensor parallelism, and expert parallelism without all-to-all; not of data-parallel attention.
     :param tokens: of the chunk.
     :param graphs: decodes run in graphs: an eager one before leaves a buffer of attention's behind, which is then given

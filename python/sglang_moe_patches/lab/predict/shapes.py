@@ -95,15 +95,6 @@ class Model:
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers
 
-    def fused(self) -> Model:
-        """The same with its shared experts run as routed ones that every token chooses, as the engine can."""
-        return replace(
-            self,
-            experts=self.experts + self.shared_experts,
-            top_k=self.top_k + self.shared_experts,
-            shared_experts=0,
-        )
-
     def shard(self, ranks: int) -> Model:
         """As if one rank's share of ``ranks`` were the whole model, for one GPU.
 

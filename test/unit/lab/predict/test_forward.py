@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from common import output
-from common.shapes import MODELS, Layout
+from common.shapes import MODELS, Layout, as_the_engine_runs, every_change
 from sglang_moe_patches.lab.predict import forward
 from sglang_moe_patches.lab.predict.forward import Acting, Runner
 from whole import peak_memory
@@ -78,7 +78,7 @@ def test_whole_servers_needed_what_their_sizes_say(name):
     words = shlex.split(result["command"])
     option = dict(zip(words, [*words[1:], ""], strict=True))
     share = MODELS[option.get("--model", "kimi-k2.5")].shard(int(option.get("--shard", 4)))
-    model = forward.as_the_engine_runs(share, "triton")
+    model = as_the_engine_runs(share, "triton")
     newer = result["conditions"]["engine"] not in WITHOUT_BUFFER and model.q_lora_rank is not None
     stock = Acting(inputs_dropped=newer)
     for server, figures in result["figures"].items():
@@ -96,7 +96,7 @@ def test_whole_servers_needed_what_their_sizes_say(name):
                 width=-(-model.hidden // (slices * 256)) * 256,
             ),
             int(option.get("--tokens", 16384)),
-            Acting.patched(model) if patched else stock,
+            every_change(model) if patched else stock,
             graphs="--graphs" in words,
             float_logits=newer,
         )
@@ -117,7 +117,7 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
         kind = (cell["model"], cell["layout"], cell.get("weights"))
         if name.startswith("moe-workspace/h200") and kind == ("deepseek-v3-fused", "tp8", "fp8"):
             continue
-        model = forward.as_the_engine_runs(MODELS[cell["model"]], runner)
+        model = as_the_engine_runs(MODELS[cell["model"]], runner)
         rank = model.per_rank(Layout(tp=int(cell["layout"].removeprefix("tp"))))
         if runner == "marlin":
             packed = cell["w2_bytes"] / (rank.experts * rank.hidden * rank.intermediate)
@@ -140,10 +140,10 @@ def test_what_a_runner_held_was_as_its_sizes_say(name, monkeypatch):
     ],
 )
 def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
-    whole = forward.as_the_engine_runs(MODELS[model], runner)
+    whole = as_the_engine_runs(MODELS[model], runner)
     workspace = 1536 * 2**20 + peak_memory.REFERENCE_SCRATCH
     predicted = forward.predict(
-        whole, Layout(tp=tp), Runner(runner, width=1024, workspace=workspace), 16384, Acting.patched(whole)
+        whole, Layout(tp=tp), Runner(runner, width=1024, workspace=workspace), 16384, every_change(whole)
     )
     assert predicted.where == where
     assert predicted.peak == max(predicted.places.values()) == predicted.places[where]
@@ -151,7 +151,7 @@ def test_the_place_of_a_patched_peak_is_named(model, runner, tp, where):
 
 def test_a_share_of_a_model_needs_what_a_rank_of_all_does():
     whole = MODELS["kimi-k2.5"]
-    acting = Acting.patched(whole)
+    acting = every_change(whole)
     assert forward.predict(whole, Layout(tp=4), Runner("triton"), 16384, acting) == forward.predict(
         whole.shard(4), Layout(), Runner("triton"), 16384, acting
     )
